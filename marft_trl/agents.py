@@ -1,0 +1,184 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Who is in the team."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
+# Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names that
+# write outside the output folder ("/tmp/x"), nest folders ("a/b") or are re-initialized on loading ("lora").
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
+RESERVED_NAMES = frozenset({"default", "ref", "base", "critic", "lora"})
+
+
+def check_name(name: object, what: str) -> None:
+    """Raise unless `name` is safe as the name of a folder, an adapter and a metric."""
+    if not isinstance(name, str):
+        raise TypeError(f"The name of {what} must be a string, got {name!r} of type {type(name).__name__}.")
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot be the name of {what}: it becomes a folder name and a part of parameter names. Use a "
+            "lower-case letter followed by at most 47 lower-case letters, digits, '_' or '-', e.g. 'solver_2'."
+        )
+    if name in RESERVED_NAMES or name.startswith("checkpoint-") or name in "lora_":
+        reserved = ", ".join(sorted(RESERVED_NAMES))
+        raise ValueError(
+            f"{name!r} cannot be the name of {what}: {reserved}, parts of 'lora_' and names that begin with "
+            "'checkpoint-' have a meaning of their own in checkpoints. Choose another name."
+        )
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """
+    One agent of a team: a named policy with its system prompt, adapter and sampling settings. What is left `None` is
+    the trainer's.
+
+    Args:
+        name (`str`):
+            Name, unique in the team. A lower-case letter followed by at most 47 of `a-z0-9_-`.
+        system_prompt (`str`, *optional*):
+            Role prompt, at the head of everything the agent sees. `None`: no role prompt.
+        adapter (`str`, *optional*, defaults to the agent's name):
+            Name of the LoRA adapter the agent acts with. Agents that name the same adapter share it.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of the agent's adapter, in place of the trainer's `peft_config`.
+        trainable (`bool`, *optional*, defaults to `True`):
+            Whether the agent's adapter is trained. A frozen agent acts and is not updated.
+        learning_rate (`float`, *optional*):
+            Peak learning rate of the agent's adapter.
+        max_completion_length (`int`, *optional*):
+            Largest number of tokens in one turn.
+        temperature (`float`, *optional*):
+            Sampling temperature, also of the log-probabilities in the loss.
+        top_p (`float`, *optional*):
+            Probability mass that nucleus sampling keeps, in `(0, 1]`.
+        top_k (`int`, *optional*):
+            Number of tokens that top-k sampling keeps; 0 turns it off.
+        min_p (`float`, *optional*):
+            Smallest probability, relative to the most likely token, that sampling keeps, in `[0, 1]`.
+        stop (`str` or `Sequence[str]`, *optional*):
+            Texts that end a turn. The turn keeps them.
+        description (`str`, *optional*):
+            One line on what the agent is for, for people, model cards and orchestrators.
+    """
+
+    name: str
+    system_prompt: str | None = None
+    adapter: str | None = None
+    peft_config: PeftConfig | None = None
+    trainable: bool = True
+    learning_rate: float | None = None
+    max_completion_length: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | Sequence[str] | None = None
+    description: str | None = None
+
+    def __post_init__(self):
+        check_name(self.name, "an agent")
+        if self.adapter is None:
+            object.__setattr__(self, "adapter", self.name)
+        check_name(self.adapter, f"the adapter of agent {self.name!r}")
+        if self.stop is not None:
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            object.__setattr__(self, "stop", stop)
+        self._check_types()
+        self._check_ranges()
+
+    def _check_types(self) -> None:
+        for field_name in ("system_prompt", "description"):
+            value = getattr(self, field_name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(self._complaint(field_name, "a string or None"))
+        if not isinstance(self.trainable, bool):
+            raise TypeError(self._complaint("trainable", "True or False"))
+        if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
+            raise TypeError(self._complaint("stop", "a non-empty string or a list of such"))
+        for field_name in ("max_completion_length", "top_k"):
+            value = getattr(self, field_name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(self._complaint(field_name, "an integer"))
+        for field_name in ("learning_rate", "temperature", "top_p", "min_p"):
+            value = getattr(self, field_name)
+            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+                raise TypeError(self._complaint(field_name, "a number"))
+
+    def _check_ranges(self) -> None:
+        ranges = {
+            "learning_rate": (lambda v: v >= 0, "a number of at least 0"),
+            "max_completion_length": (lambda v: v >= 1, "an integer of at least 1"),
+            "temperature": (lambda v: v > 0, "a number above 0"),
+            "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
+            "top_k": (lambda v: v >= 0, "an integer of at least 0"),
+            "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
+        }
+        for field_name, (holds, needed) in ranges.items():
+            value = getattr(self, field_name)
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                raise ValueError(self._complaint(field_name, needed))
+
+    def _complaint(self, field_name: str, needed: str) -> str:
+        return f"`{field_name}` of agent {self.name!r} must be {needed}, got {getattr(self, field_name)!r}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it)."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "peft_config"}
+        return {**plain, "stop": list(self.stop) if self.stop is not None else None}
+
+
+def check_team(agents: object) -> list[AgentSpec]:
+    """
+    The agents as a list, after checking that they can form a team.
+
+    Raises:
+        TypeError: `agents` is not a sequence of [`AgentSpec`].
+        ValueError: no agents, a name used twice, or agents that share an adapter and disagree on its training.
+    """
+    if isinstance(agents, AgentSpec) or not isinstance(agents, Sequence) or isinstance(agents, str):
+        raise TypeError(
+            f"`agents` must be a list of `AgentSpec`, got {type(agents).__name__}. Example: "
+            "`agents=[AgentSpec('reasoner'), AgentSpec('actor')]`."
+        )
+    if not agents:
+        raise ValueError("`agents` is empty: a team needs at least one agent, e.g. `agents=[AgentSpec('solver')]`.")
+    for agent in agents:
+        if not isinstance(agent, AgentSpec):
+            raise TypeError(f"`agents` must be a list of `AgentSpec`, got an item of type {type(agent).__name__}.")
+    seen: dict[str, AgentSpec] = {}
+    for agent in agents:
+        if agent.name in seen:
+            raise ValueError(f"Two agents have the name {agent.name!r}; names must be unique in a team.")
+        seen[agent.name] = agent
+    _check_shared_adapters(list(agents))
+    return list(agents)
+
+
+def _check_shared_adapters(agents: list[AgentSpec]) -> None:
+    owners: dict[str, AgentSpec] = {}
+    for agent in agents:
+        owner = owners.setdefault(agent.adapter, agent)
+        for field_name in ("trainable", "learning_rate", "peft_config"):
+            mine, theirs = getattr(agent, field_name), getattr(owner, field_name)
+            if mine != theirs:
+                raise ValueError(
+                    f"Agents {owner.name!r} and {agent.name!r} share the adapter {agent.adapter!r} but differ in "
+                    f"`{field_name}` ({_brief(theirs)} and {_brief(mine)}). Set the same value on both, or give them "
+                    "different adapters."
+                )
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,139 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What happened: turns and episodes, as plain data. Nothing here knows torch, trl or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """
+    One action: one generation by one agent, with the observation it was made from.
+
+    Args:
+        agent (`str`):
+            Name of the agent that spoke.
+        text (`str`):
+            What it said, without control tokens: what reward functions and workflows read.
+        index (`int`):
+            Position among the turns of its episode.
+        sees (`tuple[int, ...]`):
+            Positions of the earlier turns that were shown to it. Over an episode this is the dependency function *D*
+            of the Flex-POMDP.
+        observation (`str` or `list[dict]`):
+            What it was shown, before tokenization: plain text or chat messages.
+        prompt_ids (`list[int]`):
+            The observation in tokens.
+        completion_ids (`list[int]`):
+            The tokens as sampled. They are never re-tokenized. May be empty.
+        raw_text (`str`):
+            As `text`, with sampled control tokens spelled out and the closing end-of-sequence token left off: what
+            teammates are shown.
+        truncated (`bool`):
+            Whether the turn ran into its length limit instead of ending by itself.
+    """
+
+    agent: str
+    text: str
+    index: int
+    sees: tuple[int, ...] = ()
+    observation: str | Messages = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)
+    raw_text: str | None = None
+    truncated: bool = False
+
+    def __post_init__(self):
+        if self.raw_text is None:
+            object.__setattr__(self, "raw_text", self.text)
+
+
+Speak = Callable[["Episode", str, Sequence[Turn]], Awaitable[Turn]]
+
+
+@dataclass(eq=False)
+class Episode:
+    """
+    One run of the workflow on one prompt.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            The `prompt` of the dataset row.
+        row (`dict`):
+            The whole dataset row.
+        index (`int`):
+            Position of the episode in its batch.
+        speak (`Callable`):
+            Produces a turn: `await speak(episode, agent, seen)`. The collector supplies it.
+        agents (`tuple[str, ...]`):
+            Names of the agents of the team, in order.
+    """
+
+    prompt: str | Messages
+    row: dict[str, Any]
+    index: int
+    speak: Speak
+    agents: tuple[str, ...]
+    turns: list[Turn] = field(default_factory=list)
+    _answer: Turn | None = None
+
+    async def turn(self, agent: str, sees: Sequence[Turn] | None = None) -> Turn:
+        """
+        Let an agent speak and wait for what it says.
+
+        Args:
+            agent (`str`):
+                Name of the agent.
+            sees (`Sequence[Turn]`, *optional*):
+                Earlier turns of this episode to show it, in this order. All turns so far unless given.
+
+        Raises:
+            ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
+        """
+        if agent not in self.agents:
+            raise ValueError(unknown_agent(agent, self.agents, "`episode.turn`"))
+        seen = list(self.turns) if sees is None else list(sees)
+        for turn in seen:
+            if not isinstance(turn, Turn):
+                raise TypeError(
+                    f"`sees` of `episode.turn({agent!r})` takes turns, as returned by `episode.turn`; got a "
+                    f"{type(turn).__name__}."
+                )
+            if turn.index >= len(self.turns) or self.turns[turn.index] is not turn:
+                raise ValueError(
+                    f"`sees` of `episode.turn({agent!r})` holds a turn of {turn.agent!r} from another episode. Keep "
+                    "turns in local variables of `run`, not on the workflow: one workflow object runs many episodes "
+                    "at once."
+                )
+        return await self.speak(self, agent, seen)
+
+    @property
+    def answer(self) -> Turn | None:
+        """The turn that answers for the team: the one set by the workflow, else the last one."""
+        if self._answer is not None:
+            return self._answer
+        return self.turns[-1] if self.turns else None
+
+    @answer.setter
+    def answer(self, turn: Turn) -> None:
+        if not isinstance(turn, Turn):
+            raise TypeError(
+                f"`episode.answer` has to be a turn, as returned by `episode.turn`; got a {type(turn).__name__}. "
+                "Rewards score the tokens of a turn, so a text made by the workflow cannot answer."
+            )
+        self._answer = turn
+
+
+def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
+    """The error text for an agent name that the team does not have, with the nearest one that it has."""
+    import difflib
+
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"

@@ -1,0 +1,159 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs many episodes at once: workflows in, finished episodes out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..episodes import Episode, Messages, Turn
+from ..workflows.base import Workflow
+
+
+# Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
+# runs on at once; only `asyncio.gather` and futures need a round or two to start or resume what they hold.
+_QUIET_ROUNDS = 3
+
+
+@dataclass(eq=False)
+class Request:
+    """A turn that an episode is waiting for."""
+
+    episode: Episode
+    agent: str
+    seen: tuple[Turn, ...]
+    reply: asyncio.Future
+
+
+# Answers requests, in order. The turns it returns need no right `index`; the collector numbers them.
+Answer = Callable[[Sequence[Request]], Sequence[Turn]]
+
+
+class EpisodeError(RuntimeError):
+    """A workflow failed; the message names the episode, its prompt and the workflow."""
+
+
+def collect(workflow: Workflow, rows: Sequence[dict[str, Any]], agents: Sequence[str], answer: Answer) -> list[Episode]:
+    """
+    Run the workflow once on every row, all at once.
+
+    Whenever every live episode waits for a turn, the waiting requests are handed over together, in the order of the
+    episodes, so that agents and parallel branches share batches.
+
+    Args:
+        workflow ([`Workflow`]):
+            Decides who acts next and what each sees.
+        rows (`Sequence[dict]`):
+            Dataset rows with a `prompt`; each becomes one episode.
+        agents (`Sequence[str]`):
+            Names of the agents of the team, in order.
+        answer (`Callable`):
+            Turns requests into turns, in order.
+
+    Returns: one finished episode per row, in order.
+
+    Raises:
+        EpisodeError: the workflow raised, or ended without a single turn.
+    """
+
+    def run() -> list[Episode]:
+        return asyncio.run(_collect(workflow, rows, agents, answer))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    return _in_thread(run)  # a notebook already runs a loop in this thread
+
+
+async def _collect(workflow, rows, agents, answer) -> list[Episode]:
+    waiting: list[Request] = []
+
+    async def speak(episode: Episode, agent: str, seen: Sequence[Turn]) -> Turn:
+        request = Request(episode, agent, tuple(seen), asyncio.get_running_loop().create_future())
+        waiting.append(request)
+        return await request.reply
+
+    episodes = [Episode(row["prompt"], row, index, speak, tuple(agents)) for index, row in enumerate(rows)]
+    tasks = [asyncio.ensure_future(_run_one(workflow, episode)) for episode in episodes]
+    try:
+        while not all(task.done() for task in tasks):
+            await _settle(tasks, waiting)
+            failed = next((task for task in tasks if task.done() and task.exception()), None)
+            if failed is not None:
+                raise failed.exception()
+            batch = sorted(waiting, key=lambda request: request.episode.index)
+            waiting.clear()
+            _reply(batch, answer(batch) if batch else [])
+        for task in tasks:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return episodes
+
+
+async def _run_one(workflow: Workflow, episode: Episode) -> None:
+    try:
+        await workflow.run(episode)
+    except Exception as error:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
+            f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}"
+        ) from error
+    if not episode.turns:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
+            f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`."
+        )
+
+
+async def _settle(tasks, waiting) -> None:
+    """Run the loop until every live episode waits for a turn, or one has failed."""
+    quiet = 0
+    while True:
+        known = len(waiting)
+        await asyncio.sleep(0)
+        quiet = quiet + 1 if len(waiting) == known else 0
+        if quiet < _QUIET_ROUNDS:
+            continue
+        blocked = {request.episode.index for request in waiting}
+        elsewhere = [task for index, task in enumerate(tasks) if not task.done() and index not in blocked]
+        if not elsewhere or any(task.done() and task.exception() for task in tasks):
+            return
+        # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
+        await asyncio.wait(elsewhere, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+        quiet = 0
+
+
+def _reply(batch: Sequence[Request], turns: Sequence[Turn]) -> None:
+    for request, turn in zip(batch, turns, strict=True):
+        object.__setattr__(turn, "index", len(request.episode.turns))
+        request.episode.turns.append(turn)
+        request.reply.set_result(turn)
+
+
+def _brief(prompt: str | Messages, limit: int = 80) -> str:
+    text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+def _in_thread(run: Callable[[], list[Episode]]) -> list[Episode]:
+    outcome: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            outcome["episodes"] = run()
+        except BaseException as error:  # noqa: BLE001 - handed to the calling thread, where it is raised
+            outcome["error"] = error
+
+    thread = threading.Thread(target=target, name="marft-collector")
+    thread.start()
+    thread.join()
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["episodes"]

@@ -1,0 +1,131 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Generation with transformers: one batched `generate` per adapter and sampling setting, under the right adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+from ..agents import AgentSpec
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an agent samples: its own settings, the trainer's where it has none."""
+
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float | None
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(cls, agent: AgentSpec, args) -> Sampling:
+        """The settings of `agent` under the training arguments `args`."""
+
+        def setting(name: str):
+            own = getattr(agent, name)
+            return getattr(args, name) if own is None else own
+
+        return cls(
+            max_completion_length=setting("max_completion_length"),
+            temperature=setting("temperature"),
+            top_p=setting("top_p"),
+            top_k=setting("top_k"),
+            min_p=setting("min_p"),
+            stop=tuple(agent.stop or ()),
+        )
+
+
+class TransformersGenerator:
+    """
+    Generates turns with the generation of TRL's `GRPOTrainer`.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Does the generating.
+        policies ([`Policies`]):
+            Switches adapters.
+        samplings (`dict[str, Sampling]`):
+            How each agent samples.
+    """
+
+    def __init__(self, trainer, policies, samplings: dict[str, Sampling]):
+        self._trainer = trainer
+        self._policies = policies
+        self._samplings = samplings
+
+    def generate(self, agents: Sequence[str], prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+        """
+        Args:
+            agents (`Sequence[str]`):
+                Who speaks, for each observation.
+            prompt_ids (`Sequence[list[int]]`):
+                The observations.
+
+        Returns: the sampled tokens of each, in order.
+        """
+        groups: dict[tuple[str, Sampling], list[int]] = {}
+        for index, agent in enumerate(agents):
+            groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent]), []).append(index)
+        completions: list[list[int]] = [[] for _ in agents]
+        for (_, sampling), indices in groups.items():
+            self._policies.activate(agents[indices[0]])
+            with self._sampling(sampling):
+                sampled, _ = self._trainer._generate_single_turn([prompt_ids[i] for i in indices], None, {}, 1)
+            for index, ids in zip(indices, sampled, strict=True):
+                completions[index] = self._cut_at_stop(ids, sampling.stop)
+        return completions
+
+    @contextlib.contextmanager
+    def _sampling(self, sampling: Sampling) -> Iterator[None]:
+        trainer = self._trainer
+        config, kwargs = trainer.generation_config, trainer.generation_kwargs
+        own = {
+            "max_new_tokens": sampling.max_completion_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+        }
+        explicit = set(trainer.args.generation_kwargs or {})  # what the user set there wins, as in TRL
+        own = {key: value for key, value in own.items() if key not in explicit}
+        if sampling.stop:
+            own["stop_strings"] = list(sampling.stop)
+        trainer.generation_kwargs = {**kwargs, **own}
+        trainer.generation_config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+        try:
+            with self._tokenizer_at_hand() if sampling.stop else contextlib.nullcontext():
+                yield
+        finally:
+            trainer.generation_config, trainer.generation_kwargs = config, kwargs
+
+    @contextlib.contextmanager
+    def _tokenizer_at_hand(self) -> Iterator[None]:
+        """`generate` wants the tokenizer beside `stop_strings`, for which TRL's call has no room."""
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+        model.generate = functools.partial(model.generate, tokenizer=self._trainer._tokenizer)
+        try:
+            yield
+        finally:
+            del model.generate
+
+    def _cut_at_stop(self, ids: list[int], stop: tuple[str, ...]) -> list[int]:
+        """Cut after the token that completes a stop text: the rest is padding of a batch that went on."""
+        if not stop or not self.holds_stop(ids, stop):
+            return ids
+        low, high = 0, len(ids)  # the first `high` tokens hold a stop text, the first `low` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.holds_stop(ids[:middle], stop) else (middle, high)
+        return ids[:high]
+
+    def holds_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the decoded tokens hold one of the stop texts."""
+        text = self._trainer._tokenizer.decode(ids)
+        return any(mark in text for mark in stop)

@@ -1,0 +1,213 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+A team that learns in minutes on a CPU: a tiny model, its tokenizer and a two-agent task, built offline.
+
+The task: "Ann has 7 apples, buys 3 and loses 2. How many are left?" The reasoner writes the steps, "7+3=10;10-2=8", and
+the actor reads the answer out of them. The model is warmed up on both roles with a little
+supervised training and is then left to reinforcement learning. Quickstart and tests share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from .agents import AgentSpec
+from .episodes import Turn
+from .rollout.prompts import PromptBuilder
+
+
+NAMES = ("Ann", "Ben", "Cat", "Dan", "Eve", "Finn")
+THINGS = ("apples", "books", "coins", "pens", "cards", "shells")
+# Earlier words win where two could merge the same letters.
+WORDS = (
+    *("system", "assistant", "user", "many", "reasoner", "actor", "Write", "the", "steps", "answer"),
+    *("has", "buys", "finds", "and", "loses", "sells", "How", "are", "left"),
+    *NAMES,
+    *THINGS,
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A character BPE with the words of the task merged, and the ChatML template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        for head, tail in [*((word[:end], word[end]) for end in range(1, len(word))), ("Ġ", word)]:
+            if head + tail not in vocab:
+                vocab[head + tail] = len(vocab)
+                merges.append((head, tail))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_model(vocab_size: int, seed: int = 0, **overrides) -> Qwen3ForCausalLM:
+    """The Qwen 3 architecture with about 0.4 million parameters, randomly initialized."""
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(Qwen3Config(**{**settings, **overrides}))
+
+
+def tiny_agents() -> list[AgentSpec]:
+    """The reasoner writes the steps, the actor answers."""
+    return [
+        AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=24),
+        AgentSpec("actor", system_prompt="Write the answer.", max_completion_length=6),
+    ]
+
+
+def questions(count: int, seed: int) -> list[dict[str, str]]:
+    """
+    Questions with their `solution` (the number) and the reasoner's `steps`.
+
+    The numbers of a question fall into a training or a held-out set by a hash, so that held-out questions have number
+    combinations that were never trained on: even seeds give training questions, odd seeds held-out ones.
+    """
+    draw = random.Random(seed)
+    rows: list[dict[str, str]] = []
+    while len(rows) < count:
+        start, gain = draw.randint(1, 9), draw.randint(1, 9)
+        loss = draw.randint(1, min(9, start + gain))
+        digest = hashlib.sha256(f"{start},{gain},{loss}".encode()).digest()
+        if (digest[0] < 51) != bool(seed % 2):
+            continue
+        name, thing = draw.choice(NAMES), draw.choice(THINGS)
+        get, lose = draw.choice(("buys", "finds")), draw.choice(("sells", "loses"))
+        total, left = start + gain, start + gain - loss
+        rows.append(
+            {
+                "prompt": f"{name} has {start} {thing}, {get} {gain} and {lose} {loss}. How many are left?",
+                "solution": str(left),
+                "steps": f"{start}+{gain}={total};{total}-{loss}={left}",
+            }
+        )
+    return rows
+
+
+def tiny_dataset(count: int, seed: int = 0) -> Dataset:
+    """Questions as a dataset with `prompt` and `solution`; even seeds for training, odd ones held out."""
+    return Dataset.from_list(questions(count, seed)).remove_columns("steps")
+
+
+def exact_answer(completions, solution, **kwargs) -> list[float]:
+    """Reward 1 where the team's answer is the number, else 0."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(text.strip() == target) for text, target in zip(texts, solution, strict=True)]
+
+
+def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]]]:
+    """What the reasoner and the actor should say on endless training questions: `(prompt_ids, completion_ids)`."""
+    reasoner, actor = tiny_agents()
+    builder = PromptBuilder(
+        tokenizer,
+        tokenize=lambda prompts: tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ],
+    )
+    draw = random.Random(seed)
+    while True:
+        rows = questions(256, seed=2 * draw.randrange(10**9))
+        steps = [Turn("reasoner", row["steps"], index=0) for row in rows]
+        plans = builder.build([(reasoner, row["prompt"], ()) for row in rows])
+        answers = builder.build([(actor, row["prompt"], (turn,)) for row, turn in zip(rows, steps, strict=True)])
+        for row, plan, answer in zip(rows, plans, answers, strict=True):
+            yield plan.ids, [*tokenizer(row["steps"])["input_ids"], tokenizer.eos_token_id]
+            yield answer.ids, [*tokenizer(row["solution"])["input_ids"], tokenizer.eos_token_id]
+
+
+def warm_up(model, tokenizer, steps: int, batch_size: int = 32, learning_rate: float = 3e-3, seed: int = 0) -> None:
+    """Supervised training of both roles, half of the rows each; the loss counts completions only."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
+    rows = _demonstrations(tokenizer, seed)
+    model.train()
+    for _ in range(steps):
+        batch = [next(rows) for _ in range(batch_size)]
+        width = max(len(prompt) + len(completion) for prompt, completion in batch)
+        ids = torch.full((batch_size, width), tokenizer.pad_token_id)
+        labels = torch.full((batch_size, width), -100)
+        for index, (prompt, completion) in enumerate(batch):
+            end = len(prompt) + len(completion)
+            ids[index, :end] = torch.tensor(prompt + completion)
+            labels[index, len(prompt) : end] = torch.tensor(completion)
+        loss = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+WARM_UP_STEPS = 380
+
+
+def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_UP_STEPS) -> str:
+    """
+    Build the warmed-up tiny model once and return its folder.
+
+    Args:
+        folder (`str` or `os.PathLike`, *optional*):
+            Where to keep it; under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`) unless given.
+        steps (`int`, *optional*):
+            Steps of the supervised warm-up.
+    """
+    recipe = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode()).hexdigest()[:12]
+    if folder is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(cache) / "marft_trl" / f"tiny-{recipe}"
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        return str(folder)
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(len(tokenizer))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        warm_up(model, tokenizer, steps)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.rename(folder)  # whole or not at all, also when two processes build it at once
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
+    return str(folder)

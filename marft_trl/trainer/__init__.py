@@ -1,0 +1,5 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+from .marft_trainer import MARFTTrainer
+
+
+__all__ = ["MARFTTrainer"]

@@ -1,0 +1,276 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""N policies on one base: one LoRA per adapter name, or one fully trained model shared by all agents."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
+
+from ..agents import AgentSpec
+
+
+# The one policy of a team without adapters.
+SHARED_POLICY = "policy"
+
+# With these ways of initializing LoRA an adapter starts as the identity and the base is left as it is. Others, such as
+# "pissa", change the base weights, which belong to all agents.
+_IDENTITY_STARTS = (True, "gaussian", "orthogonal", "eva")
+
+
+def add_adapters(
+    model: PreTrainedModel | PeftModel,
+    agents: Sequence[AgentSpec],
+    peft_config: PeftConfig | None,
+    autocast_adapter_dtype: bool = True,
+) -> PreTrainedModel | PeftModel:
+    """
+    Give every adapter name of the team its adapter on the one base.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The base. In a `PeftModel`, an adapter with the name of an agent's is trained on, and adapters that are
+            missing start as copies of its adapter `default`.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of adapters whose agents bring none. `None` for all of them: no adapters, one shared policy.
+        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
+            Passed on to PEFT.
+
+    Raises:
+        ValueError: an adapter that cannot live beside others; the message names the agent.
+    """
+    if isinstance(model, PeftModel):
+        return _complete(model, agents, peft_config)
+    configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
+    if all(config is None for config in configs.values()):
+        _check_shared_policy(agents)
+        return model
+    for agent in agents:
+        _check_config(agent, configs[agent.adapter], alone=len(configs) == 1)
+        _check_name_is_free(agent, model)
+    (first, config), *others = configs.items()
+    options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
+    model = get_peft_model(model, copy.deepcopy(config), **options)
+    for name, config in others:
+        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
+    return model
+
+
+def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
+    if peft_config is not None or any(agent.peft_config is not None for agent in agents):
+        raise ValueError(
+            "The model is a `PeftModel` already and a `peft_config` was passed too. Merge and unload the adapter and "
+            "pass the base model with the config, or leave the config out to train on the adapters of the model."
+        )
+    missing = [agent for agent in agents if agent.adapter not in model.peft_config]
+    if missing and "default" not in model.peft_config:
+        raise ValueError(
+            f"Agent {missing[0].name!r} acts with the adapter {missing[0].adapter!r}, which the model does not have; "
+            f"it has {sorted(model.peft_config)}. Name the adapters of the model in the agents, or load one as "
+            "'default', which missing adapters start from."
+        )
+    for agent in missing:
+        if agent.adapter not in model.peft_config:
+            _check_name_is_free(agent, model.get_base_model())
+            model.add_adapter(agent.adapter, copy.deepcopy(model.peft_config["default"]))
+            _copy_weights(model, "default", agent.adapter)
+    if "default" in model.peft_config:
+        model.set_adapter(agents[0].adapter)
+        model.delete_adapter("default")
+    for agent in agents:
+        _check_config(agent, model.peft_config[agent.adapter], alone=True)
+    return model
+
+
+def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
+    for agent in agents:
+        if not agent.trainable or agent.learning_rate is not None:
+            raise ValueError(
+                f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
+                "`peft_config` all agents share one fully trained policy. Pass `peft_config=LoraConfig(...)` to give "
+                "each agent an adapter of its own, or leave the setting out."
+            )
+
+
+def _check_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
+    if config is None:
+        raise ValueError(
+            f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
+            "the trainer for the agents without one."
+        )
+    if not isinstance(config, PeftConfig):
+        raise TypeError(
+            f"`peft_config` must be a `peft.PeftConfig` such as `peft.LoraConfig(...)`, got {type(config).__name__} "
+            f"for agent {agent.name!r}."
+        )
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}: prompt learning methods cannot "
+            "live beside other adapters. Use `peft.LoraConfig(...)`."
+        )
+    if isinstance(config, LoraConfig):
+        start = config.init_lora_weights
+        if start is not False and start not in _IDENTITY_STARTS and not alone:
+            raise ValueError(
+                f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
+                "agents share. Use one that leaves the base alone, such as the default `True`."
+            )
+        if config.modules_to_save:
+            raise ValueError(
+                f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
+                "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
+            )
+
+
+def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
+    """PEFT tells adapters apart by a part of their parameters' names, which must not occur in the base's names."""
+    taken = {part for name, _ in model.named_parameters() for part in name.split(".")} | {"model", "base_model"}
+    if agent.adapter in taken:
+        raise ValueError(
+            f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is also part of the names of "
+            f"the base model's parameters, so PEFT could not tell them apart. Choose another name, e.g. "
+            f"'{agent.adapter}-agent'."
+        )
+
+
+def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
+    """
+    Load the weights of an adapter from its PEFT folder into the adapter of that name, in place.
+
+    Raises:
+        ValueError: the file holds other tensors than the adapter has.
+    """
+    result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
+    own = f".{adapter}"
+    missing = [key for key in result.missing_keys if own in key and "lora_" in key]
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
+            f"{list(result.unexpected_keys)[:3]}. The folder was saved with another `peft_config` or base model."
+        )
+
+
+def _adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
+    """Parameters of one adapter by their full names, in the order of the model."""
+    own: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            holders = [getattr(module, name) for name in module.adapter_layer_names]
+            for holder in holders:
+                if adapter in holder:
+                    held = holder[adapter]
+                    own |= {id(held)} if isinstance(held, torch.nn.Parameter) else set(map(id, held.parameters()))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            own |= {id(p) for n, p in module.named_parameters() if adapter in n.split(".")}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@torch.no_grad()
+def _copy_weights(model: PeftModel, source: str, target: str) -> None:
+    pairs = zip(_adapter_parameters(model, source).values(), _adapter_parameters(model, target).values(), strict=True)
+    for theirs, mine in pairs:
+        mine.copy_(theirs)
+
+
+class Policies:
+    """
+    The policies of a team: which parameters belong to which adapter, and which adapter acts.
+
+    All switching of adapters goes through here. PEFT's `set_adapter` takes `requires_grad` from all other adapters, and
+    a gradient whose adapter is switched off between forward and backward is lost without an error.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            What [`add_adapters`] returned.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]):
+        self._model = model
+        self.has_adapters = isinstance(model, PeftModel)
+        if self.has_adapters:
+            self._adapter_of = {agent.name: agent.adapter for agent in agents}
+            self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
+        else:
+            self._adapter_of = {agent.name: SHARED_POLICY for agent in agents}
+            self.trained = [SHARED_POLICY]
+        self.names = sorted(set(self._adapter_of.values()))
+        self._starts: dict[str, list[torch.Tensor]] = {}
+        self.release()
+
+    def adapter_of(self, agent: str) -> str:
+        """Name of the adapter an agent acts with; `"policy"` without adapters."""
+        return self._adapter_of[agent]
+
+    def agents_of(self, adapter: str) -> list[str]:
+        """Names of the agents that act with an adapter, in team order."""
+        return [agent for agent, its in self._adapter_of.items() if its == adapter]
+
+    def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
+        """Parameters of an adapter by name, in the order of the model."""
+        if self.has_adapters:
+            return _adapter_parameters(self._model, adapter)
+        return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+
+    def activate(self, agent: str) -> None:
+        """Let an agent's adapter act. It has to stay active until backward has run."""
+        if self.has_adapters:
+            # inference_mode: requires_grad is ours to set, for all adapters at once
+            self._model.set_adapter(self._adapter_of[agent], inference_mode=True)
+            self.release()
+
+    def release(self) -> None:
+        """Let gradients reach all trained adapters, and only these."""
+        if self.has_adapters:
+            frozen = [name for name in self.names if name not in self.trained]
+            self._model.set_requires_grad(self.trained, True)
+            self._model.set_requires_grad(frozen, False)
+
+    def remember_starts(self) -> None:
+        """Keep the present weights of adapters that do not start as the identity, as their references."""
+        for name in self.names if self.has_adapters else []:
+            if not self._is_identity(name):
+                self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
+
+    @contextlib.contextmanager
+    def reference(self, agent: str) -> Iterator[None]:
+        """Within, the agent's policy is its own start: the base, or the weights its adapter came with."""
+        adapter = self._adapter_of[agent]
+        if adapter not in self._starts:
+            with self._model.disable_adapter():
+                yield
+            self.release()  # leaving disable_adapter takes requires_grad from all adapters but the active one
+            return
+        self.activate(agent)
+        parameters = list(self.parameters(adapter).values())
+        current = [parameter.data for parameter in parameters]
+        try:
+            for parameter, start in zip(parameters, self._starts[adapter], strict=True):
+                parameter.data = start
+            yield
+        finally:
+            for parameter, data in zip(parameters, current, strict=True):
+                parameter.data = data
+
+    def _is_identity(self, adapter: str) -> bool:
+        config = self._model.peft_config[adapter]
+        ends = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
+        is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
+        return is_plain_lora and bool(ends) and all(not parameter.any() for parameter in ends)

@@ -1,0 +1,247 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Episodes -> rows -> slices -> micro-batches of one agent each, bounded in tokens, with the weights of their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from trl.trainer.utils import pad
+
+
+@dataclass(eq=False)
+class Row:
+    """
+    A turn as a training row. `P` prompt tokens, `L` completion tokens.
+
+    Args:
+        agent (`str`):
+            Who spoke.
+        adapter (`str`):
+            The adapter it acted with.
+        prompt_ids (`torch.Tensor` of shape `(P,)`):
+            The observation.
+        completion_ids (`torch.Tensor` of shape `(L,)`):
+            The tokens as sampled.
+        advantage (`float`):
+            Advantage of the turn.
+        counts (`bool`):
+            Whether its tokens count in the loss. A truncated turn does not under `mask_truncated_completions`; it
+            still counts as a row.
+        old_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
+            Log-probabilities under the policy that sampled.
+        ref_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
+            Log-probabilities under the agent's reference.
+    """
+
+    agent: str
+    adapter: str
+    prompt_ids: torch.Tensor
+    completion_ids: torch.Tensor
+    advantage: float = 0.0
+    counts: bool = True
+    old_per_token_logps: torch.Tensor | None = None
+    ref_per_token_logps: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.completion_ids) if self.counts else 0
+
+
+@dataclass(eq=False)
+class Slice:
+    """
+    The rows of `per_device_train_batch_size` episodes on this process, and what all processes hold, by adapter.
+
+    Args:
+        rows (`list[Row]`): rows of this process.
+        rows_per_slice (`dict[str, float]`): rows of an adapter in an average slice of all processes.
+        tokens_per_slice (`dict[str, float]`): loss tokens of an adapter in an average slice of all processes.
+        tokens (`dict[str, int]`): loss tokens of an adapter in this slice, over all processes.
+        adapters (`frozenset[str]`): adapters that have a row in this slice on any process.
+    """
+
+    rows: list[Row]
+    rows_per_slice: dict[str, float] = field(default_factory=dict)
+    tokens_per_slice: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    adapters: frozenset[str] = frozenset()
+
+
+def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
+    """
+    Distribute episodes over slices; no episode is split and none is left out.
+
+    Args:
+        episodes (`Sequence[list[Row]]`): the rows of each episode.
+        order (`torch.Tensor` of shape `(E,)`): permutation of the episodes.
+        size (`int`): episodes in a slice.
+    """
+    shuffled = [episodes[index] for index in order.tolist()]
+    return [
+        [row for rows in shuffled[start : start + size] for row in rows] for start in range(0, len(shuffled), size)
+    ]
+
+
+def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str]) -> torch.Tensor:
+    """Rows and loss tokens per slice and adapter: `(S, A, 2)`. Summed over processes they are what [`weigh`] needs."""
+    counts = torch.zeros(len(slices), len(adapters), 2, dtype=torch.long)
+    position = {adapter: index for index, adapter in enumerate(adapters)}
+    for index, rows in enumerate(slices):
+        for row in rows:
+            counts[index, position[row.adapter]] += torch.tensor([1, row.num_loss_tokens])
+    return counts
+
+
+def weigh(slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Tensor) -> list[Slice]:
+    """
+    Attach to each slice what the weights of its losses need.
+
+    Args:
+        slices (`Sequence[list[Row]]`): rows of this process.
+        adapters (`Sequence[str]`): names of the adapters, in the order of `counts`.
+        counts (`torch.Tensor` of shape `(S, A, 2)`): [`count_rows`], summed over all processes.
+    """
+    average = counts.double().mean(dim=0).tolist()  # (A, 2)
+    return [
+        Slice(
+            rows=rows,
+            rows_per_slice={adapter: average[a][0] for a, adapter in enumerate(adapters)},
+            tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
+            tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
+            adapters=frozenset(adapter for a, adapter in enumerate(adapters) if counts[s, a, 0] > 0),
+        )
+        for s, rows in enumerate(slices)
+    ]
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """
+    Rows of one agent that go through the model together.
+
+    Args:
+        agent (`str`): whose rows.
+        rows (`list[Row]`): at least one row, none without completion tokens.
+    """
+
+    agent: str
+    rows: list[Row]
+
+    @property
+    def adapter(self) -> str:
+        return self.rows[0].adapter
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(row.num_loss_tokens for row in self.rows)
+
+
+def micro_batches(
+    rows: Sequence[Row], max_rows: int, max_tokens: int | None
+) -> Iterator[MicroBatch]:
+    """
+    Cut rows into micro-batches of one agent each.
+
+    Rows keep their order where they all fit into one micro-batch; otherwise they are sorted by length, so that little
+    is padded. Rows without a completion token have no loss and are left out here; they still count as rows.
+
+    Args:
+        rows (`Sequence[Row]`): rows of any agents.
+        max_rows (`int`): largest number of rows in a micro-batch.
+        max_tokens (`int`, *optional*): largest number of tokens, padding included; a longer row goes alone.
+    """
+    by_agent: dict[str, list[Row]] = {}
+    for row in rows:
+        if len(row.completion_ids):
+            by_agent.setdefault(row.agent, []).append(row)
+    for agent, its_rows in by_agent.items():
+        if not _fits(its_rows, max_rows, max_tokens):
+            its_rows = sorted(its_rows, key=lambda row: row.length)
+        batch: list[Row] = []
+        for row in its_rows:
+            if batch and not _fits([*batch, row], max_rows, max_tokens):
+                yield MicroBatch(agent, batch)
+                batch = []
+            batch.append(row)
+        yield MicroBatch(agent, batch)
+
+
+def _fits(rows: Sequence[Row], max_rows: int, max_tokens: int | None) -> bool:
+    width = max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows)
+    return len(rows) <= max_rows and (max_tokens is None or len(rows) * width <= max_tokens)
+
+
+def collate(
+    rows: Sequence[Row], pad_token_id: int, pad_to_multiple_of: int | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """
+    Rows as the tensors that TRL's loss takes: prompts padded on the left, completions on the right. `B` rows, prompts
+    up to `P`, completions up to `T` tokens.
+
+    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask` `(B, T)`, `advantages` `(B,)`
+    and, where the rows have them, `old_per_token_logps`, `ref_per_token_logps` `(B, T)`. Masks: 1 counts.
+    """
+
+    def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
+        return pad(tensors, padding_value=value, padding_side=side, pad_to_multiple_of=pad_to_multiple_of).to(device)
+
+    prompts = [row.prompt_ids for row in rows]
+    completions = [row.completion_ids for row in rows]
+    masks = [torch.full_like(row.completion_ids, int(row.counts)) for row in rows]
+    batch = {
+        "prompt_ids": padded(prompts, pad_token_id, "left"),
+        "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], 0, "left"),
+        "completion_ids": padded(completions, pad_token_id, "right"),
+        "completion_mask": padded(masks, 0, "right"),
+        "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
+    }
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        logps = [getattr(row, name) for row in rows]
+        if all(row_logps is not None for row_logps in logps):
+            batch[name] = padded(logps, 0.0, "right")
+    return batch
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """
+    How one micro-batch enters the loss of its adapter, given that TRL's loss of the micro-batch is multiplied by
+    `loss`.
+
+    Args:
+        loss (`float`): factor of TRL's loss.
+        num_items_in_batch (`float`): TRL's normalizer for the loss types that divide by a token count.
+        entropy (`float`): factor of `entropy_coef`, so that the bonus becomes a mean over the adapter's tokens.
+    """
+
+    loss: float
+    num_items_in_batch: float
+    entropy: float
+
+
+def loss_weights(
+    batch: MicroBatch, slice_: Slice, loss_type: str, num_processes: int, steps_per_generation: int
+) -> LossWeights:
+    """
+    The weights that make the micro-batches of an adapter add up, over micro-batches and processes, to the loss that
+    TRL would compute on all of its rows at once, averaged over processes.
+
+    - `grpo`, `sapo`, `luspo`, `dr_grpo` average over rows: every row of the generation batch weighs the same.
+    - `bnpo` averages over the tokens of a slice, as its definition says.
+    - `dapo`, `cispo`, `vespo` divide a sum over tokens by the tokens of the generation batch.
+
+    The entropy bonus is a mean over the tokens of a slice for every loss type.
+    """
+    adapter = batch.adapter
+    token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[adapter], 1)
+    num_items = slice_.tokens_per_slice[adapter] * steps_per_generation
+    if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
+        row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[adapter]
+        return LossWeights(loss=row_share, num_items_in_batch=num_items, entropy=token_share / row_share)
+    return LossWeights(loss=token_share, num_items_in_batch=num_items * token_share, entropy=1.0)

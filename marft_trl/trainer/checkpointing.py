@@ -1,0 +1,117 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Saving and loading a team: adapters by name, and the state that the Trainer forgets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from trl.trainer.utils import RepeatSampler
+
+from ..agents import AgentSpec
+from ..manifest import TeamManifest
+from .adapters import Policies, load_adapter_weights
+from .batching import Row, Slice
+
+
+ROLLOUTS_NAME = "marft_rollouts_{rank}"
+
+
+class EpochSampler(RepeatSampler):
+    """
+    TRL's `RepeatSampler` with an order that depends on the epoch alone, so that a resumed run finds the order of its
+    epoch. An uninterrupted run gets the same order as with TRL's.
+    """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward to epoch `epoch`, counted from 0. accelerate calls it before each epoch."""
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+
+
+def load_team_adapters(model: PeftModel, policies: Policies, agents: Sequence[AgentSpec], folder: str | Path) -> None:
+    """
+    Load every adapter of the team from a checkpoint, in place.
+
+    Raises:
+        ValueError: the checkpoint has another team.
+    """
+    manifest = TeamManifest.load(folder)
+    saved = {agent.name: agent.adapter for agent in manifest.agents}
+    present = {agent.name: agent.adapter for agent in agents}
+    if saved != present or set(manifest.adapters) != set(policies.names):
+        raise ValueError(
+            f"The checkpoint {folder} has the agents and adapters {saved}, but the team is {present}. Resume with the "
+            "team that the checkpoint was written with."
+        )
+    for name in policies.names:
+        load_adapter_weights(model, name, Path(folder) / name)
+    policies.release()
+
+
+def save_rollouts(folder: str | Path, rank: int, step: int, slices: Sequence[Slice] | None) -> None:
+    """
+    Write the training rows in use and the position in them, so that a resumed run goes on with the same rows.
+
+    Args:
+        folder (`str` or `Path`): folder of the checkpoint.
+        rank (`int`): index of this process.
+        step (`int`): forward and backward passes done so far.
+        slices (`Sequence[Slice]`, *optional*): the slices of the present generation batch.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described = []
+    for s, slice_ in enumerate(slices or []):
+        rows = []
+        for r, row in enumerate(slice_.rows):
+            for name in ("prompt_ids", "completion_ids", "old_per_token_logps", "ref_per_token_logps"):
+                if getattr(row, name) is not None:
+                    tensors[f"{s}.{r}.{name}"] = getattr(row, name).detach().cpu().contiguous()
+            rows.append(
+                {"agent": row.agent, "adapter": row.adapter, "advantage": row.advantage, "counts": row.counts}
+            )
+        described.append(
+            {
+                "rows": rows,
+                "rows_per_slice": slice_.rows_per_slice,
+                "tokens_per_slice": slice_.tokens_per_slice,
+                "tokens": slice_.tokens,
+                "adapters": sorted(slice_.adapters),
+            }
+        )
+    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
+    save_file(tensors, stem.with_suffix(".safetensors"))
+    state = {"step": step, "slices": described if slices is not None else None}
+    stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def load_rollouts(folder: str | Path, rank: int) -> tuple[int, list[Slice] | None] | None:
+    """What [`save_rollouts`] wrote: the step and the slices; `None` where the checkpoint has none."""
+    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
+    if not stem.with_suffix(".json").is_file():
+        return None
+    state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+    if state["slices"] is None:
+        return state["step"], None
+    tensors = load_file(stem.with_suffix(".safetensors"))
+    slices = []
+    for s, described in enumerate(state["slices"]):
+        rows = [
+            Row(
+                **row,
+                prompt_ids=tensors[f"{s}.{r}.prompt_ids"],
+                completion_ids=tensors[f"{s}.{r}.completion_ids"],
+                old_per_token_logps=tensors.get(f"{s}.{r}.old_per_token_logps"),
+                ref_per_token_logps=tensors.get(f"{s}.{r}.ref_per_token_logps"),
+            )
+            for r, row in enumerate(described["rows"])
+        ]
+        weights = {key: described[key] for key in ("rows_per_slice", "tokens_per_slice", "tokens")}
+        slices.append(Slice(rows=rows, adapters=frozenset(described["adapters"]), **weights))
+    return state["step"], slices

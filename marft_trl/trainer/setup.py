@@ -1,0 +1,137 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What is decided before training starts: the base model, its tokenizer, and what the trainer cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import create_model_from_path, get_config_model_id
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..workflows import Workflow
+
+
+def load_base(
+    model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any
+) -> PreTrainedModel | PeftModel:
+    """
+    The base model, loaded as `GRPOTrainer` loads it when `model` is a name.
+
+    Adapters are made before the parent's constructor runs, so a model given by name has to be loaded before it too.
+
+    Raises:
+        TypeError: `model` is neither a name nor a model.
+        ValueError: `quantization_config` is set twice.
+    """
+    if not isinstance(model, str):
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise TypeError(
+                f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
+                f"{type(model).__name__}."
+            )
+        return model
+    model_init_kwargs = dict(args.model_init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in model_init_kwargs:
+            raise ValueError(
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. "
+                "Please set it in only one place, preferably as a trainer argument."
+            )
+        model_init_kwargs["quantization_config"] = quantization_config
+    if args.distributed_state.distributed_type == DistributedType.MULTI_GPU:
+        model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
+    model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    return create_model_from_path(model, **model_init_kwargs)
+
+
+def load_tokenizer(
+    processing_class: PreTrainedTokenizerBase | None, model: PreTrainedModel | PeftModel, args: MARFTConfig
+) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer given, else the model's own.
+
+    Raises:
+        TypeError: not a tokenizer.
+        ValueError: the model is a vision-language model.
+    """
+    if processing_class is None:
+        processing_class = AutoProcessor.from_pretrained(
+            get_config_model_id(model.config),
+            revision=(args.model_init_kwargs or {}).get("revision"),
+            truncation_side="left",
+            padding_side="left",
+            trust_remote_code=args.trust_remote_code,
+        )
+    if hasattr(processing_class, "tokenizer"):
+        raise ValueError(
+            "Vision-language models are not supported by MARFTTrainer: the processor "
+            f"{type(processing_class).__name__} is not a tokenizer. Use a text model."
+        )
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
+    return processing_class
+
+
+def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
+    """
+    Raise for arguments of `GRPOTrainer` and launchers that a team cannot honour.
+
+    Raises:
+        ValueError: names the argument and what to use instead.
+    """
+    instead = {
+        "tools": "Tools of agents are not supported.",
+        "rollout_func": "Write a workflow and pass it as `workflow=`.",
+        "environment_factory": "Write a workflow that talks to the environment and pass it as `workflow=`.",
+    }
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
+    if args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        raise ValueError(
+            f"MARFTTrainer does not run under {args.distributed_state.distributed_type.value}: gradients of agents are "
+            "reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); the "
+            "base can be 4-bit (`quantization_config=`) to save memory."
+        )
+
+
+def context_window(model: PreTrainedModel | PeftModel) -> int | None:
+    """Tokens that the model can attend to, `None` where its config states no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@contextlib.contextmanager
+def without_reference(args: MARFTConfig, if_: bool) -> Iterator[None]:
+    """
+    Within, `args.beta` is 0 if the condition holds. `GRPOTrainer` (1.16) keeps a reference of an adapter named
+    `default` and fails without one; the references of agents are their own starts.
+    """
+    beta = args.beta
+    args.beta = 0.0 if if_ else beta
+    try:
+        yield
+    finally:
+        args.beta = beta
+
+
+def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
+    """
+    The workflow, after checking that it can run with these agents.
+
+    Raises:
+        TypeError: not a workflow object.
+        ValueError: it names an agent that the team does not have, or no agent would be trained.
+    """
+    if not isinstance(workflow, Workflow):
+        hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
+        raise TypeError(f"`workflow` must be a `Workflow`, got {workflow!r}.{hint}")
+    workflow.check([agent.name for agent in agents])
+    if not any(agent.trainable for agent in agents):
+        raise ValueError("All agents have `trainable=False`, so nothing would be trained. Let at least one be trained.")
+    return workflow
