@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names that
-# write outside the output folder ("/tmp/x"), nest folders ("a/b") or are re-initialized on loading ("lora").
+# Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names
+# that write outside the output folder ("/tmp/x"), nest folders ("a/b") or are re-initialized on loading ("lora").
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
 RESERVED_NAMES = frozenset({"default", "ref", "base", "critic", "lora"})
 

@@ -53,8 +53,8 @@ class MARFTConfig(GRPOConfig):
     advantage: str = field(
         default="group",
         metadata={
-            "help": "What the return of a turn is compared with: 'group', the episodes of the same prompt, or 'agent', "
-            "the turns of the same agent in these episodes.",
+            "help": "What the return of a turn is compared with: 'group', the episodes of the same prompt, or "
+            "'agent', the turns of the same agent in these episodes.",
             "choices": list(ADVANTAGES),
         },
     )

@@ -2,9 +2,9 @@
 """
 A team that learns in minutes on a CPU: a tiny model, its tokenizer and a two-agent task, built offline.
 
-The task: "Ann has 7 apples, buys 3 and loses 2. How many are left?" The reasoner writes the steps, "7+3=10;10-2=8", and
-the actor reads the answer out of them. The model is warmed up on both roles with a little
-supervised training and is then left to reinforcement learning. Quickstart and tests share it.
+The task: "Ann has 7 apples, buys 3 and loses 2. How many are left?" The reasoner writes the steps, "7+3=10;10-2=8",
+and the actor reads the answer out of them. The model is warmed up on both roles with a little supervised training and
+is then left to reinforcement learning. Quickstart and tests share it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",  # noqa: S106
+        pad_token="<|endoftext|>",  # noqa: S106
         additional_special_tokens=["<|im_start|>"],
     )
     fast.chat_template = CHAT_TEMPLATE

@@ -36,7 +36,9 @@ class EpisodeError(RuntimeError):
     """A workflow failed; the message names the episode, its prompt and the workflow."""
 
 
-def collect(workflow: Workflow, rows: Sequence[dict[str, Any]], agents: Sequence[str], answer: Answer) -> list[Episode]:
+def collect(
+    workflow: Workflow, rows: Sequence[dict[str, Any]], agents: Sequence[str], answer: Answer
+) -> list[Episode]:
     """
     Run the workflow once on every row, all at once.
 
@@ -148,7 +150,7 @@ def _in_thread(run: Callable[[], list[Episode]]) -> list[Episode]:
     def target() -> None:
         try:
             outcome["episodes"] = run()
-        except BaseException as error:  # noqa: BLE001 - handed to the calling thread, where it is raised
+        except BaseException as error:
             outcome["error"] = error
 
     thread = threading.Thread(target=target, name="marft-collector")

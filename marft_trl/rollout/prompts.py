@@ -1,6 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-An observation -> messages -> token ids, such that nothing a model wrote can become a control token or a turn of its own.
+An observation -> messages -> token ids, such that nothing a model wrote can become a control token or a turn.
 
 Text of teammates never passes through the tokenizer together with the chat template. The template is rendered with
 placeholders where the contents go; its pieces are tokenized with control tokens on, the contents with control tokens
@@ -301,5 +301,5 @@ class PromptBuilder:
         messages = [{"role": "system", "content": probe}, {"role": "user", "content": "x"}]
         try:
             return probe in self._template(messages)
-        except Exception:  # noqa: BLE001 - templates raise whatever jinja raises
+        except Exception:
             return False

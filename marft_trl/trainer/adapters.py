@@ -192,8 +192,8 @@ class Policies:
     """
     The policies of a team: which parameters belong to which adapter, and which adapter acts.
 
-    All switching of adapters goes through here. PEFT's `set_adapter` takes `requires_grad` from all other adapters, and
-    a gradient whose adapter is switched off between forward and backward is lost without an error.
+    All switching of adapters goes through here. PEFT's `set_adapter` takes `requires_grad` from all other adapters,
+    and a gradient whose adapter is switched off between forward and backward is lost without an error.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Episodes -> rows -> slices -> micro-batches of one agent each, bounded in tokens, with the weights of their losses."""
+"""Episodes -> rows -> slices -> micro-batches of one agent each, bounded in tokens, and the loss weights."""
 
 from __future__ import annotations
 
@@ -142,9 +142,7 @@ class MicroBatch:
         return sum(row.num_loss_tokens for row in self.rows)
 
 
-def micro_batches(
-    rows: Sequence[Row], max_rows: int, max_tokens: int | None
-) -> Iterator[MicroBatch]:
+def micro_batches(rows: Sequence[Row], max_rows: int, max_tokens: int | None) -> Iterator[MicroBatch]:
     """
     Cut rows into micro-batches of one agent each.
 

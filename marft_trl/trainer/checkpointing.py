@@ -73,9 +73,7 @@ def save_rollouts(folder: str | Path, rank: int, step: int, slices: Sequence[Sli
             for name in ("prompt_ids", "completion_ids", "old_per_token_logps", "ref_per_token_logps"):
                 if getattr(row, name) is not None:
                     tensors[f"{s}.{r}.{name}"] = getattr(row, name).detach().cpu().contiguous()
-            rows.append(
-                {"agent": row.agent, "adapter": row.adapter, "advantage": row.advantage, "counts": row.counts}
-            )
+            rows.append({"agent": row.agent, "adapter": row.adapter, "advantage": row.advantage, "counts": row.counts})
         described.append(
             {
                 "rows": rows,

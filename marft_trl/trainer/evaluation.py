@@ -10,7 +10,7 @@ from typing import Any
 import evaluate
 from trl.trainer.utils import get_callable_name
 
-from .metrics import length_metrics
+from .metrics import AGENT_FIGURES, length_metrics
 
 
 # A metric of the `evaluate` package, or `metric(answers, **columns)` returning a number or a dict of numbers.
@@ -42,8 +42,8 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
 
     Args:
         records (`Sequence[dict]`):
-            For each episode `reward` (`float` or `None`), `rewards` (`dict` of the same by reward function) and `turns`
-            (`(agent, prompt length, completion length, truncated)` of each turn).
+            For each episode `reward` (`float` or `None`), `rewards` (`dict` of the same by reward function) and
+            `turns` (`(agent, prompt length, completion length, truncated)` of each turn).
         agents (`Sequence[str]`):
             Names of the agents.
     """
@@ -61,7 +61,7 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
         if its:
             figures[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
             lengths = length_metrics([turn[2] for turn, _ in its], [turn[3] for turn, _ in its])
-            figures |= {f"agents/{agent}/{name}": value for name, value in lengths.items()}
+            figures |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_FIGURES}
         figures[f"agents/{agent}/turns"] = len(its) / len(records)
     return figures
 

@@ -2,8 +2,8 @@
 """
 The mathematics, as pure functions of tensors.
 
-Notation: `E` episodes of all processes, `G` episodes of one prompt (a group), `F` reward functions, `N` turns. NaN in a
-reward means that nothing scored the episode; such episodes are left out of every statistic and get advantage 0.
+Notation: `E` episodes of all processes, `G` episodes of one prompt (a group), `F` reward functions, `A` agents. NaN in
+a reward means that nothing scored the episode; such episodes are left out of every statistic and get advantage 0.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def agent_advantages(
         scale (`str`): `"group"` divides by the standard deviation of the agent's returns in the group, `"batch"` by
             that of the agent's returns in the batch, `"none"` by nothing.
 
-    Returns: advantages `(E, A)`, 0 where the agent had no turn or nothing scored, and the standard deviations `(E, A)`.
+    Returns: advantages `(E, A)`, 0 where the agent had no turn or nothing scored, and standard deviations `(E, A)`.
 
     Source: Dr.MAS (2602.08847).
     """

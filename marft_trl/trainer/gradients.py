@@ -69,8 +69,8 @@ def split_groups(
     """
     Split the optimizer's parameter groups by adapter, in place, before its first step.
 
-    Groups come in the order of the adapters' names, whatever the order of the agents, so that the state of an optimizer
-    (kept by position) finds its adapter again.
+    Groups come in the order of the adapters' names, whatever the order of the agents, so that the state of an
+    optimizer (kept by position) finds its adapter again.
 
     Args:
         optimizer (`torch.optim.Optimizer`):

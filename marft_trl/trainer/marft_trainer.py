@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -26,20 +22,20 @@ from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
 from ..configs import MARFTConfig, as_marft_config
-from ..episodes import Episode, Turn
-from ..manifest import MANIFEST_NAME, TeamManifest
+from ..episodes import Turn
 from ..rollout.collector import Request, collect
 from ..rollout.prompts import PromptBuilder, View, team_view
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
-from ..transcripts import format_episode
 from ..workflows import Sequential, Workflow
-from . import checkpointing, gradients, setup
+from . import gradients, setup
 from .adapters import Policies, add_adapters
 from .batching import MicroBatch, Row, Slice, collate, count_rows, cut_slices, loss_weights, micro_batches, weigh
-from .cards import PAPER, team_card
-from .evaluation import EvalMetric, check_eval_metrics, measure_answers, summarize
+from .cards import PAPER
+from .evaluation import EvalMetric, check_eval_metrics
 from .functional import agent_advantages, group_advantages, normalized_objectives, team_rewards
-from .metrics import LocalAccelerator, StepMetrics, length_metrics
+from .metrics import LocalAccelerator
+from .persistence import TeamPersistence
+from .reporting import Rollout, TeamReporting
 from .scoring import ScoringTemperature
 from .validation import check_datasets, check_prompts, check_rewards, checked_reward, column_names
 
@@ -50,17 +46,7 @@ logger = get_logger(__name__)
 MAX_SKIPPED_UPDATES = 5
 
 
-@dataclass(eq=False)
-class Rollout:
-    """Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions."""
-
-    episodes: list[Episode]
-    rewards_per_func: torch.Tensor  # (E, F)
-    rewards: torch.Tensor  # (E,)
-    advantages: torch.Tensor | None = None  # (E, A), one column per agent
-
-
-class MARFTTrainer(GRPOTrainer):
+class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
     """
     Trains a team of LLM agents with reinforcement learning: one adapter per agent on one base.
 
@@ -177,20 +163,9 @@ class MARFTTrainer(GRPOTrainer):
             default=self.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
-        # One row per turn, as many as the latest episodes had: no fixed length, unlike TRL's
-        self._logs = {
-            "images": deque(),
-            "prompt": deque(),
-            "completion": deque(),
-            "rewards": defaultdict(deque),
-            "advantages": deque(),
-            "extra": defaultdict(deque),
-        }
-        self._transcripts: list[str] = []
-        self._step_metrics = StepMetrics([agent.name for agent in self.agents])
+        self._prepare_reports()
         self._window_adapters: set[str] = set()
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
-        self._eval_records: list[dict[str, Any]] = []
         if args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
 
@@ -333,14 +308,14 @@ class MARFTTrainer(GRPOTrainer):
         for index, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
             if isinstance(func, nn.Module) and not rewards_per_func[:, index].isfinite().all():
                 raise ValueError(
-                    f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would destroy "
-                    "the weights or silence its group. Check its input length and dtype."
+                    f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
+                    "destroy the weights or silence its group. Check its input length and dtype."
                 )
         if torch.isnan(rewards_per_func).all():
             raise ValueError(
                 f"Every reward function ({', '.join(self.reward_func_names)}) returned None for all "
-                f"{len(rewards_per_func)} episodes of the batch, so there is nothing to learn from. At least one has to "
-                "return a number for some of them."
+                f"{len(rewards_per_func)} episodes of the batch, so there is nothing to learn from. At least one has "
+                "to return a number for some of them."
             )
 
     def _advantages(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -471,281 +446,3 @@ class MARFTTrainer(GRPOTrainer):
                 "they are. Lower the learning rate, or look for rewards and log-probabilities that explode."
             )
         logger.warning(message)
-
-    # ---- Evaluation ----
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Run the team on a batch. There is no loss: the figures are made in `evaluation_loop`."""
-        rollout = self._roll_out(inputs)
-        self._log_turns(rollout, inputs)
-        first = self.accelerator.process_index * len(inputs)
-        records = [
-            {
-                "row": row,
-                "answer": episode.answer.text,
-                "reward": _known(rollout.rewards[first + index]),
-                "rewards": {
-                    name: _known(value)
-                    for name, value in zip(
-                        self.reward_func_names, rollout.rewards_per_func[first + index], strict=True
-                    )
-                },
-                "turns": [(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated) for t in episode.turns],
-            }
-            for index, (row, episode) in enumerate(zip(inputs, rollout.episodes, strict=True))
-        ]
-        self._eval_records.extend(gather_object(records))
-        return None, None, None
-
-    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
-        self._eval_records = []
-        self._clear_logs()
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        records = self._eval_records
-        with contextlib.suppress(TypeError):  # a stream has no length
-            # Processes repeat rows at the end to get equally many; the repetitions are no part of the figures
-            records = records[: len(dataloader.dataset) * self.num_generations_eval]
-        if records:
-            figures = summarize(records, list(self._specs))
-            columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
-            answers = [record["answer"] for record in records]
-            figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        self._metrics["eval"].clear()
-        return output
-
-    # ---- Metrics, tables, transcripts ----
-
-    def _log_rollout(self, inputs, rollout: Rollout, std: torch.Tensor) -> None:
-        """TRL's figures for the team, and each agent's."""
-        metrics = self._metrics["train"]
-        for index, name in enumerate(self.reward_func_names):
-            scores = rollout.rewards_per_func[:, index]
-            metrics[f"rewards/{name}/mean"].append(torch.nanmean(scores).item())
-            metrics[f"rewards/{name}/std"].append(_nan_std(scores))
-        metrics["reward"].append(torch.nanmean(rollout.rewards).item())
-        metrics["reward_std"].append(_nan_std(rollout.rewards))
-        metrics["frac_reward_zero_std"].append(torch.isclose(std, torch.zeros_like(std)).float().mean().item())
-        metrics["frac_unscored"].append(rollout.rewards.isnan().float().mean().item())
-        offset = self.accelerator.process_index * len(inputs)
-        turns = gather_object(
-            [
-                (t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, offset + e.index)
-                for e in rollout.episodes
-                for t in e.turns
-            ]
-        )
-        self.state.num_input_tokens_seen += sum(turn[1] + turn[2] for turn in turns)
-        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        for agent in (None, *self._specs):
-            its = [turn for turn in turns if agent in (None, turn[0])]
-            prefix = "" if agent is None else f"agents/{agent}/"
-            if its:
-                for name, value in length_metrics([t[2] for t in its], [t[3] for t in its]).items():
-                    metrics[f"{prefix}{name}"].append(value)
-            if agent is not None:
-                metrics[f"{prefix}turns"].append(len(its) / len(rollout.rewards))
-                rewards = rollout.rewards[[turn[4] for turn in its]] if its else rollout.rewards[:0]
-                metrics[f"{prefix}reward"].append(torch.nanmean(rewards).item())
-        self._log_user_metrics()
-        self._clear_logs()
-        self._log_turns(rollout, inputs)
-
-    def _log_user_metrics(self) -> None:
-        """What reward functions passed to `log_metric`, averaged over processes."""
-        own = {name: (sum(values), len(values)) for name, values in self._pending_metrics.items()}
-        self._pending_metrics.clear()
-        everywhere = gather_object([own])
-        for name in sorted({name for one in everywhere for name in one}):
-            totals = [one[name] for one in everywhere if name in one]
-            value = sum(total for total, _ in totals) / sum(count for _, count in totals)
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-
-    def _clear_logs(self) -> None:
-        for column in ("prompt", "completion", "advantages", "rewards", "extra"):
-            self._logs[column].clear()
-        self._transcripts.clear()
-
-    def _log_turns(self, rollout: Rollout, inputs) -> None:
-        """One row per turn into the completions table, one transcript per episode."""
-        first = self.accelerator.process_index * len(inputs)
-        names = list(self._specs)
-        extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
-        self._pending_extra_logs.clear()
-        table, transcripts = [], []
-        for episode in rollout.episodes:
-            position = first + episode.index
-            rewards = {
-                name: _known(value)
-                for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
-            }
-            title = f"step {self.state.global_step}, episode {position}"
-            transcripts.append(format_episode(episode, rewards, title=title))
-            for turn in episode.turns:
-                advantage = None
-                if rollout.advantages is not None:
-                    advantage = rollout.advantages[position, names.index(turn.agent)].item()
-                columns = {"episode": position, "turn": turn.index, "agent": turn.agent, "sees": str(list(turn.sees))}
-                columns |= {column: values[episode.index] for column, values in extra.items()}
-                table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
-        for prompt, completion, rewards, advantage, columns in gather_object(table):
-            self._logs["prompt"].append(prompt)
-            self._logs["completion"].append(completion)
-            self._logs["advantages"].append(advantage)
-            for name, value in rewards.items():
-                self._logs["rewards"][name].append(value)
-            for name, value in columns.items():
-                self._logs["extra"][name].append(value)
-        self._transcripts += gather_object(transcripts)
-
-    def _log_step_metrics(self) -> None:
-        names = ["entropy"]
-        names += ["kl"] if self.beta != 0.0 else []
-        names += ["policy_loss"] if self._entropy_bonus_enabled else []
-        names += ["aux_loss"] if self.aux_loss_enabled else []
-        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-            names += [f"clip_ratio/{figure}" for figure in ("low_mean", "high_mean", "region_mean")]
-            names += ["clip_ratio/low_min", "clip_ratio/high_max"]
-        names += ["cispo_clip_ratio"] if self.loss_type == "cispo" else []
-        names += ["vespo/phi_seq_mean"] if self.loss_type == "vespo" else []
-        for name, value in self._step_metrics.join(names, self._reduce).items():
-            self._metrics["train"][name].append(value)
-        if self._entropy_bonus_enabled and self.accelerator.sync_gradients:
-            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
-
-    def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
-        if self.accelerator.num_processes == 1:
-            return tensor
-        everywhere = self.accelerator.gather(tensor.float().to(self.accelerator.device).unsqueeze(0)).cpu()
-        return everywhere.sum(dim=0) if how == "sum" else everywhere.max(dim=0).values
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        count = self.num_completions_to_print
-        if self.log_completions and self.accelerator.is_main_process:
-            for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
-                print(transcript)
-        self.num_completions_to_print = 0  # TRL's table of columns is not readable with several agents
-        try:
-            super().log(logs, start_time)
-        finally:
-            self.num_completions_to_print = count
-
-    # ---- Saving, loading, pushing ----
-
-    def manifest(self) -> TeamManifest:
-        """What is saved beside the adapters, so that the team can be run again."""
-        base = get_config_model_id(self.model.config)
-        names = self.policies.names if self.policies.has_adapters else []
-        return TeamManifest(
-            agents=self.agents,
-            workflow=self.workflow.describe(),
-            adapters={name: {"folder": name, "trained": name in self.policies.trained} for name in names},
-            base_model=None if not base or os.path.isdir(base) else base,
-            base_model_revision=(self.args.model_init_kwargs or {}).get("revision"),
-        )
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            self.manifest().save(folder)
-            self._card(folder.name).save(folder / "README.md")  # PEFT's own names a local base, which the Hub refuses
-
-    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
-        if self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
-            tags = [tags] if isinstance(tags, str) else list(tags or [])
-            self._card(model_name or folder.name, dataset_name, tags).save(folder / "README.md")
-
-    def _card(self, model_name: str, dataset_name: str | None = None, tags: Sequence[str] = ()):
-        latest: dict[str, float] = {}
-        for entry in self.state.log_history:
-            latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
-        wanted = ("reward", "eval_reward", "agents/", "eval_agents/")
-        figures = {
-            key: value
-            for key, value in latest.items()
-            if key in wanted[:2] or (key.startswith(wanted[2:]) and key.endswith(("/reward", "/kl", "/mean_length")))
-        }
-        configs = self.model.peft_config.values() if self.policies.has_adapters else []
-        return team_card(
-            self.manifest(),
-            model_name,
-            repo=self.hub_model_id,
-            dataset_name=dataset_name,
-            tags=[*tags, *self._tag_names],
-            figures=figures,
-            max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
-        )
-
-    def _get_train_sampler(self, dataset: Dataset | None = None):
-        theirs = super()._get_train_sampler(dataset)
-        return checkpointing.EpochSampler(
-            theirs.data_source,
-            mini_repeat_count=theirs.mini_repeat_count,
-            batch_size=theirs.batch_size,
-            repeat_count=theirs.repeat_count,
-            shuffle=theirs.shuffle,
-            seed=theirs.seed,
-        )
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Called on every process, before the checkpoint is pushed and older ones are removed
-        super()._save_rng_state(output_dir)
-        checkpointing.save_rollouts(output_dir, self.args.process_index, self._step, self._buffered_inputs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if self.policies.has_adapters:
-            checkpointing.load_team_adapters(self.model, self.policies, self.agents, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        hook = optimizer.register_load_state_dict_pre_hook(
-            lambda mine, saved: gradients.check_groups(saved["param_groups"], mine.param_groups)
-        )
-        try:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        finally:
-            hook.remove()
-        restored = checkpointing.load_rollouts(checkpoint, self.args.process_index)
-        if restored is not None:
-            self._step, self._buffered_inputs = restored
-
-    def _load_best_model(self) -> None:
-        if self.policies.has_adapters:
-            checkpointing.load_team_adapters(
-                self.model, self.policies, self.agents, self.state.best_model_checkpoint
-            )
-        else:
-            super()._load_best_model()
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # The parent copies only files in the root of the checkpoint; the agents' adapters lie in folders
-        if self.is_world_process_zero():
-            source, target = Path(checkpoint_folder), Path(self.args.output_dir)
-            for name in self.policies.names if self.policies.has_adapters else []:
-                shutil.copytree(source / name, target / name, dirs_exist_ok=True)
-            shutil.copy(source / MANIFEST_NAME, target / MANIFEST_NAME)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        for job in getattr(getattr(self, "push_in_progress", None), "jobs", []):
-            if job.done() and job.exception() is not None:
-                raise RuntimeError(
-                    f"A checkpoint could not be pushed to {self.hub_model_id}: {job.exception()}. The files are in "
-                    f"{self.args.output_dir}; push them again with `trainer.push_to_hub()`."
-                ) from job.exception()
-
-
-def _known(value: torch.Tensor) -> float | None:
-    return None if value.isnan() else value.item()
-
-
-def _nan_std(values: torch.Tensor) -> float:
-    known = values[~values.isnan()]
-    return known.std().item() if len(known) > 1 else math.nan

@@ -14,6 +14,15 @@ import torch
 _JOINS = {"clip_ratio/low_min": "min", "clip_ratio/high_max": "max"}
 
 
+# Of TRL's figures, those that are also reported for each agent.
+AGENT_FIGURES = frozenset(
+    {
+        *("entropy", "kl", "policy_loss", "clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean"),
+        *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
+    }
+)
+
+
 class LocalAccelerator:
     """
     The accelerator as one process alone sees it: what TRL gathers inside the loss stays local.
@@ -86,7 +95,7 @@ class StepMetrics:
         joined: dict[str, float] = {}
         for n, name in enumerate(names):
             for a, agent in enumerate(self._agents):
-                if sums[a, n, 1] > 0:
+                if name in AGENT_FIGURES and sums[a, n, 1] > 0:
                     joined[f"agents/{agent}/{name}"] = self._figure(name, sums[a, n], extremes[a, n])
             if sums[:, n, 1].sum() > 0:
                 joined[name] = self._figure(name, sums[:, n].sum(dim=0), extremes[:, n].max())

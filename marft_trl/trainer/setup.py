@@ -95,9 +95,9 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
     if args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise ValueError(
-            f"MARFTTrainer does not run under {args.distributed_state.distributed_type.value}: gradients of agents are "
-            "reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); the "
-            "base can be 4-bit (`quantization_config=`) to save memory."
+            f"MARFTTrainer does not run under {args.distributed_state.distributed_type.value}: gradients of agents "
+            "are reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); "
+            "the base can be 4-bit (`quantization_config=`) to save memory."
         )
 
 
@@ -133,5 +133,7 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
         raise TypeError(f"`workflow` must be a `Workflow`, got {workflow!r}.{hint}")
     workflow.check([agent.name for agent in agents])
     if not any(agent.trainable for agent in agents):
-        raise ValueError("All agents have `trainable=False`, so nothing would be trained. Let at least one be trained.")
+        raise ValueError(
+            "All agents have `trainable=False`, so nothing would be trained. Let at least one be trained."
+        )
     return workflow

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What is wrong with the user's data and functions, said before the first generation, or before a wrong number counts."""
+"""What is wrong with the user's data and functions, said before the first generation or a wrong number."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     collisions = sorted(set(columns) & set(REWARD_ARGUMENTS))
     if collisions:
         raise ValueError(
-            f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from the "
-            "trainer. Rename the columns."
+            f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from "
+            "the trainer. Rename the columns."
         )
     rows = islice(dataset, 1) if isinstance(dataset, IterableDataset) else _prompts(dataset)
     check_prompts(rows, what, start=0)
@@ -190,8 +190,8 @@ def check_rewards(reward_funcs: Sequence, columns: Sequence[str]) -> None:
         if missing:
             raise ValueError(
                 f"The reward function `{get_callable_name(func)}` needs {missing}, but the dataset has the columns "
-                f"{sorted(columns)} and the trainer passes {list(REWARD_ARGUMENTS)}. Add the column to the dataset, or "
-                "give the argument a default."
+                f"{sorted(columns)} and the trainer passes {list(REWARD_ARGUMENTS)}. Add the column to the dataset, "
+                "or give the argument a default."
             )
 
 
@@ -233,9 +233,7 @@ def _copies(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A function that sorts or clears its lists must not reach into the trainer's."""
     copies = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
     for key in ("prompts", "completions"):
-        copies[key] = [
-            [dict(message) for message in item] if isinstance(item, list) else item for item in copies[key]
-        ]
+        copies[key] = [[dict(message) for message in item] if isinstance(item, list) else item for item in copies[key]]
     return copies
 
 

@@ -1,0 +1,135 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that saves, loads and pushes a team."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from datasets import Dataset
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from ..agents import AgentSpec
+from ..manifest import MANIFEST_NAME, TeamManifest
+from ..workflows import Workflow
+from . import checkpointing, gradients
+from .adapters import Policies
+from .cards import team_card
+
+
+class TeamPersistence(GRPOTrainer):
+    """Overrides of `Trainer` and `GRPOTrainer` (checked against TRL 1.16) around files and the Hub."""
+
+    agents: list[AgentSpec]
+    policies: Policies
+    workflow: Workflow
+
+    def manifest(self) -> TeamManifest:
+        """What is saved beside the adapters, so that the team can be run again."""
+        base = get_config_model_id(self.model.config)
+        names = self.policies.names if self.policies.has_adapters else []
+        return TeamManifest(
+            agents=self.agents,
+            workflow=self.workflow.describe(),
+            adapters={name: {"folder": name, "trained": name in self.policies.trained} for name in names},
+            base_model=None if not base or os.path.isdir(base) else base,
+            base_model_revision=(self.args.model_init_kwargs or {}).get("revision"),
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            self.manifest().save(folder)
+            self._card(folder.name).save(folder / "README.md")  # PEFT's own names a local base, which the Hub refuses
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            tags = [tags] if isinstance(tags, str) else list(tags or [])
+            self._card(model_name or folder.name, dataset_name, tags).save(folder / "README.md")
+
+    def _card(self, model_name: str, dataset_name: str | None = None, tags: Sequence[str] = ()):
+        latest: dict[str, float] = {}
+        for entry in self.state.log_history:
+            latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
+        wanted = ("reward", "eval_reward", "agents/", "eval_agents/")
+        figures = {
+            key: value
+            for key, value in latest.items()
+            if key in wanted[:2] or (key.startswith(wanted[2:]) and key.endswith(("/reward", "/kl", "/mean_length")))
+        }
+        configs = self.model.peft_config.values() if self.policies.has_adapters else []
+        return team_card(
+            self.manifest(),
+            model_name,
+            repo=self.hub_model_id,
+            dataset_name=dataset_name,
+            tags=[*tags, *self._tag_names],
+            figures=figures,
+            max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
+        )
+
+    def _get_train_sampler(self, dataset: Dataset | None = None):
+        theirs = super()._get_train_sampler(dataset)
+        return checkpointing.EpochSampler(
+            theirs.data_source,
+            mini_repeat_count=theirs.mini_repeat_count,
+            batch_size=theirs.batch_size,
+            repeat_count=theirs.repeat_count,
+            shuffle=theirs.shuffle,
+            seed=theirs.seed,
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Called on every process, before the checkpoint is pushed and older ones are removed
+        super()._save_rng_state(output_dir)
+        checkpointing.save_rollouts(output_dir, self.args.process_index, self._step, self._buffered_inputs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        if self.policies.has_adapters:
+            checkpointing.load_team_adapters(self.model, self.policies, self.agents, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        hook = optimizer.register_load_state_dict_pre_hook(
+            lambda mine, saved: gradients.check_groups(saved["param_groups"], mine.param_groups)
+        )
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            hook.remove()
+        restored = checkpointing.load_rollouts(checkpoint, self.args.process_index)
+        if restored is not None:
+            self._step, self._buffered_inputs = restored
+
+    def _load_best_model(self) -> None:
+        if self.policies.has_adapters:
+            checkpointing.load_team_adapters(self.model, self.policies, self.agents, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # The parent copies only files in the root of the checkpoint; the agents' adapters lie in folders
+        if self.is_world_process_zero():
+            source, target = Path(checkpoint_folder), Path(self.args.output_dir)
+            for name in self.policies.names if self.policies.has_adapters else []:
+                shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+            shutil.copy(source / MANIFEST_NAME, target / MANIFEST_NAME)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        for job in getattr(getattr(self, "push_in_progress", None), "jobs", []):
+            if job.done() and job.exception() is not None:
+                raise RuntimeError(
+                    f"A checkpoint could not be pushed to {self.hub_model_id}: {job.exception()}. The files are in "
+                    f"{self.args.output_dir}; push them again with `trainer.push_to_hub()`."
+                ) from job.exception()

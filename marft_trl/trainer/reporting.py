@@ -1,0 +1,214 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that measures: evaluation, metrics, tables and transcripts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from ..agents import AgentSpec
+from ..episodes import Episode
+from ..transcripts import format_episode
+from .evaluation import EvalMetric, measure_answers, summarize
+from .functional import nan_std
+from .metrics import AGENT_FIGURES, StepMetrics, length_metrics
+
+
+@dataclass(eq=False)
+class Rollout:
+    """Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions."""
+
+    episodes: list[Episode]
+    rewards_per_func: torch.Tensor  # (E, F)
+    rewards: torch.Tensor  # (E,)
+    advantages: torch.Tensor | None = None  # (E, A), one column per agent
+
+
+class TeamReporting(GRPOTrainer):
+    """Overrides of `Trainer` and `GRPOTrainer` (checked against TRL 1.16) around evaluation and logging."""
+
+    agents: list[AgentSpec]
+    _eval_metrics: list[EvalMetric]
+
+    def _prepare_reports(self) -> None:
+        # One row per turn, as many as the latest episodes had: no fixed length, unlike TRL's
+        self._logs = {
+            "images": deque(),
+            "prompt": deque(),
+            "completion": deque(),
+            "rewards": defaultdict(deque),
+            "advantages": deque(),
+            "extra": defaultdict(deque),
+        }
+        self._transcripts: list[str] = []
+        self._step_metrics = StepMetrics([agent.name for agent in self.agents])
+        self._eval_records: list[dict[str, Any]] = []
+
+    # ---- Evaluation ----
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Run the team on a batch. There is no loss: the figures are made in `evaluation_loop`."""
+        rollout = self._roll_out(inputs)
+        self._log_turns(rollout, inputs)
+        first = self.accelerator.process_index * len(inputs)
+        records = [
+            {
+                "row": row,
+                "answer": episode.answer.text,
+                "reward": _known(rollout.rewards[first + index]),
+                "rewards": {
+                    name: _known(value)
+                    for name, value in zip(
+                        self.reward_func_names, rollout.rewards_per_func[first + index], strict=True
+                    )
+                },
+                "turns": [(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated) for t in episode.turns],
+            }
+            for index, (row, episode) in enumerate(zip(inputs, rollout.episodes, strict=True))
+        ]
+        self._eval_records.extend(gather_object(records))
+        return None, None, None
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
+        self._eval_records = []
+        self._clear_logs()
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        records = self._eval_records
+        with contextlib.suppress(TypeError):  # a stream has no length
+            # Processes repeat rows at the end to get equally many; the repetitions are no part of the figures
+            records = records[: len(dataloader.dataset) * self.num_generations_eval]
+        if records:
+            figures = summarize(records, list(self._specs))
+            columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
+            answers = [record["answer"] for record in records]
+            figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        self._metrics["eval"].clear()
+        return output
+
+    # ---- Metrics, tables, transcripts ----
+
+    def _log_rollout(self, inputs, rollout: Rollout, std: torch.Tensor) -> None:
+        """TRL's figures for the team, and each agent's."""
+        metrics = self._metrics["train"]
+        for index, name in enumerate(self.reward_func_names):
+            scores = rollout.rewards_per_func[:, index]
+            metrics[f"rewards/{name}/mean"].append(torch.nanmean(scores).item())
+            metrics[f"rewards/{name}/std"].append(nan_std(scores).item())
+        metrics["reward"].append(torch.nanmean(rollout.rewards).item())
+        metrics["reward_std"].append(nan_std(rollout.rewards).item())
+        metrics["frac_reward_zero_std"].append(torch.isclose(std, torch.zeros_like(std)).float().mean().item())
+        metrics["frac_unscored"].append(rollout.rewards.isnan().float().mean().item())
+        offset = self.accelerator.process_index * len(inputs)
+        turns = gather_object(
+            [
+                (t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, offset + e.index)
+                for e in rollout.episodes
+                for t in e.turns
+            ]
+        )
+        self.state.num_input_tokens_seen += sum(turn[1] + turn[2] for turn in turns)
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        for agent in (None, *self._specs):
+            its = [turn for turn in turns if agent in (None, turn[0])]
+            prefix = "" if agent is None else f"agents/{agent}/"
+            if its:
+                for name, value in length_metrics([t[2] for t in its], [t[3] for t in its]).items():
+                    if agent is None or name in AGENT_FIGURES:
+                        metrics[f"{prefix}{name}"].append(value)
+            if agent is not None:
+                metrics[f"{prefix}turns"].append(len(its) / len(rollout.rewards))
+                rewards = rollout.rewards[[turn[4] for turn in its]] if its else rollout.rewards[:0]
+                metrics[f"{prefix}reward"].append(torch.nanmean(rewards).item())
+        self._log_user_metrics()
+        self._clear_logs()
+        self._log_turns(rollout, inputs)
+
+    def _log_user_metrics(self) -> None:
+        """What reward functions passed to `log_metric`, averaged over processes."""
+        own = {name: (sum(values), len(values)) for name, values in self._pending_metrics.items()}
+        self._pending_metrics.clear()
+        everywhere = gather_object([own])
+        for name in sorted({name for one in everywhere for name in one}):
+            totals = [one[name] for one in everywhere if name in one]
+            value = sum(total for total, _ in totals) / sum(count for _, count in totals)
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    def _clear_logs(self) -> None:
+        for column in ("prompt", "completion", "advantages", "rewards", "extra"):
+            self._logs[column].clear()
+        self._transcripts.clear()
+
+    def _log_turns(self, rollout: Rollout, inputs) -> None:
+        """One row per turn into the completions table, one transcript per episode."""
+        first = self.accelerator.process_index * len(inputs)
+        names = list(self._specs)
+        extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()
+        table, transcripts = [], []
+        for episode in rollout.episodes:
+            position = first + episode.index
+            rewards = {
+                name: _known(value)
+                for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
+            }
+            title = f"step {self.state.global_step}, episode {position}"
+            transcripts.append(format_episode(episode, rewards, title=title))
+            for turn in episode.turns:
+                advantage = None
+                if rollout.advantages is not None:
+                    advantage = rollout.advantages[position, names.index(turn.agent)].item()
+                columns = {"episode": position, "turn": turn.index, "agent": turn.agent, "sees": str(list(turn.sees))}
+                columns |= {column: values[episode.index] for column, values in extra.items()}
+                table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
+        for prompt, completion, rewards, advantage, columns in gather_object(table):
+            self._logs["prompt"].append(prompt)
+            self._logs["completion"].append(completion)
+            self._logs["advantages"].append(advantage)
+            for name, value in rewards.items():
+                self._logs["rewards"][name].append(value)
+            for name, value in columns.items():
+                self._logs["extra"][name].append(value)
+        self._transcripts += gather_object(transcripts)
+
+    def _log_step_metrics(self) -> None:
+        names = ["entropy"]
+        names += ["kl"] if self.beta != 0.0 else []
+        names += ["policy_loss"] if self._entropy_bonus_enabled else []
+        names += ["aux_loss"] if self.aux_loss_enabled else []
+        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            names += [f"clip_ratio/{figure}" for figure in ("low_mean", "high_mean", "region_mean")]
+            names += ["clip_ratio/low_min", "clip_ratio/high_max"]
+        names += ["cispo_clip_ratio"] if self.loss_type == "cispo" else []
+        names += ["vespo/phi_seq_mean"] if self.loss_type == "vespo" else []
+        for name, value in self._step_metrics.join(names, self._reduce).items():
+            self._metrics["train"][name].append(value)
+        if self._entropy_bonus_enabled and self.accelerator.sync_gradients:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return tensor
+        everywhere = self.accelerator.gather(tensor.float().to(self.accelerator.device).unsqueeze(0)).cpu()
+        return everywhere.sum(dim=0) if how == "sum" else everywhere.max(dim=0).values
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        count = self.num_completions_to_print
+        if self.log_completions and self.accelerator.is_main_process:
+            for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
+                print(transcript)
+        self.num_completions_to_print = 0  # TRL's table of columns is not readable with several agents
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.num_completions_to_print = count
+
+
+def _known(value: torch.Tensor) -> float | None:
+    return None if value.isnan() else value.item()

@@ -1,0 +1,62 @@
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import fcntl
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
+
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    torch.set_num_threads(1)  # two threads on a shared machine are slower than one
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer) -> str:
+    """The tiny model after a few warm-up steps: its completions end by themselves, at different lengths."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
+    folder = Path(root) / "warm-model"
+    with open(Path(root) / "warm-model.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            torch.set_num_threads(1)
+            model = tiny_model(len(tokenizer))
+            torch.manual_seed(0)
+            warm_up(model, tokenizer, steps=30)
+            tokenizer.save_pretrained(folder)
+            model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def agents():
+    return tiny_agents()
+
+
+@pytest.fixture(scope="session")
+def dataset():
+    return tiny_dataset(64)

@@ -1,0 +1,51 @@
+"""What several tests share."""
+
+from peft import LoraConfig
+
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
+
+def lora(r: int = 4, **settings) -> LoraConfig:
+    return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", **settings)
+
+
+def varied_reward(completions, **kwargs):
+    """A reward that differs between the completions of an untrained model, so that there is something to learn."""
+    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
+
+
+def config(output_dir, **settings) -> MARFTConfig:
+    defaults = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "max_completion_length": 16,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "report_to": [],
+    }
+    return MARFTConfig(str(output_dir), **{**defaults, **settings})
+
+
+def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrainer:
+    defaults = {
+        "agents": tiny_agents(),
+        "reward_funcs": varied_reward,
+        "args": config(output_dir, **(settings or {})),
+        "train_dataset": tiny_dataset(64),
+        "peft_config": lora(),
+    }
+    return MARFTTrainer(model=model, **{**defaults, **arguments})
+
+
+def weights(trainer) -> dict:
+    """A copy of all weights by name."""
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def moved(before: dict, after: dict) -> set[str]:
+    """Names of weights that are not bitwise the same."""
+    return {name for name in before if not before[name].equal(after[name])}
