@@ -1,0 +1,78 @@
+"""Trains a team on episodes that depend on the prompts alone, and saves its weights: one process or several."""
+
+import hashlib
+import os
+import random
+import sys
+from collections import Counter
+
+import torch
+from safetensors.torch import save_file
+
+from marft_trl import AgentSpec, Workflow
+from marft_trl.tiny import tiny_agents
+from tests.helpers import lora, team_trainer, varied_reward
+
+
+class ByPrompt(Workflow):
+    """Each prompt has its own team: the processes' rows fall on different agents and differ in number."""
+
+    async def run(self, episode):
+        if int(hashlib.sha256(episode.prompt.encode()).hexdigest(), 16) % 2:
+            await episode.turn("reasoner")
+        else:
+            await episode.turn("actor")
+            await episode.turn("actor")
+
+
+def canned(trainer):
+    """Replies drawn from the observation and its repetition, not from the model."""
+    seen = Counter()
+
+    def generate(agents, prompt_ids):
+        replies = []
+        for agent, ids in zip(agents, prompt_ids, strict=True):
+            key = (trainer.state.global_step, agent, tuple(ids))
+            seen[key] += 1
+            draw = random.Random(repr((key, seen[key])))
+            replies.append([draw.randrange(3, 200) for _ in range(draw.randint(1, 9))] + [2])
+        return replies
+
+    return generate
+
+
+def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
+    torch.set_num_threads(1)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    agents = [*tiny_agents(), AgentSpec("idle", system_prompt="x")]
+    trainer = team_trainer(
+        model_folder,
+        output + "-run",
+        agents=agents,
+        workflow=ByPrompt() if kind == "uneven" else None,
+        reward_funcs=varied_reward,
+        peft_config=None if kind == "full" else lora(),
+        settings={
+            "per_device_train_batch_size": 16 // world_size,
+            "loss_type": loss_type,
+            "entropy_coef": 0.01,
+            "beta": 0.05,
+            "use_cpu": True,
+            "weight_decay": 0.1,
+            "learning_rate": 1e-2,
+            "optim": "sgd",
+            "gradient_checkpointing": kind != "full",
+            "max_tokens_per_micro_batch": 400,
+        },
+    )
+    trainer._generator.generate = canned(trainer)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
+        save_file({**tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

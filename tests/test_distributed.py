@@ -1,0 +1,46 @@
+"""Two gloo processes with half the batch each equal one process with all of it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.distributed
+
+
+def launch(processes: int, script: str, *arguments: str, timeout: int = 150) -> subprocess.CompletedProcess:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_type"), [("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")]
+)
+def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
+    script = "tests/scripts/train_canned.py"
+    launch(1, script, model_folder, str(tmp_path / "one"), kind, loss_type)
+    launch(2, script, model_folder, str(tmp_path / "two"), kind, loss_type)
+    one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
+    start_differs = [name for name in one if "lora_B" in name and one[name].any()]
+    if kind != "full":
+        assert any(".reasoner." in name for name in start_differs)
+        assert any(".actor." in name for name in start_differs)
+    if kind == "uneven":
+        assert not any(".idle." in name for name in start_differs)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,0 +1,288 @@
+"""A team on one base: every trained agent moves, nothing else does, and each by the gradient of its own rows."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from marft_trl import AgentSpec, Workflow
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
+from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+
+
+def of(adapter: str, names) -> set[str]:
+    return {name for name in names if f".{adapter}." in name}
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_every_trained_agent_moves_and_nothing_else(model_folder, tmp_path, gradient_checkpointing, beta):
+    agents = [*tiny_agents(), AgentSpec("checker", system_prompt="Check.", trainable=False)]
+    settings = {"max_steps": 1, "gradient_checkpointing": gradient_checkpointing, "beta": beta}
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    before = weights(trainer)
+    trainer.train()
+    after = weights(trainer)
+    lora_b = {name for name in before if "lora_B" in name}
+    for agent in ("reasoner", "actor"):
+        # lora_A has no gradient while lora_B is 0: after one step B has moved, A has not
+        assert moved(before, after) >= of(agent, lora_b)
+    assert not moved(before, after) & of("checker", before)
+    assert not {name for name in moved(before, after) if "lora_" not in name}
+
+
+def test_without_peft_config_all_agents_train_one_policy(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, peft_config=None, settings={"beta": 0.1, "max_steps": 2})
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer)) == set(before)
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert first["agents/reasoner/kl"] == first["agents/actor/kl"] == 0.0
+    trainer.save_model()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not moved(weights(trainer), dict(again.named_parameters()))
+
+
+def gradients_of(trainer, slice_) -> dict:
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, slice_)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def rolled_out(trainer, count=8):
+    trainer.model.train()
+    rows = [row for row in tiny_dataset(count // 4).to_list() for _ in range(4)]
+    return trainer._generate_and_score_completions(rows)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("gradient_checkpointing", [True, False])
+def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, loss_type, gradient_checkpointing):
+    settings = {"loss_type": loss_type, "gradient_checkpointing": gradient_checkpointing, "beta": 0.05}
+    team = team_trainer(model_folder, tmp_path, settings={**settings, "max_tokens_per_micro_batch": 300})
+    with torch.no_grad():
+        for name, parameter in team.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    (slice_,) = rolled_out(team)
+    assert len(list(team._micro_batches(slice_.rows))) > 2  # uneven micro-batches are part of the test
+    team_gradients = gradients_of(team, slice_)
+    for index, agent in enumerate(tiny_agents()):
+        alone = team_trainer(
+            model_folder, tmp_path, agents=[agent], settings={**settings, "max_tokens_per_micro_batch": None}
+        )
+        own = of(agent.name, dict(team.model.named_parameters()))
+        with torch.no_grad():
+            for name, parameter in alone.model.named_parameters():
+                if name in own:
+                    parameter.copy_(team.model.get_parameter(name))
+        alone.model.train()
+        own_slice = copy.copy(slice_)
+        own_slice.rows = [row for row in slice_.rows if row.agent == agent.name]
+        expected = gradients_of(alone, own_slice)
+        assert set(expected) == own and len(own_slice.rows) == 8, index
+        for name, gradient in expected.items():
+            torch.testing.assert_close(team_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folder, tmp_path):
+    agents = [AgentSpec("one", system_prompt="x", adapter="both"), AgentSpec("two", system_prompt="y", adapter="both")]
+    shared = team_trainer(model_folder, tmp_path, agents=agents)
+    (slice_,) = rolled_out(shared)
+    gradients = gradients_of(shared, slice_)
+    assert {row.agent for row in slice_.rows} == {"one", "two"} and len(slice_.rows) == 16
+    single = team_trainer(model_folder, tmp_path, agents=[AgentSpec("both")], settings={"max_steps": 1})
+    single.model.load_state_dict(shared.model.state_dict())
+    single.model.train()
+    single.args.per_device_train_batch_size = 16
+    for row in slice_.rows:
+        row.agent = "both"
+    expected = gradients_of(single, slice_)
+    assert set(expected) == set(gradients)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_an_agent_without_a_row_is_not_stepped(model_folder, tmp_path):
+    class Once(Workflow):
+        async def run(self, episode):
+            await episode.turn("reasoner")
+            if len(rounds) == 0:
+                await episode.turn("actor")
+
+    rounds = []
+
+    def reward(completions, **kwargs):
+        rounds.append(1)
+        return varied_reward(completions)
+
+    trainer = team_trainer(
+        model_folder, tmp_path, workflow=Once(), reward_funcs=reward, settings={"max_steps": 3, "weight_decay": 0.1}
+    )
+    seen = []
+    trainer.add_callback(_Snapshots(trainer, seen))
+    trainer.train()
+    actor = of("actor", seen[0])
+    assert moved(seen[0], seen[1]) & actor == set()  # spoke in the first step only: Adam's momentum must not move it
+    assert moved(seen[1], seen[2]) & actor == set()
+    assert moved(seen[0], seen[1]) & of("reasoner", seen[0])
+    steps = {
+        group["adapter"]: {int(trainer.optimizer.state[p]["step"]) for p in group["params"]}
+        for group in trainer.optimizer.param_groups
+    }
+    assert steps == {"actor": {1}, "reasoner": {3}}
+
+
+class _Snapshots:
+    def __new__(cls, trainer, seen):
+        from transformers import TrainerCallback
+
+        class Snapshots(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(weights(trainer))
+
+        return Snapshots()
+
+
+def test_learning_rates_are_per_adapter_and_groups_are_named(model_folder, tmp_path):
+    agents = [AgentSpec("solver", learning_rate=3e-4), AgentSpec("editor", system_prompt="x")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents)
+    trainer.create_optimizer()
+    rates = {group["adapter"]: group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates == {"editor": 1e-3, "solver": 3e-4}
+    assert [group["adapter"] for group in trainer.optimizer.param_groups] == ["editor", "solver"]
+
+
+def test_gradients_are_clipped_per_adapter(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_grad_norm": 0.5})
+    for adapter, size in (("reasoner", 100.0), ("actor", 0.01)):
+        for parameter in trainer.policies.parameters(adapter).values():
+            parameter.grad = torch.full_like(parameter, size)
+    before = {a: [p.grad.clone() for p in trainer.policies.parameters(a).values()] for a in ("reasoner", "actor")}
+    trainer._clip_grad_norm(trainer.model)
+
+    def norm(adapter):
+        return torch.stack([p.grad.norm() for p in trainer.policies.parameters(adapter).values()]).norm().item()
+
+    assert norm("reasoner") == pytest.approx(0.5, rel=1e-4)
+    small = torch.stack([g.norm() for g in before["actor"]]).norm().item()
+    assert norm("actor") == pytest.approx(min(small, 0.5), rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_skips_that_agent_only(model_folder, tmp_path, caplog):
+    trainer = team_trainer(model_folder, tmp_path)
+    for parameter in trainer.policies.parameters("reasoner").values():
+        parameter.grad = torch.ones_like(parameter)
+    for parameter in trainer.policies.parameters("actor").values():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    norm = trainer._clip_grad_norm(trainer.model)
+    assert norm.isfinite()
+    assert all(p.grad is None for p in trainer.policies.parameters("actor").values())
+    assert all(p.grad is not None for p in trainer.policies.parameters("reasoner").values())
+    assert trainer._metrics["train"]["agents/actor/skipped_updates"] == [1.0]
+    with pytest.raises(FloatingPointError, match="actor"):
+        for _ in range(10):
+            for parameter in trainer.policies.parameters("actor").values():
+                parameter.grad = torch.full_like(parameter, float("inf"))
+            trainer._clip_grad_norm(trainer.model)
+
+
+def test_kl_is_zero_at_step_zero_for_each_agent(model_folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = get_peft_model(base, lora(), adapter_name="reasoner")
+    model.add_adapter("actor", lora())
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".reasoner." in name and "lora_B" in name:
+            parameter.data.normal_(std=0.1)  # an agent that comes trained: its start is not the base
+    trainer = team_trainer(
+        model, tmp_path, peft_config=None, processing_class=_tokenizer(model_folder), settings={"beta": 0.1}
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[0]["agents/reasoner/kl"] == logs[0]["agents/actor/kl"] == 0.0
+    assert logs[-1]["agents/reasoner/kl"] > 0 and logs[-1]["agents/actor/kl"] > 0
+
+
+def _tokenizer(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_4_bit_base_trains_two_agents_on_the_cpu(model_folder, tmp_path):
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    trainer = team_trainer(
+        model_folder, tmp_path, quantization_config=quantization, settings={"beta": 0.1, "max_steps": 2}
+    )
+    assert any(type(module).__name__ == "Linear4bit" for module in trainer.model.modules())
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert changed and all("lora_" in name for name in changed)
+    assert of("reasoner", changed) and of("actor", changed)
+    assert {p.dtype for a in ("reasoner", "actor") for p in trainer.policies.parameters(a).values()} == {
+        torch.bfloat16
+    }
+
+
+def test_agents_score_and_sample_at_their_own_temperature(model_folder, tmp_path):
+    agents = [AgentSpec("cold", temperature=0.25, system_prompt="x"), AgentSpec("warm", system_prompt="x")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents)
+    trainer.model.eval()
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12]])
+    expected = trainer.model(input_ids=ids).logits[:, 2:-1]
+    for agent, temperature in (("cold", 0.25), ("warm", 1.0)):
+        trainer._act(agent)
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 3)
+        want = torch.log_softmax(expected / temperature, -1).gather(-1, ids[:, 3:, None]).squeeze(-1)
+        torch.testing.assert_close(logps, want, rtol=1e-4, atol=1e-5)
+    assert trainer._samplings["cold"].temperature == 0.25
+    trainer.args.max_steps = 1
+    trainer.train()
+
+
+def test_an_adapter_with_its_own_rank_and_targets(model_folder, tmp_path):
+    agents = [
+        AgentSpec("solver", peft_config=LoraConfig(r=2, target_modules=["q_proj"])),
+        AgentSpec("solver_2", system_prompt="x"),
+    ]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1})
+    assert {p.shape[0] for n, p in trainer.policies.parameters("solver").items() if "lora_A" in n} == {2}
+    assert {p.shape[0] for n, p in trainer.policies.parameters("solver_2").items() if "lora_A" in n} == {4}
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert of("solver", changed) and of("solver_2", changed)
+
+
+def test_agent_baseline_and_every_reward_form(model_folder, tmp_path):
+    class Scorer:
+        def __call__(self, completions, turns, **kwargs):
+            assert all([turn.agent for turn in episode] == ["reasoner", "actor"] for episode in turns)
+            assert all(c == e[-1].text for c, e in zip(completions, turns, strict=True))
+            return [None if i % 3 == 0 else len(c) / 10 for i, c in enumerate(completions)]
+
+    async def later(prompts, completions, log_metric, log_extra, trainer_state, **kwargs):
+        log_metric("seen", float(len(prompts)))
+        log_extra("shout", [c.upper() for c in completions])
+        return varied_reward(completions)
+
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        reward_funcs=[Scorer(), later],
+        args=config(tmp_path, advantage="agent", reward_weights=[1.0, 0.5], log_completions=True, max_steps=2),
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer))
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["seen"] == 8.0 and "rewards/Scorer/mean" in entry and "rewards/later/std" in entry
