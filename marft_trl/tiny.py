@@ -3,8 +3,9 @@
 A team that learns in minutes on a CPU: a tiny model, its tokenizer and a two-agent task, built offline.
 
 The task: "Ann has 7 apples, buys 3 and loses 2. How many are left?" The reasoner writes the steps, "7+3=10;10-2=8",
-and the actor reads the answer out of them. The model is warmed up on both roles with a little supervised training and
-is then left to reinforcement learning. Quickstart and tests share it.
+and the actor reads the answer out of them. The model is warmed up on both roles with a little supervised training on
+demonstrations of which some hold a slip, as real ones do, and is then left to reinforcement learning. Quickstart and
+tests share it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .episodes import Turn
 from .rollout.prompts import PromptBuilder
 
 
+LARGEST = 7  # number in a question
+SLIPS = 0.25  # share of demonstrations whose last number is wrong
 NAMES = ("Ann", "Ben", "Cat", "Dan", "Eve", "Finn")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells")
 # Earlier words win where two could merge the same letters.
@@ -103,8 +106,8 @@ def questions(count: int, seed: int) -> list[dict[str, str]]:
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []
     while len(rows) < count:
-        start, gain = draw.randint(1, 9), draw.randint(1, 9)
-        loss = draw.randint(1, min(9, start + gain))
+        start, gain = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+        loss = draw.randint(1, min(LARGEST, start + gain))
         digest = hashlib.sha256(f"{start},{gain},{loss}".encode()).digest()
         if (digest[0] < 51) != bool(seed % 2):
             continue
@@ -148,8 +151,16 @@ def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]
         plans = builder.build([(reasoner, row["prompt"], ()) for row in rows])
         answers = builder.build([(actor, row["prompt"], (turn,)) for row, turn in zip(rows, steps, strict=True)])
         for row, plan, answer in zip(rows, plans, answers, strict=True):
-            yield plan.ids, [*tokenizer(row["steps"])["input_ids"], tokenizer.eos_token_id]
-            yield answer.ids, [*tokenizer(row["solution"])["input_ids"], tokenizer.eos_token_id]
+            yield plan.ids, [*tokenizer(_with_slip(row["steps"], draw))["input_ids"], tokenizer.eos_token_id]
+            yield answer.ids, [*tokenizer(_with_slip(row["solution"], draw))["input_ids"], tokenizer.eos_token_id]
+
+
+def _with_slip(text: str, draw: random.Random) -> str:
+    """The text, sometimes with a wrong last number."""
+    if draw.random() >= SLIPS:
+        return text
+    head, equals, number = text.rpartition("=")
+    return f"{head}{equals}{max(0, int(number) + draw.choice((-3, -2, -1, 1, 2, 3)))}"
 
 
 def warm_up(model, tokenizer, steps: int, batch_size: int = 32, learning_rate: float = 3e-3, seed: int = 0) -> None:

@@ -28,7 +28,8 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 150) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss_type"), [("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")]
+    ("kind", "loss_type"),
+    [("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     script = "tests/scripts/train_canned.py"
