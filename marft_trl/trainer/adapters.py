@@ -61,6 +61,11 @@ def add_adapters(
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
         return model
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "The model already carries adapter layers: PEFT puts them into the model it is given, so a model that was "
+            "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
+        )
     for agent in agents:
         _check_config(agent, configs[agent.adapter], alone=len(configs) == 1)
         _check_name_is_free(agent, model)

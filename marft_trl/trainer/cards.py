@@ -128,7 +128,7 @@ def team_card(
     base = manifest.base_model
     repo = repo or model_name
     base_name = base or "path/to/the/base/model"
-    first = next(iter(manifest.adapters), None)
+    first = manifest.agents[0].adapter
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     use = _USE_ADAPTERS if manifest.adapters else _USE_POLICY
     card_data = ModelCardData(

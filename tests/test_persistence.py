@@ -1,0 +1,316 @@
+"""What is saved, loaded again, resumed and pushed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from marft_trl import AgentSpec, Sequential, TeamManifest
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+from marft_trl.trainer.adapters import Policies, load_adapter_weights
+
+from .helpers import moved, team_trainer, weights
+from .hub_server import Hub
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_each_adapter_has_a_folder_that_peft_loads(model_folder, tmp_path):
+    agents = [AgentSpec("solver", max_completion_length=4), AgentSpec("solver_2", system_prompt="x", trainable=False)]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents)
+    trainer.train()
+    trainer.save_model()
+    for name in ("solver", "solver_2"):
+        tensors = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert len(tensors) == len(trainer.policies.parameters(name))  # its own tensors and no other's
+        alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path, subfolder=name)
+        theirs = {n.replace(".default.", f".{name}."): p for n, p in alone.named_parameters() if "lora_" in n}
+        mine = trainer.policies.parameters(name)
+        assert theirs.keys() == mine.keys() and all(torch.equal(theirs[n], mine[n]) for n in mine)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, workflow=Sequential(["reasoner", "actor"], rounds=2))
+    trainer.save_model()
+    manifest = TeamManifest.load(tmp_path)
+    assert manifest.agents == tiny_agents()
+    assert manifest.workflow == {"class": "Sequential", "agents": ["reasoner", "actor"], "rounds": 2}
+    assert manifest.adapters == {name: {"folder": name, "trained": True} for name in ("actor", "reasoner")}
+    assert manifest.base_model is None and manifest.versions["trl"].startswith("1.16")
+    assert model_folder not in (tmp_path / "marft_team.json").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "2504.16129" in card and "base_model:" not in card and model_folder not in card
+    assert "| reasoner | [`reasoner`](./reasoner) | yes | Write the steps. |" in card
+    assert "vllm serve" in card and 'subfolder="actor"' in card and "marft_trl" in card
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format=2), "format 2"),
+        (lambda data: data.pop("agents"), "is damaged: KeyError"),
+        (lambda data: data["adapters"]["actor"].update(folder="../actor"), "into the folder '../actor'"),
+        (lambda data: data["adapters"].update({"../x": {"folder": "../x"}}), "cannot be the name of an adapter"),
+        (lambda data: data["agents"][0].update(name="/tmp/x"), "cannot be the name of an agent"),
+        (lambda data: data["agents"][0].update(rank=3), "is damaged: TypeError"),
+    ],
+)
+def test_a_bad_manifest_is_refused(model_folder, tmp_path, change, message):
+    team_trainer(model_folder, tmp_path).save_model()
+    path = tmp_path / "marft_team.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        TeamManifest.load(tmp_path)
+
+
+def test_no_manifest_and_broken_json(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"marft_team\.json"):
+        TeamManifest.load(tmp_path)
+    (tmp_path / "marft_team.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        TeamManifest.load(tmp_path)
+
+
+def test_a_saved_team_goes_on_in_a_new_model(model_folder, tmp_path, tokenizer):
+    trainer = team_trainer(
+        model_folder, tmp_path / "one", eval_dataset=tiny_dataset(8, seed=1), reward_funcs=exact_answer
+    )
+    trainer.train()
+    trainer.save_model()
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = PeftModel.from_pretrained(base, tmp_path / "one", subfolder="reasoner", adapter_name="reasoner")
+    model.load_adapter(str(tmp_path / "one"), "actor", subfolder="actor")
+    again = team_trainer(model, tmp_path / "two", peft_config=None, processing_class=tokenizer)
+    assert weights(again).keys() == weights(trainer).keys()
+    assert not moved(weights(trainer), weights(again))
+    before = weights(again)
+    again.train()
+    assert {n.split(".lora_")[1].split(".")[1] for n in moved(before, weights(again))} == {"reasoner", "actor"}
+
+
+def test_weights_of_another_shape_are_not_loaded(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    trainer.save_model()
+    (tmp_path / "actor" / "adapter_model.safetensors").write_bytes(
+        (tmp_path / "reasoner" / "adapter_model.safetensors").read_bytes()
+    )
+    load_adapter_weights(trainer.model, "actor", tmp_path / "actor")  # the same tensors: fine
+    from safetensors.torch import save_file
+
+    tensors = load_file(tmp_path / "actor" / "adapter_model.safetensors")
+    tensors.popitem()
+    save_file(tensors, tmp_path / "actor" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="do not fit the adapter 'actor': missing"):
+        load_adapter_weights(trainer.model, "actor", tmp_path / "actor")
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+RESUME = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "per_device_train_batch_size": 4,
+    "beta": 0.05,
+    "num_train_epochs": 100,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2, "steps_per_generation": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings, at):
+    def trainer(folder, agents=None, callbacks=None):
+        return team_trainer(
+            model_folder, tmp_path / folder, agents=agents or tiny_agents(), callbacks=callbacks,
+            train_dataset=tiny_dataset(max(3, settings.get("steps_per_generation", 1) + 1)), settings={**RESUME, **settings},
+        )  # fmt: skip
+
+    whole = trainer("whole")
+    whole.train()
+    trainer("cut", callbacks=[StopAt(at)]).train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6 and int(resumed.state.epoch) >= 1  # past the first epoch, where order counts
+    assert not moved(weights(whole), weights(resumed))
+    for group, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
+        for mine, theirs in zip(group["params"], other["params"], strict=True):
+            assert torch.equal(whole.optimizer.state[mine]["exp_avg"], resumed.optimizer.state[theirs]["exp_avg"])
+
+
+def test_agents_in_another_order_find_their_own_optimizer_state(model_folder, tmp_path):
+    workflow = Sequential(["reasoner", "actor"])
+    settings = {**RESUME, "max_steps": 4}
+    whole = team_trainer(model_folder, tmp_path / "whole", workflow=workflow, settings=settings)
+    whole.train()
+    team_trainer(model_folder, tmp_path / "cut", workflow=workflow, settings=settings, callbacks=[StopAt(2)]).train()
+    turned = team_trainer(
+        model_folder, tmp_path / "cut", workflow=workflow, settings=settings, agents=tiny_agents()[::-1]
+    )
+    turned.train(resume_from_checkpoint=True)
+    after, expected = weights(turned), weights(whole)
+    assert after.keys() == expected.keys() and not moved(expected, after)
+
+
+def test_a_checkpoint_of_another_team_is_refused(model_folder, tmp_path):
+    settings = {**RESUME, "max_steps": 1}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    three = [*tiny_agents(), AgentSpec("checker")]
+    trainer = team_trainer(model_folder, tmp_path, agents=three, settings=settings)
+    with pytest.raises(ValueError, match=r"has the agents and adapters .*'reasoner'.*but the team is .*'checker'"):
+        trainer.train(resume_from_checkpoint=True)
+    frozen = [tiny_agents()[0], AgentSpec("actor", trainable=False)]
+    trainer = team_trainer(model_folder, tmp_path, agents=frozen, settings={**settings, "max_steps": 3})
+    with pytest.raises(ValueError, match=r"optimizer state of the checkpoint belongs to 'actor'.*trains 'reasoner'"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_every_agent_trains_on_after_a_resume(model_folder, tmp_path):
+    settings = {**RESUME, "max_steps": 2, "save_steps": 2}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "max_steps": 4})
+    before = load_file(tmp_path / "checkpoint-2" / "actor" / "adapter_model.safetensors")
+    trainer.train(resume_from_checkpoint=True)
+    after = load_file(tmp_path / "checkpoint-4" / "actor" / "adapter_model.safetensors")
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_best_model_is_loaded_for_all_agents(model_folder, tmp_path):
+    settings = {
+        **RESUME, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "reward", "greater_is_better": True, "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+
+    def falling(completions, trainer_state, **kwargs):
+        return [i - 10.0 * trainer_state.global_step for i in range(len(completions))]
+
+    trainer = team_trainer(
+        model_folder, tmp_path, settings=settings, reward_funcs=falling, eval_dataset=tiny_dataset(2, seed=1)
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    for agent in ("reasoner", "actor"):
+        best = load_file(tmp_path / "checkpoint-1" / agent / "adapter_model.safetensors")
+        now = trainer.policies.parameters(agent)
+        assert all(torch.equal(best[name.replace(f".{agent}.", ".")], now[name]) for name in now)
+
+
+def test_no_token_in_any_file(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={**RESUME, "max_steps": 1, "hub_token": "hf_CANARY"})
+    trainer.train()
+    trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 20 and (tmp_path / "training_args.bin") in files
+    assert not [path for path in files if b"hf_CANARY" in path.read_bytes()]
+
+
+def test_policies_know_their_parameters(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    policies: Policies = trainer.policies
+    own = {name: set(policies.parameters(name)) for name in ("reasoner", "actor")}
+    assert own["reasoner"] and not own["reasoner"] & own["actor"]
+    everything = {name for name, _ in trainer.model.named_parameters() if "lora_" in name}
+    assert own["reasoner"] | own["actor"] == everything
+
+
+PUSH = """
+import sys
+sys.path.insert(0, {root!r})
+from marft_trl.tiny import tiny_dataset
+from tests.helpers import team_trainer
+trainer = team_trainer({model!r}, {output!r}, settings=dict(
+    max_steps=2, save_strategy="steps", save_steps=1, push_to_hub=True, hub_model_id="user/team",
+    hub_strategy={strategy!r}, hub_token="hf_CANARY", hub_always_push=True))
+trainer.train()
+print(trainer.push_to_hub(dataset_name="openai/gsm8k"))
+"""
+
+PULL = """
+import torch
+from huggingface_hub import hf_hub_download
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+base = AutoModelForCausalLM.from_pretrained({model!r})
+model = PeftModel.from_pretrained(base, "user/team", subfolder="actor")
+mine = load_file({output!r} + "/actor/adapter_model.safetensors")
+theirs = {{n.replace(".default.", "."): p for n, p in model.named_parameters() if "lora_" in n}}
+assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+from marft_trl import TeamManifest
+import pathlib
+print(TeamManifest.load(pathlib.Path(hf_hub_download("user/team", "marft_team.json")).parent).agents[1].name)
+"""
+
+
+@pytest.fixture
+def hub():
+    hub = Hub()
+    yield hub
+    hub.close()
+
+
+def run_on_hub(hub: Hub, tmp_path, code: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_ENDPOINT")}
+    environment |= {
+        "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_CANARY", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1", "CI": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, strategy):
+    output = str(tmp_path / "out")
+    pushed = run_on_hub(
+        hub, tmp_path, PUSH.format(root=str(ROOT), model=model_folder, output=output, strategy=strategy)
+    )
+    assert pushed.returncode == 0, pushed.stderr[-3000:]
+    files = hub.files["user/team"]
+    for agent in ("reasoner", "actor"):
+        assert {f"{agent}/adapter_model.safetensors", f"{agent}/adapter_config.json"} <= set(files)
+    assert {"marft_team.json", "README.md", "tokenizer.json"} <= set(files)
+    messages = [message for _, message in hub.commits]
+    assert any(message.startswith("Training in progress, step 1") for message in messages)
+    assert messages[-1] == "End of training"
+    card = files["README.md"].decode()
+    assert "openai/gsm8k" in card and 'subfolder="reasoner"' in card and "user/team" in card
+    assert "agents/reasoner/reward" in card and "base_model:" not in card
+    assert not [path for path, data in files.items() if b"hf_CANARY" in data]
+    assert any(path.startswith("last-checkpoint/actor/") for path in files) == (strategy == "checkpoint")
+    pulled = run_on_hub(hub, tmp_path, PULL.format(model=model_folder, output=output))
+    assert pulled.returncode == 0, pulled.stderr[-3000:]
+    assert pulled.stdout.split()[-1] == "actor"
+
+
+def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
+    hub.fail_commits = True
+    code = PUSH.format(root=str(ROOT), model=model_folder, output=str(tmp_path / "out"), strategy="every_save")
+    pushed = run_on_hub(hub, tmp_path, code)
+    assert pushed.returncode != 0 and "A checkpoint could not be pushed to user/team" in pushed.stderr
+    assert (tmp_path / "out" / "checkpoint-2" / "actor" / "adapter_model.safetensors").exists()

@@ -1,0 +1,440 @@
+"""Bad input: an error that names what, got, needed and the fix, before the first generation."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import GRPOConfig
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
+from marft_trl.agents import check_team
+from marft_trl.configs import as_marft_config
+from marft_trl.tiny import tiny_dataset
+from marft_trl.trainer.validation import check_scores
+
+from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+
+
+@pytest.fixture
+def no_generation(monkeypatch):
+    def generate(*args, **kwargs):
+        pytest.fail("generated before the error")
+
+    monkeypatch.setattr(MARFTTrainer, "_generate_single_turn", generate)
+
+
+def rows(prompts, **columns):
+    return Dataset.from_dict({"prompt": prompts, **columns})
+
+
+GOOD = ["How many?"] * 8
+CHAT = [{"role": "user", "content": "How many?"}]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (None, ValueError, "`train_dataset` is None"),
+        ([{"prompt": "x"}], TypeError, "`train_dataset` must be a `Dataset`.*list"),
+        (rows([]), ValueError, "`train_dataset` is empty.*0 rows"),
+        (rows(["one"]), ValueError, "has 1 prompts, but one generation batch needs 2"),
+        (
+            Dataset.from_dict({"question": GOOD}),
+            ValueError,
+            r"no column `prompt`; it has \['question'\].*rename_column",
+        ),
+        (rows([*GOOD, None]), ValueError, "row 8 of `train_dataset` is None"),
+        (rows(["a", " ", "b"]), ValueError, "row 1 of `train_dataset` is empty"),
+        (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
+        (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
+        (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
+        (rows(GOOD, turns=GOOD), ValueError, r"columns named \['turns'\]"),
+        (IterableDataset.from_generator(lambda: iter([])), ValueError, "`train_dataset` is empty"),
+        (IterableDataset.from_generator(lambda: iter([{"q": "x"}])), ValueError, "no column `prompt`"),
+        (IterableDataset.from_generator(lambda: iter([{"prompt": ""}])), ValueError, "row 0 .*is empty"),
+    ],
+)
+def test_bad_datasets(model_folder, tmp_path, no_generation, dataset, error, message):
+    with pytest.raises(error, match=message):
+        team_trainer(model_folder, tmp_path, train_dataset=dataset)
+
+
+def test_bad_eval_datasets(model_folder, tmp_path, no_generation):
+    with pytest.raises(ValueError, match=r"row 0 of `eval_dataset\['hard'\]` is empty"):
+        team_trainer(model_folder, tmp_path, eval_dataset={"easy": tiny_dataset(4), "hard": rows([""])})
+    with pytest.raises(TypeError, match="`eval_dataset` must be"):
+        team_trainer(model_folder, tmp_path, eval_dataset="test")
+
+
+def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}, {"prompt": None}] * 4))
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=stream, settings={"shuffle_dataset": False})
+    with pytest.raises(ValueError, match="is None"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("agents", "error", "message"),
+    [
+        ([], ValueError, "`agents` is empty"),
+        (None, TypeError, "must be a list of `AgentSpec`, got NoneType"),
+        (AgentSpec("solver"), TypeError, "got AgentSpec"),
+        (["solver"], TypeError, "item of type str"),
+        ([AgentSpec("solver"), AgentSpec("solver")], ValueError, "Two agents have the name 'solver'"),
+        ([AgentSpec("solver", trainable=False)], ValueError, "All agents have `trainable=False`"),
+        (
+            [AgentSpec("one", adapter="both"), AgentSpec("two", adapter="both", trainable=False)],
+            ValueError,
+            "'one' and 'two' share the adapter 'both' but differ in `trainable`",
+        ),
+        ([AgentSpec("model")], ValueError, "'model'.*part of the names"),
+        ([AgentSpec("q_proj")], ValueError, "'q_proj'.*part of the names"),
+    ],
+)
+def test_bad_teams(model_folder, tmp_path, no_generation, agents, error, message):
+    with pytest.raises(error, match=message):
+        team_trainer(model_folder, tmp_path, agents=agents)
+
+
+@pytest.mark.parametrize("name", ["", "A", "1st", "a/b", "/tmp/x", "../x", "a.b", "x" * 49, "a b", "é"])
+def test_unsafe_names_are_refused(name):
+    with pytest.raises(ValueError, match="cannot be the name of an agent"):
+        AgentSpec(name)
+    with pytest.raises(ValueError, match="cannot be the name of the adapter of agent 'solver'"):
+        AgentSpec("solver", adapter=name)
+
+
+@given(st.text(max_size=60))
+def test_every_accepted_name_is_one_plain_folder(name):
+    try:
+        AgentSpec(name)
+    except ValueError:
+        return
+    assert re.fullmatch(r"[a-z][a-z0-9_-]{0,47}", name)
+    assert name not in {"default", "ref", "base", "critic", "lora"} and not name.startswith("checkpoint-")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0}, "`temperature` of agent 'solver' must be a number above 0, got 0"),
+        ({"temperature": math.nan}, "`temperature`"),
+        ({"top_p": 1.5}, r"`top_p`.*\(0, 1\]"),
+        ({"min_p": -0.1}, "`min_p`"),
+        ({"max_completion_length": 0}, "`max_completion_length`"),
+        ({"learning_rate": -1.0}, "`learning_rate`"),
+        ({"learning_rate": math.inf}, "`learning_rate`"),
+    ],
+)
+def test_bad_sampling(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AgentSpec("solver", **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"system_prompt": 3}, {"trainable": 1}, {"stop": [""]}, {"top_k": 1.5}, {"temperature": "hot"}, {"stop": [1]}],
+)
+def test_wrong_types_of_an_agent(settings):
+    with pytest.raises(TypeError, match=f"`{next(iter(settings))}` of agent 'solver'"):
+        AgentSpec("solver", **settings)
+
+
+def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_generation):
+    two = [AgentSpec("one"), AgentSpec("two")]
+    with pytest.raises(ValueError, match="Agent 'two' has no `peft_config`"):
+        team_trainer(
+            model_folder, tmp_path, agents=[AgentSpec("one", peft_config=lora()), AgentSpec("two")], peft_config=None
+        )
+    with pytest.raises(ValueError, match="'pissa'.*changes the weights of the base"):
+        team_trainer(model_folder, tmp_path, agents=two, peft_config=lora(init_lora_weights="pissa"))
+    with pytest.raises(ValueError, match="modules_to_save"):
+        team_trainer(model_folder, tmp_path, agents=two, peft_config=lora(modules_to_save=["norm"]))
+    with pytest.raises(ValueError, match="prompt learning"):
+        config_ = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        team_trainer(model_folder, tmp_path, agents=two, peft_config=config_)
+    with pytest.raises(ValueError, match="lm_head"):
+        team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(TypeError, match="`peft_config` must be"):
+        team_trainer(model_folder, tmp_path, peft_config={"r": 8})
+    with pytest.raises(ValueError, match="'one' sets `learning_rate`.*share one fully trained policy"):
+        team_trainer(model_folder, tmp_path, agents=[AgentSpec("one", learning_rate=1e-4)], peft_config=None)
+    loaded = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="other")
+    with pytest.raises(ValueError, match=r"Agent 'one' acts with the adapter 'one'.*it has \['other'\]"):
+        team_trainer(loaded, tmp_path, agents=two, peft_config=None)
+    with pytest.raises(ValueError, match="`PeftModel` already"):
+        team_trainer(loaded, tmp_path, agents=two)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"reward_funcs": None}, ValueError, "`reward_funcs` is empty"),
+        ({"reward_funcs": [3]}, TypeError, "must be callable"),
+        ({"workflow": Sequential}, TypeError, r"Pass an object: `workflow=MyWorkflow\(\)`"),
+        ({"workflow": Sequential(["solver"])}, ValueError, "names the agent 'solver', but the team has 'reasoner'"),
+        ({"args": {"output_dir": "x"}}, TypeError, "`args` must be a `MARFTConfig`"),
+        ({"model": 3}, TypeError, "`model` must be"),
+        ({"processing_class": "gpt2"}, TypeError, "`processing_class` must be a tokenizer"),
+        ({"tools": [print]}, ValueError, "`tools` is not supported"),
+        ({"rollout_func": print}, ValueError, "`rollout_func` is not supported.*workflow"),
+        ({"environment_factory": print}, ValueError, "`environment_factory` is not supported"),
+        ({"eval_metrics": ["accuracy"]}, TypeError, "`eval_metrics` takes"),
+    ],
+)
+def test_bad_arguments(model_folder, tmp_path, no_generation, arguments, error, message):
+    with pytest.raises(error, match=message):
+        team_trainer(**{"model": model_folder, "output_dir": tmp_path, **arguments})
+
+
+def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generation):
+    def judge(completions, rubric, style="plain", **kwargs):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"`judge` needs \['rubric'\].*\['prompt', 'solution'\]"):
+        team_trainer(model_folder, tmp_path, reward_funcs=judge)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, r"`num_generations` \(1\) must be at least 2"),
+        ({"loss_type": "grp0"}, "`loss_type` must be one of.*Did you mean 'grpo'"),
+        ({"scale_rewards": "grop"}, "Did you mean 'group'"),
+        ({"advantage": "agents"}, "Did you mean 'agent'"),
+        ({"context_overflow": "cut"}, "`context_overflow` must be one of"),
+        ({"epsilon": -1.0}, "`epsilon` must be a finite number of at least 0"),
+        ({"beta": math.nan}, "`beta` must be a finite number"),
+        ({"learning_rate": math.nan}, "`learning_rate` must be a finite number"),
+        ({"temperature": 0.0}, "`temperature` must be a finite number above 0"),
+        ({"max_completion_length": 0}, "`max_completion_length` must be"),
+        ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
+        ({"use_vllm": True}, "`use_vllm=True` is not supported"),
+        ({"sync_ref_model": True}, "`sync_ref_model=True` is not supported"),
+        ({"use_adaptive_entropy": True}, "`use_adaptive_entropy=True` is not supported"),
+        ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported"),
+        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"},
+            "`load_best_model_at_end=True`.*metric_for_best_model='reward'",
+        ),
+    ],
+)
+def test_bad_configs(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+@given(value=st.floats(), name=st.sampled_from(["learning_rate", "beta", "epsilon", "temperature", "max_grad_norm"]))
+def test_no_number_that_is_not_one_gets_into_a_config(value, name):
+    ok = math.isfinite(value) and (value > 0 if name == "temperature" else value >= 0)
+    if ok:
+        assert getattr(config("x", **{name: value}), name) == value
+    else:
+        with pytest.raises(ValueError, match=name):
+            config("x", **{name: value})
+
+
+def test_a_grpo_config_keeps_its_values():
+    theirs = GRPOConfig("x", learning_rate=3e-4, num_generations=4, per_device_train_batch_size=4, bf16=False)
+    ours = as_marft_config(theirs)
+    assert isinstance(ours, MARFTConfig) and ours.learning_rate == 3e-4 and ours.advantage == "group"
+    assert ours.generation_batch_size == theirs.generation_batch_size
+    theirs.use_vllm = True
+    with pytest.raises(ValueError, match="use_vllm"):
+        as_marft_config(theirs)
+
+
+def test_every_new_field_is_documented_with_its_default():
+    import dataclasses
+
+    known = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(MARFTConfig):
+        if field.name in known and field.default == known[field.name].default:
+            continue
+        entry = re.search(rf"^        {field.name} \((.+?)\):$", MARFTConfig.__doc__, re.MULTILINE)
+        assert entry, f"{field.name} is missing in the docstring"
+        shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert f"defaults to `{shown}`" in entry[1].replace("5e-6", "5e-06"), field.name
+        assert field.metadata["help"] and "%" not in field.metadata["help"].replace("%%", "")
+
+
+# ---- Scores ----
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "message"),
+    [
+        (None, TypeError, "`judge` returned a NoneType"),
+        (1.0, TypeError, "returned a float"),
+        ({"a": 1.0, "b": 2.0}, TypeError, "returned a dict"),
+        ("ab", TypeError, "returned a str"),
+        ([1.0], ValueError, "'judge' returned 1 rewards, but 2 were expected"),
+        ([1.0, "2"], TypeError, "'2' of type str for completion 1"),
+        ([1.0, [2.0]], TypeError, "for completion 1"),
+        ([1.0, 1j], TypeError, "for completion 1"),
+        ([1.0, math.nan], ValueError, "returned nan for completion 1"),
+        ([math.inf, 1.0], ValueError, "returned inf for completion 0"),
+        ([1.0, 1e39], ValueError, "returned 1e[+]39 for completion 1"),
+        (torch.zeros(2, 1), TypeError, r"Tensor of shape \(2, 1\)"),
+        (torch.tensor([0.0, math.nan]), ValueError, "returned nan for completion 1"),
+    ],
+)
+def test_bad_scores(scores, error, message):
+    with pytest.raises(error, match=message):
+        check_scores(scores, "judge", 2)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [[1, True], (1.0, None), np.array([1.0, 2.0]), torch.tensor([1, 2]), [np.float32(1), torch.tensor(2.0)]],
+)
+def test_good_scores(scores):
+    assert len(check_scores(scores, "judge", 2)) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "1"])
+def test_a_bad_score_ends_training_with_the_weights_as_they_were(model_folder, tmp_path, bad, asynchronous):
+    def score(completions):
+        return [*varied_reward(completions)[:-1], bad]
+
+    async def later(completions, **kwargs):
+        return score(completions)
+
+    def now(completions, **kwargs):
+        return score(completions)
+
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=later if asynchronous else now)
+    before = weights(trainer)
+    with pytest.raises((ValueError, TypeError), match="for completion 7"):
+        trainer.train()
+    assert not moved(before, weights(trainer))
+
+
+def test_none_throughout_is_an_error_and_none_for_some_is_counted(model_folder, tmp_path):
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    def some(completions, **kwargs):
+        return [None, *varied_reward(completions)[1:]]
+
+    with pytest.raises(ValueError, match="returned None for all 8 episodes"):
+        team_trainer(model_folder, tmp_path, reward_funcs=nothing).train()
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing])
+    trainer.train()
+    assert {e["frac_unscored"] for e in trainer.state.log_history if "loss" in e} == {1 / 8}
+
+
+def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
+    def vandal(prompts, completions, completion_ids, solution, **kwargs):
+        scores = varied_reward(completions)
+        for values in (prompts, completions, completion_ids, solution):
+            values.clear()
+        return scores
+
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=[vandal, varied_reward])
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert all(e["rewards/vandal/mean"] == e["rewards/varied_reward/mean"] for e in entries)
+
+
+def test_a_reward_model_scores_the_team(model_folder, tmp_path, tokenizer):
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=judge, reward_processing_classes=tokenizer)
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer))
+    torch.nn.init.constant_(judge.score.weight, math.inf)
+    with pytest.raises(ValueError, match="reward model .* NaN or infinite"):
+        team_trainer(model_folder, tmp_path, reward_funcs=judge, reward_processing_classes=tokenizer).train()
+
+
+# ---- During training ----
+
+
+def test_an_observation_longer_than_the_window(model_folder, tmp_path):
+    agents = [AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)]
+
+    def trainer(**settings):
+        settings["model_init_kwargs"] = {"max_position_embeddings": 70}
+        workflow = Sequential(rounds=3)
+        return team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow, settings=settings)
+
+    with pytest.raises(ValueError, match="window is 70 tokens"):
+        trainer().train()
+    cutting = trainer(context_overflow="drop_oldest_turn")
+    cutting.train()
+    entry = next(entry for entry in cutting.state.log_history if "loss" in entry)
+    assert entry["context/dropped_turns"] > 0
+
+
+def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    team_trainer(model, tmp_path, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="already carries adapter layers"):
+        team_trainer(model, tmp_path, processing_class=tokenizer)
+
+
+def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "grpo", "beta": 0.1})
+    generate = trainer._generator.generate
+
+    def sometimes_nothing(agents, prompt_ids):
+        return [[] if i % 3 == 0 else ids for i, ids in enumerate(generate(agents, prompt_ids))]
+
+    trainer._generator.generate = sometimes_nothing
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer))
+    assert all(math.isfinite(e["loss"]) for e in trainer.state.log_history if "loss" in e)
+
+    trainer = team_trainer(model_folder, tmp_path)
+    trainer._generator.generate = lambda agents, prompt_ids: [[] for _ in agents]
+    before = weights(trainer)
+    trainer.train()
+    assert not moved(before, weights(trainer))
+
+
+def test_stop_texts_end_a_turn_and_stay_in_it(model_folder, tmp_path):
+    agents = [AgentSpec("reasoner", stop="=", max_completion_length=24, system_prompt="Write the steps.")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"mask_truncated_completions": True})
+    trainer.model.train()
+    batch = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
+    slices = trainer._generate_and_score_completions(batch)
+    texts = [trainer.processing_class.decode(row.completion_ids) for s in slices for row in s.rows]
+    assert any("=" in text for text in texts)
+    assert all(text.count("=") <= 1 and (text.endswith("=") or "=" not in text) for text in texts)
+    stopped = [
+        row for s in slices for row in s.rows if trainer.processing_class.decode(row.completion_ids).endswith("=")
+    ]
+    assert all(row.counts for row in stopped)  # ended by itself, not truncated
+    assert trainer.processing_class.pad_token_id not in {i for row in stopped for i in row.completion_ids.tolist()}
+
+
+def test_team_of_eight(model_folder, tmp_path):
+    agents = [AgentSpec(f"member_{i}", system_prompt=str(i), max_completion_length=3) for i in range(8)]
+    assert len(check_team(agents)) == 8
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1})
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert all(any(f".{agent.name}." in name for name in changed) for agent in agents)
+
+
+class Computed(Workflow):
+    async def run(self, episode):
+        await episode.turn("nobody" + "")
+
+
+def test_an_unknown_agent_at_run_time_is_named(model_folder, tmp_path):
+    with pytest.raises(RuntimeError, match="'nobody'.*'reasoner', 'actor'"):
+        team_trainer(model_folder, tmp_path, workflow=Computed()).train()
