@@ -5,9 +5,19 @@ from .agents import AgentSpec
 from .configs import MARFTConfig
 from .episodes import Episode, Turn
 from .manifest import TeamManifest
-from .trainer import MARFTTrainer
+from .trainer import MARFTTrainer, load_adapters
 from .workflows import Sequential, Workflow
 
 
 __version__ = "0.1.0"
-__all__ = ["AgentSpec", "Episode", "MARFTConfig", "MARFTTrainer", "Sequential", "TeamManifest", "Turn", "Workflow"]
+__all__ = [
+    "AgentSpec",
+    "Episode",
+    "MARFTConfig",
+    "MARFTTrainer",
+    "Sequential",
+    "TeamManifest",
+    "Turn",
+    "Workflow",
+    "load_adapters",
+]

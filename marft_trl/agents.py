@@ -74,7 +74,7 @@ class AgentSpec:
 
     name: str
     system_prompt: str | None = None
-    adapter: str | None = None
+    adapter: str = None  # type: ignore[assignment]  # set below
     peft_config: PeftConfig | None = None
     trainable: bool = True
     learning_rate: float | None = None

@@ -46,7 +46,7 @@ class Turn:
     observation: str | Messages = ""
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
-    raw_text: str | None = None
+    raw_text: str = None  # type: ignore[assignment]  # set below
     truncated: bool = False
 
     def __post_init__(self):

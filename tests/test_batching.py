@@ -78,7 +78,7 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
             rows_total[index] += w.loss / 2
             tokens_total[index] += w.loss * w.entropy / 2
             if loss_type == "dapo" and batch.num_loss_tokens:
-                # TRL: sum over tokens / (num_items / processes); times w.loss / processes it has to be sum / all tokens
+                # TRL: sum over tokens / (num_items / processes); times w.loss / processes: sum / all tokens
                 assert w.loss / w.num_items_in_batch == pytest.approx(1 / counts[0, index, 1].item())
     with_tokens = torch.tensor(
         [[len(r.completion_ids) > 0 for r in first + second if r.adapter == a].count(True) for a in adapters]

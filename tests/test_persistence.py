@@ -147,7 +147,8 @@ def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings,
     def trainer(folder, agents=None, callbacks=None):
         return team_trainer(
             model_folder, tmp_path / folder, agents=agents or tiny_agents(), callbacks=callbacks,
-            train_dataset=tiny_dataset(max(3, settings.get("steps_per_generation", 1) + 1)), settings={**RESUME, **settings},
+            train_dataset=tiny_dataset(max(3, settings.get("steps_per_generation", 1) + 1)),
+            settings={**RESUME, **settings},
         )  # fmt: skip
 
     whole = trainer("whole")

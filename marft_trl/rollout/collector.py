@@ -86,7 +86,7 @@ async def _collect(workflow, rows, agents, answer) -> list[Episode]:
             await _settle(tasks, waiting)
             failed = next((task for task in tasks if task.done() and task.exception()), None)
             if failed is not None:
-                raise failed.exception()
+                failed.result()  # raises
             batch = sorted(waiting, key=lambda request: request.episode.index)
             waiting.clear()
             _reply(batch, answer(batch) if batch else [])

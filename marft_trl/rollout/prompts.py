@@ -254,9 +254,9 @@ class PromptBuilder:
         return shorter
 
     def _observe(self, agent: AgentSpec, prompt: str | Messages, seen: Sequence[Turn]) -> str | Messages:
-        as_text = isinstance(prompt, str)
-        messages = self._view(agent, [{"role": "user", "content": prompt}] if as_text else prompt, seen)
-        if self._plain and as_text:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = self._view(agent, asked, seen)
+        if self._plain and isinstance(prompt, str):
             return _SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages
 

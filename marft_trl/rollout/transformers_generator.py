@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -86,7 +87,7 @@ class TransformersGenerator:
     def _sampling(self, sampling: Sampling) -> Iterator[None]:
         trainer = self._trainer
         config, kwargs = trainer.generation_config, trainer.generation_kwargs
-        own = {
+        own: dict[str, Any] = {
             "max_new_tokens": sampling.max_completion_length,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

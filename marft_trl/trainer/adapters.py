@@ -22,6 +22,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
+from ..manifest import TeamManifest
 
 
 # The one policy of a team without adapters.
@@ -169,6 +170,26 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
             f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
             f"{list(result.unexpected_keys)[:3]}. The folder was saved with another `peft_config` or base model."
         )
+
+
+def load_adapters(model: PreTrainedModel, folder: str | Path) -> PeftModel:
+    """
+    Put the adapters of a saved team on a base model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The base model.
+        folder (`str` or `Path`):
+            Folder that `MARFTTrainer.save_model` wrote.
+
+    Returns: a [`~peft.PeftModel`] with one adapter for each that the team has, by name. `set_adapter(name)` chooses.
+    """
+    names = [agent.adapter for agent in TeamManifest.load(folder).agents]
+    first, *others = dict.fromkeys(names)
+    loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
+    for name in others:
+        loaded.load_adapter(str(folder), name, subfolder=name)
+    return loaded
 
 
 def _adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:

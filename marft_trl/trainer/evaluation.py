@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import evaluate
 from trl.trainer.utils import get_callable_name
 
+from ..episodes import Turn
 from .metrics import AGENT_FIGURES, length_metrics
 
 
 # A metric of the `evaluate` package, or `metric(answers, **columns)` returning a number or a dict of numbers.
-EvalMetric = evaluate.EvaluationModule | Callable[..., float | dict[str, float]]
+EvalMetric: TypeAlias = evaluate.EvaluationModule | Callable[..., Any]
 
 
 def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
@@ -43,7 +44,7 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     Args:
         records (`Sequence[dict]`):
             For each episode `reward` (`float` or `None`), `rewards` (`dict` of the same by reward function) and
-            `turns` (`(agent, prompt length, completion length, truncated)` of each turn).
+            `turns` (`list[Turn]`).
         agents (`Sequence[str]`):
             Names of the agents.
     """
@@ -55,15 +56,19 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
             [record["rewards"][name] for record in records if record["rewards"][name] is not None]
         )
     turns = [turn for record in records for turn in record["turns"]]
-    figures |= length_metrics([turn[2] for turn in turns], [turn[3] for turn in turns])
+    figures |= _lengths(turns)
     for agent in agents:
-        its = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn[0] == agent]
+        its = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent]
         if its:
             figures[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
-            lengths = length_metrics([turn[2] for turn, _ in its], [turn[3] for turn, _ in its])
+            lengths = _lengths([turn for turn, _ in its])
             figures |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_FIGURES}
         figures[f"agents/{agent}/turns"] = len(its) / len(records)
     return figures
+
+
+def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
+    return length_metrics([len(turn.completion_ids) for turn in turns], [turn.truncated for turn in turns])
 
 
 def measure_answers(
@@ -78,7 +83,7 @@ def measure_answers(
         answers (`Sequence[str]`):
             Text of the answering turn of each episode.
         columns (`Mapping[str, list]`):
-            Columns of the dataset, one value per episode.
+            Columns of the dataset and `turns`, one value per episode.
         reference_column (`str`):
             The column that metrics of the `evaluate` package get as `references`.
 
@@ -105,7 +110,7 @@ def measure_answers(
 
 def _numbers(result: Mapping[str, Any], metric: str) -> dict[str, float]:
     numbers = {key: value for key, value in result.items() if hasattr(value, "__float__")}
-    if not numbers:
+    if result and not numbers:
         raise TypeError(f"The metric `{metric}` returned {str(result)[:80]}; it must return numbers.")
     return {key: float(value) for key, value in numbers.items()}
 

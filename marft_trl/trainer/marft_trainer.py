@@ -138,9 +138,10 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
             )
         self.beta = args.beta
         self.policies.remember_starts()
-        self._prepare_team(view)
+        self.view = view
+        self._prepare_team()
 
-    def _prepare_team(self, view: View) -> None:
+    def _prepare_team(self) -> None:
         """What the parent's constructor knows nothing of."""
         args = self.args
         self._specs = {agent.name: agent for agent in self.agents}
@@ -149,7 +150,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         self._prompts = PromptBuilder(
             self._tokenizer,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-            view=view,
+            view=lambda agent, prompt, seen: self.view(agent, prompt, seen),
             chat_template_kwargs=self.chat_template_kwargs,
             plain=len(self.agents) == 1 and self.agents[0].system_prompt is None,
             window=setup.context_window(self.model),
@@ -231,7 +232,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
 
     def _act(self, agent: str) -> None:
         self.policies.activate(agent)
-        self._temperature.set(self._samplings[agent].temperature)
+        self._temperature.switch_to(self._samplings[agent].temperature)
 
     def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         return collate(rows, self._tokenizer.pad_token_id, self.pad_to_multiple_of, self.accelerator.device)

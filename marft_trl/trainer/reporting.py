@@ -68,7 +68,7 @@ class TeamReporting(GRPOTrainer):
                         self.reward_func_names, rollout.rewards_per_func[first + index], strict=True
                     )
                 },
-                "turns": [(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated) for t in episode.turns],
+                "turns": episode.turns,
             }
             for index, (row, episode) in enumerate(zip(inputs, rollout.episodes, strict=True))
         ]
@@ -86,6 +86,7 @@ class TeamReporting(GRPOTrainer):
         if records:
             figures = summarize(records, list(self._specs))
             columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
+            columns["turns"] = [record["turns"] for record in records]
             answers = [record["answer"] for record in records]
             figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})

@@ -33,7 +33,7 @@ class ScoringTemperature:
         for model in models:
             self._install(model, {*temperatures, default}, default, head)
 
-    def set(self, temperature: float) -> None:
+    def switch_to(self, temperature: float) -> None:
         """Score at this temperature from now on."""
         self._current = temperature
 

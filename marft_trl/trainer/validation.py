@@ -214,16 +214,14 @@ def checked_reward(func):
     if isinstance(func, (str, nn.Module)):
         return func
     name = get_callable_name(func)
-    if is_async_callable(func):
 
-        async def wrapper(**kwargs):
-            return check_scores(await func(**_copies(kwargs)), name, len(kwargs["prompts"]))
+    async def later(**kwargs):
+        return check_scores(await func(**_copies(kwargs)), name, len(kwargs["prompts"]))
 
-    else:
+    def now(**kwargs):
+        return check_scores(func(**_copies(kwargs)), name, len(kwargs["prompts"]))
 
-        def wrapper(**kwargs):
-            return check_scores(func(**_copies(kwargs)), name, len(kwargs["prompts"]))
-
+    wrapper: Callable = later if is_async_callable(func) else now
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
     wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper

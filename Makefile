@@ -1,0 +1,42 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: quickstart test test-slow quality format commit-checks benchmark clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,quality]"
+	touch $(READY)
+
+quickstart: $(READY)  ## train the embedded team and show that it improved
+	$(BIN)/python -W ignore examples/quickstart.py
+
+test: $(READY)  ## the tests, in under ten minutes on two cores
+	$(BIN)/python -m pytest -n 2 -q -m "not slow"
+
+test-slow: $(READY)  ## longer checks
+	$(BIN)/python -m pytest -q -m slow
+
+quality: $(READY)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+commit-checks: format quality test  ## what has to pass before a commit
+
+benchmark: $(READY)  ## one training step against GRPOTrainer
+	$(BIN)/python -W ignore benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) quickstart-output

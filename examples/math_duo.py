@@ -1,0 +1,121 @@
+"""
+The paper's duo on mathematics: a reasoner plans, an actor answers.
+
+    python examples/math_duo.py --config examples/math_duo.yaml
+    accelerate launch examples/math_duo.py --config examples/math_duo.yaml --learning_rate 1e-5
+    torchrun --nproc_per_node 8 examples/math_duo.py --config examples/math_duo.yaml
+
+    # a local file of records with `prompt` and `solution` (JSON lines or Parquet), and any model
+    python examples/math_duo.py --model_name_or_path path/to/model --dataset_file problems.jsonl --output_dir math-duo
+
+Every setting of the YAML file can be given on the command line, which wins.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import ModelConfig, TrlParser, get_quantization_config
+from trl.rewards import accuracy_reward
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+
+
+REASONER = (
+    "Two LLM agents (reasoner -> actor) collaborate to solve a mathematical problem. You are the reasoner: analyse "
+    "the problem, plan the steps and find the intermediate results. The actor gives the final answer with your help."
+)
+ACTOR = (
+    "Two LLM agents (reasoner -> actor) collaborate to solve a mathematical problem. You are the actor: follow the "
+    "reasoner's steps, check them, and give the final answer in \\boxed{}."
+)
+
+
+@dataclass
+class ScriptArguments:
+    """
+    Arguments of the script.
+
+    Args:
+        dataset_name (`str`, *optional*):
+            Dataset on the Hub with `prompt` and `solution`.
+        dataset_file (`str`, *optional*):
+            Local file instead: `.jsonl`, `.json` or `.parquet`.
+        dataset_split (`str`, *optional*, defaults to `"train"`):
+            Split of the dataset.
+        eval_size (`int`, *optional*, defaults to `100`):
+            Problems that are held out for evaluation.
+        agents (`list[dict]`, *optional*):
+            The team as a list of the fields of `AgentSpec`, in place of reasoner and actor.
+    """
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the Hub with `prompt`, `solution`."})
+    dataset_file: str | None = field(default=None, metadata={"help": "Local .jsonl, .json or .parquet file instead."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the dataset."})
+    eval_size: int = field(default=100, metadata={"help": "Problems that are held out for evaluation."})
+    agents: list[dict] | None = field(
+        default=None, metadata={"help": "The team, as a list of the fields of AgentSpec; in a YAML file."}
+    )
+
+
+def load_problems(script_args: ScriptArguments):
+    if (script_args.dataset_name is None) == (script_args.dataset_file is None):
+        raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
+    if script_args.dataset_name is not None:
+        dataset = load_dataset(script_args.dataset_name, split=script_args.dataset_split)
+    else:
+        kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+        kind = kinds.get(Path(script_args.dataset_file).suffix)
+        if kind is None:
+            raise ValueError(f"`--dataset_file` must end in {', '.join(kinds)}; got {script_args.dataset_file!r}.")
+        dataset = load_dataset(kind, data_files=script_args.dataset_file, split="train")
+    if script_args.eval_size == 0:
+        return dataset, None
+    parts = dataset.train_test_split(test_size=script_args.eval_size, seed=0)
+    return parts["train"], parts["test"]
+
+
+def main():
+    parser = TrlParser((ScriptArguments, MARFTConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    if model_args.model_name_or_path is None:
+        raise ValueError("Set `--model_name_or_path` to a model on the Hub or a local folder.")
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    agents = [AgentSpec("reasoner", system_prompt=REASONER), AgentSpec("actor", system_prompt=ACTOR)]
+    train_dataset, eval_dataset = load_problems(script_args)
+    trainer = MARFTTrainer(
+        model=model_args.model_name_or_path,
+        agents=[AgentSpec(**agent) for agent in script_args.agents] if script_args.agents else agents,
+        reward_funcs=accuracy_reward,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=LoraConfig(
+            r=model_args.lora_r,
+            lora_alpha=model_args.lora_alpha,
+            lora_dropout=model_args.lora_dropout,
+            target_modules=model_args.lora_target_modules or ["q_proj", "v_proj"],
+        )
+        if model_args.use_peft
+        else None,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    if eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""
+Trains a team of two tiny agents on a CPU, offline, in minutes, and shows whether it got better.
+
+    make quickstart                                   # sets everything up first
+    python examples/quickstart.py --seed 1            # in an environment that has marft_trl
+
+The reasoner writes the steps of a small sum, the actor reads the answer out of them. Both start from one model that
+was taught on demonstrations with slips; reinforcement learning has to get rid of them, from right or wrong answers
+alone.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, set_seed
+from transformers.utils import logging
+
+from marft_trl import MARFTConfig, MARFTTrainer, load_adapters
+from marft_trl.curves import save_learning_curve
+from marft_trl.metrics import team_exact_match
+from marft_trl.progress import TeamProgressCallback
+from marft_trl.rollout.prompts import team_view
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.transcripts import format_turns
+
+
+def steps_are_right(answers, solution, turns, **columns):
+    """The reasoner's part: the last number of its steps is the answer."""
+    ends = [episode[0].text.rpartition("=")[2] for episode in turns]
+    return share("reasoner", ends, solution)
+
+
+def reads_the_steps(answers, turns, **columns):
+    """The actor's part: it says the last number of the steps, right or wrong."""
+    return share("actor", answers, [episode[0].text.rpartition("=")[2] for episode in turns])
+
+
+def share(name, predictions, references):
+    figures = team_exact_match().compute(predictions=predictions, references=references)
+    return {key.replace("exact_match", name): value for key, value in figures.items()}
+
+
+class FirstTranscript:
+    """Keeps one question's episode of each evaluation, as text."""
+
+    def __call__(self, answers, prompt, solution, turns, **columns):
+        self.text = format_turns(prompt[0], turns[0], {"right answer": float(solution[0])}, answer=turns[0][-1])
+        return {}
+
+
+def emptied(agent, prompt, seen):
+    """What agents see when their teammates' messages are emptied."""
+    return team_view(agent, prompt, [dataclasses.replace(turn, raw_text="") for turn in seen])
+
+
+def evaluate(trainer):
+    trainer.view = emptied
+    alone = trainer.evaluate()
+    trainer.view = team_view
+    set_seed(0)  # the same samples wherever the weights are the same
+    return {**{f"{key}_emptied": value for key, value in alone.items()}, **trainer.evaluate()}
+
+
+def make_trainer(model, transcript, args, **arguments):
+    trainer = MARFTTrainer(
+        model=model,
+        agents=tiny_agents(),
+        reward_funcs=exact_answer,
+        args=args,
+        train_dataset=tiny_dataset(4000, seed=0),
+        eval_dataset=tiny_dataset(400, seed=1),  # held out: their numbers never occur in training
+        eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcript],
+        **arguments,
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(TeamProgressCallback)
+    return trainer
+
+
+def print_table(before, after, count):
+    rows = {
+        "team: right answers": "eval_exact_match",
+        "reasoner: right steps": "eval_reasoner",
+        "actor: reads the steps": "eval_actor",
+        "team, reasoner's message emptied": "eval_exact_match{}_emptied",
+    }
+    print(f"\n{count} held-out questions, sampled at temperature 1 (95 % intervals)")
+    print(f"{'':34}{'before':>22}{'after':>22}")
+    for title, key in rows.items():
+        cells = []
+        for figures in (before, after):
+            keys = [key.format(end) if "{}" in key else key + end for end in ("", "_low", "_high")]
+            value, low, high = (100 * figures[one] for one in keys)
+            cells.append(f"{value:5.1f} % ({low:4.1f} - {high:4.1f})")
+        print(f"{title:34}{cells[0]:>22}{cells[1]:>22}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_steps", type=int, default=80)
+    parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+
+    print("Building the tiny model (once, about a minute) ...", flush=True)
+    base = tiny_team_model()
+    args = MARFTConfig(
+        str(options.output_dir),
+        per_device_train_batch_size=64,  # episodes: 8 questions x 8 tries
+        num_generations=8,
+        num_generations_eval=1,
+        per_device_eval_batch_size=200,
+        max_steps=options.max_steps,
+        learning_rate=1e-3,
+        gradient_checkpointing=False,
+        logging_steps=2,
+        save_strategy="no",
+        seed=options.seed,
+    )
+    transcript = FirstTranscript()
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    trainer = make_trainer(base, transcript, args, peft_config=lora)
+    before, told_before = evaluate(trainer), transcript.text
+    trainer.train()
+    after, told_after = evaluate(trainer), transcript.text
+    trainer.save_model()
+
+    model = load_adapters(AutoModelForCausalLM.from_pretrained(base), options.output_dir)
+    tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
+    again = evaluate(make_trainer(model, transcript, args, processing_class=tokenizer))
+
+    print(f"\nOne question before training\n{told_before}\n\nThe same question after training\n{told_after}")
+    print_table(before, after, len(trainer.eval_dataset))
+    print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
+    save_learning_curve(trainer.state.log_history, options.output_dir)
+    print(f"adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/")
+
+
+if __name__ == "__main__":
+    main()
