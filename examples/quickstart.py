@@ -100,7 +100,7 @@ def print_table(before, after, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_steps", type=int, default=80)
+    parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -114,10 +114,11 @@ def main():
         num_generations_eval=1,
         per_device_eval_batch_size=200,
         max_steps=options.max_steps,
-        learning_rate=1e-3,
+        learning_rate=1.5e-3,
         gradient_checkpointing=False,
         logging_steps=2,
         save_strategy="no",
+        disable_tqdm=False,
         seed=options.seed,
     )
     transcript = FirstTranscript()
@@ -135,7 +136,8 @@ def main():
     print(f"\nOne question before training\n{told_before}\n\nThe same question after training\n{told_after}")
     print_table(before, after, len(trainer.eval_dataset))
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
-    save_learning_curve(trainer.state.log_history, options.output_dir)
+    columns = ["reward", "agents/reasoner/entropy", "agents/actor/entropy"]
+    save_learning_curve(trainer.state.log_history, options.output_dir, columns)
     print(f"adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/")
 
 

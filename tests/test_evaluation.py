@@ -1,0 +1,106 @@
+"""Evaluation measures the team on every question once, whatever the batches."""
+
+import evaluate
+import numpy as np
+import pytest
+from datasets import DatasetDict, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marft_trl.metrics import team_exact_match
+from marft_trl.tiny import exact_answer, tiny_dataset
+
+from .helpers import team_trainer
+
+
+def test_exact_match_by_hand_and_by_resampling_whole_questions():
+    metric = team_exact_match()
+    assert isinstance(metric, evaluate.EvaluationModule)
+    result = metric.compute(predictions=["1", " 2\n", "3", "x"], references=["1", "2", "4", "5"])
+    assert result["exact_match"] == 0.5
+    assert 0 <= result["exact_match_low"] < 0.5 < result["exact_match_high"] <= 1
+    many = {"predictions": ["1"] * 50 + ["0"] * 50, "references": ["1"] * 100}
+    alone = metric.compute(**many)
+    # 50 questions asked twice: half as many independent questions, a wider interval
+    twice = metric.compute(**many, groups=[i // 2 for i in range(100)])
+    assert alone["exact_match"] == twice["exact_match"] == 0.5
+    assert alone["exact_match_high"] - alone["exact_match_low"] == pytest.approx(2 * 1.96 * 0.05, abs=0.02)
+    ratio = (twice["exact_match_high"] - twice["exact_match_low"]) / (
+        alone["exact_match_high"] - alone["exact_match_low"]
+    )
+    assert ratio == pytest.approx(np.sqrt(2), abs=0.15)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), min_size=1, max_size=20))
+def test_the_interval_holds_the_share(pairs):
+    predictions, references = zip(*pairs, strict=True)
+    result = METRIC.compute(predictions=predictions, references=references)
+    share = sum(p == r for p, r in pairs) / len(pairs)
+    assert result["exact_match"] == pytest.approx(share)
+    assert result["exact_match_low"] <= share + 1e-9 and share - 1e-9 <= result["exact_match_high"]
+
+
+METRIC = team_exact_match()
+
+
+@pytest.mark.parametrize("batch_size", [4, 6])
+def test_every_question_counts_once(model_folder, tmp_path, batch_size):
+    asked = []
+
+    def spy(answers, prompt, solution, turns, **columns):
+        asked.extend(prompt)
+        assert all(answer == said[-1].text for answer, said in zip(answers, turns, strict=True))
+        return {"answers": len(answers), "right": np.mean(exact_answer(answers, solution))}
+
+    dataset = tiny_dataset(9, seed=1)
+    trainer = team_trainer(
+        model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=dataset, eval_metrics=[spy, METRIC],
+        settings={"per_device_eval_batch_size": batch_size, "num_generations_eval": 2},
+    )  # fmt: skip
+    figures = trainer.evaluate()
+    assert sorted(asked) == sorted(2 * dataset["prompt"]) and figures["eval_answers"] == 18
+    assert figures["eval_reward"] == pytest.approx(figures["eval_exact_match"]) == pytest.approx(figures["eval_right"])
+    assert figures["eval_agents/reasoner/turns"] == 1 and "eval_loss" not in figures
+    assert figures["eval_agents/actor/completions/mean_length"] <= 6
+    assert trainer.state.log_history[-1]["eval_reward"] == figures["eval_reward"]
+
+
+def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(5, seed=3).to_list()))
+    trainer = team_trainer(
+        model_folder, tmp_path, eval_dataset={"held_out": tiny_dataset(4, seed=1), "stream": stream},
+        settings={"num_generations_eval": 1, "per_device_eval_batch_size": 4},
+    )  # fmt: skip
+    figures = trainer.evaluate()
+    assert "eval_held_out_reward" in figures and "eval_stream_agents/actor/reward" in figures
+    as_dict = team_trainer(
+        model_folder, tmp_path, eval_dataset=DatasetDict({"one": tiny_dataset(4, seed=1)}),
+        settings={"num_generations_eval": 1},
+    )  # fmt: skip
+    assert "eval_one_reward" in as_dict.evaluate()
+
+
+def test_a_missing_reference_column_is_named(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), eval_metrics=METRIC,
+        settings={"eval_reference_column": "answer"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"no column 'answer'; it has \['prompt', 'solution', 'turns'\]"):
+        trainer.evaluate()
+
+
+def test_evaluation_leaves_training_as_it_was(model_folder, tmp_path):
+    settings = {"num_generations_eval": 1, "max_steps": 2}
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
+    steps = (trainer._step, trainer._buffered_inputs, trainer.state.num_input_tokens_seen)
+    trainer.evaluate()
+    assert (trainer._step, trainer._buffered_inputs, trainer.state.num_input_tokens_seen) == steps
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_streamed_training_data(model_folder, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(16).to_list()))
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=stream)
+    trainer.train()
+    assert trainer.state.global_step == 3

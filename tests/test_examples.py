@@ -1,0 +1,126 @@
+"""The examples run as their docstrings say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
+
+from marft_trl import TeamManifest
+from marft_trl.transcripts import format_turns
+
+from .test_distributed import launch
+
+
+ROOT = Path(__file__).parent.parent
+SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
+MATH_DUO = [
+    *("--use_peft", "true", "--lora_r", "4", "--max_steps", "2", "--num_generations", "4"),
+    *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "8", "--max_completion_length", "8"),
+    *("--logging_steps", "1", "--eval_size", "4", "--lora_target_modules", "q_proj", "v_proj", "--report_to", "none"),
+    *("--num_generations_eval", "2", "--log_completions", "true"),
+]
+
+
+def run(command, tmp_path, timeout=280):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_math_duo_on_real_records(model_folder, tmp_path, kind):
+    data = SAMPLE
+    if kind == "parquet":
+        data = tmp_path / "problems.parquet"
+        pd.read_json(SAMPLE, lines=True).to_parquet(data)
+    (tmp_path / "duo.yaml").write_text(
+        "learning_rate: 1e-3\nmax_steps: 1\nagents:\n- {name: planner, system_prompt: Plan., max_completion_length: 4}\n"
+        "- {name: solver, system_prompt: Solve.}\n"
+    )
+    arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(data), "--output_dir", "out", *MATH_DUO]
+    output = run([str(ROOT / "examples" / "math_duo.py"), "--config", "duo.yaml", *arguments], tmp_path)
+    assert "eval_reward" in output and "planner (sees the prompt" in output
+    manifest = TeamManifest.load(tmp_path / "out")
+    assert [(agent.name, agent.max_completion_length) for agent in manifest.agents] == [
+        ("planner", 4),
+        ("solver", None),
+    ]
+    assert len(load_file(tmp_path / "out" / "solver" / "adapter_model.safetensors")) > 0
+    assert "eval_agents/solver/reward" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    table = pd.read_parquet(tmp_path / "out" / "completions" / "completions_00002.parquet")  # the command line wins
+    assert list(table["agent"]) == ["planner", "solver"] * 4
+    assert {"step", "prompt", "completion", "advantage", "episode", "turn", "sees", "accuracy_reward"} <= set(table)
+
+
+@pytest.mark.distributed
+def test_math_duo_on_two_processes(model_folder, tmp_path):
+    arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--use_cpu", "true"]
+    arguments += ["--output_dir", str(tmp_path / "out"), *MATH_DUO]
+    launch(2, str(ROOT / "examples" / "math_duo.py"), *arguments, timeout=280)
+    assert (tmp_path / "out" / "actor" / "adapter_model.safetensors").exists()
+    table = pd.read_parquet(tmp_path / "out" / "completions" / "completions_00002.parquet")
+    assert sorted(table["episode"].unique()) == list(range(8))  # both processes' episodes
+
+
+def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
+    code = (
+        "import sys, marft_trl.tiny\n"
+        f"marft_trl.tiny.tiny_team_model = lambda: {model_folder!r}\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "sys.argv = ['quickstart.py', '--max_steps', '2', '--output_dir', 'out']\n"
+        "import quickstart; quickstart.main()\n"
+    )
+    output = run(["-c", code], tmp_path)
+    check_report(output, tmp_path / "out")
+
+
+def check_report(output: str, folder: Path) -> tuple[float, float]:
+    """The figures before and after of the team, from a report that is complete."""
+    rows = re.findall(r"^(.+?) +(\d+\.\d) % \( ?(\d+\.\d) - ?(\d+\.\d)\) +(\d+\.\d) %", output, re.MULTILINE)
+    assert [row[0] for row in rows] == [
+        *("team: right answers", "reasoner: right steps", "actor: reads the steps", "team, reasoner's message emptied")
+    ]
+    for row in rows:
+        assert float(row[2]) <= float(row[1]) <= float(row[3])
+    before, after = float(rows[0][1]), float(rows[0][4])
+    assert "400 held-out questions" in output and output.count("reasoner (sees the prompt") == 2
+    assert float(re.search(r"in a new model: (\S+) %", output)[1]) == after
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "learning_curve.csv").read_text().startswith("step,reward,")
+    assert len((ROOT / "examples" / "quickstart.py").read_text().splitlines()) < 150
+    assert {agent.name for agent in TeamManifest.load(folder).agents} == {"reasoner", "actor"}
+    return before, after
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
+    script = str(ROOT / "examples" / "quickstart.py")
+    build = "from marft_trl.tiny import tiny_team_model; tiny_team_model()"
+    run(["-c", build], tmp_path)
+
+    def train(seed):
+        output = run([script, "--seed", str(seed), "--output_dir", f"seed{seed}"], tmp_path, timeout=1500)
+        return check_report(output, tmp_path / f"seed{seed}")
+
+    with ThreadPoolExecutor(2) as pool:
+        figures = list(pool.map(train, range(5)))
+    gains = sorted(after - before for before, after in figures)
+    print("before, after:", figures)
+    assert gains[0] > 0 and gains[2] >= 15, figures
+
+
+def test_transcript_of_a_message_prompt():
+    text = format_turns([{"role": "user", "content": "How many?"}], [])
+    assert "user: How many?" in text
