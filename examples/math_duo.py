@@ -70,6 +70,8 @@ def load_problems(script_args: ScriptArguments):
         if kind is None:
             raise ValueError(f"`--dataset_file` must end in {', '.join(kinds)}; got {script_args.dataset_file!r}.")
         dataset = load_dataset(kind, data_files=script_args.dataset_file, split="train")
+    if isinstance(dataset[0]["prompt"], str):  # `accuracy_reward` reads messages
+        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     if script_args.eval_size == 0:
         return dataset, None
     parts = dataset.train_test_split(test_size=script_args.eval_size, seed=0)

@@ -77,7 +77,7 @@ def tiny_model(vocab_size: int, seed: int = 0, **overrides) -> Qwen3ForCausalLM:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
         "eos_token_id": 2,
         "pad_token_id": 0,

@@ -58,7 +58,7 @@ def test_every_question_counts_once(model_folder, tmp_path, batch_size):
         settings={"per_device_eval_batch_size": batch_size, "num_generations_eval": 2},
     )  # fmt: skip
     figures = trainer.evaluate()
-    assert sorted(asked) == sorted(2 * dataset["prompt"]) and figures["eval_answers"] == 18
+    assert sorted(asked) == sorted(2 * list(dataset["prompt"])) and figures["eval_answers"] == 18
     assert figures["eval_reward"] == pytest.approx(figures["eval_exact_match"]) == pytest.approx(figures["eval_right"])
     assert figures["eval_agents/reasoner/turns"] == 1 and "eval_loss" not in figures
     assert figures["eval_agents/actor/completions/mean_length"] <= 6

@@ -79,7 +79,7 @@ def test_adapters_are_switched_in_one_place():
 def test_nothing_is_unpickled_evaluated_or_run():
     for path in FILES:
         text = path.read_text()
-        assert not re.search(r"\bpickle\b(?!s)|weights_only=False|\beval\(|\bexec\(|torch\.load\(", text), path
+        assert not re.search(r"\bpickle\b(?!s)|weights_only=False|(?<![.\w])(eval|exec)\(|torch\.load\(", text), path
 
 
 def test_sizes_stay_readable():

@@ -77,7 +77,7 @@ class TeamReporting(GRPOTrainer):
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self._eval_records = []
-        self._clear_logs()
+        self._transcripts.clear()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         records = self._eval_records
         with contextlib.suppress(TypeError):  # a stream has no length
@@ -152,6 +152,7 @@ class TeamReporting(GRPOTrainer):
         names = list(self._specs)
         extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
+        mode = "train" if self.model.training else "eval"
         table, transcripts = [], []
         for episode in rollout.episodes:
             position = first + episode.index
@@ -165,7 +166,8 @@ class TeamReporting(GRPOTrainer):
                 advantage = None
                 if rollout.advantages is not None:
                     advantage = rollout.advantages[position, names.index(turn.agent)].item()
-                columns = {"episode": position, "turn": turn.index, "agent": turn.agent, "sees": str(list(turn.sees))}
+                columns = {"mode": mode, "episode": position, "turn": turn.index, "agent": turn.agent}
+                columns["sees"] = str(list(turn.sees))
                 columns |= {column: values[episode.index] for column, values in extra.items()}
                 table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
         for prompt, completion, rewards, advantage, columns in gather_object(table):
