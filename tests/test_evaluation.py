@@ -80,6 +80,28 @@ def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
     assert "eval_one_reward" in as_dict.evaluate()
 
 
+def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path):
+    def reward(completions, log_metric, log_extra, **kwargs):
+        log_metric("length", float(len(completions)))
+        log_extra("shout", [c.upper() for c in completions])
+        return [float(i) for i in range(len(completions))]
+
+    trainer = team_trainer(
+        model_folder, tmp_path, reward_funcs=reward, eval_dataset=tiny_dataset(4, seed=1),
+        settings={"num_generations_eval": 1, "max_steps": 1, "per_device_eval_batch_size": 4},
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_length"] == 4.0
+    trainer.train()
+    assert next(e for e in trainer.state.log_history if "loss" in e)["length"] == 8.0
+
+    def careless(completions, log_extra, **kwargs):
+        log_extra("note", ["one"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="`log_extra.'note', ....` got 1 values for 8 completions"):
+        team_trainer(model_folder, tmp_path, reward_funcs=careless).train()
+
+
 def test_a_missing_reference_column_is_named(model_folder, tmp_path):
     trainer = team_trainer(
         model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), eval_metrics=METRIC,

@@ -50,7 +50,7 @@ def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "2504.16129" in card and "base_model:" not in card and model_folder not in card
     assert "| reasoner | [`reasoner`](./reasoner) | yes | Write the steps. |" in card
-    assert "vllm serve" in card and 'subfolder="actor"' in card and "marft_trl" in card
+    assert "vllm serve" in card and 'subfolder="reasoner"' in card and "marft_trl" in card
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,36 @@ def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings,
     for group, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
         for mine, theirs in zip(group["params"], other["params"], strict=True):
             assert torch.equal(whole.optimizer.state[mine]["exp_avg"], resumed.optimizer.state[theirs]["exp_avg"])
+
+
+@pytest.mark.parametrize("cut", ["missing", "half"])
+def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_folder, tmp_path, cut):
+    settings = {**RESUME, "max_steps": 4}
+    whole = team_trainer(model_folder, tmp_path / "whole", settings=settings)
+    whole.train()
+    team_trainer(model_folder, tmp_path / "cut", settings=settings, callbacks=[StopAt(3)]).train()
+    state = tmp_path / "cut" / "checkpoint-3" / "trainer_state.json"
+    (state.parent / "actor" / "adapter_model.safetensors").write_bytes(b"half")
+    state.write_text(state.read_text()[:100]) if cut == "half" else state.unlink()
+    resumed = team_trainer(model_folder, tmp_path / "cut", settings=settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 2
+    assert not moved(weights(whole), weights(resumed))
+    assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
+    for folder in (tmp_path / "cut").glob("checkpoint-*"):
+        (folder / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="None of the checkpoints .* is complete"):
+        team_trainer(model_folder, tmp_path / "cut", settings=settings).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused(model_folder, tmp_path):
+    settings = {**RESUME, "max_steps": 1}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    path = tmp_path / "checkpoint-1" / "marft_rollouts_0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "world_size": 2}))
+    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "max_steps": 2})
+    with pytest.raises(ValueError, match="written by 2 processes, but there are 1"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_agents_in_another_order_find_their_own_optimizer_state(model_folder, tmp_path):

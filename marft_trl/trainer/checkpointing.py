@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from accelerate.logging import get_logger
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler
 
 from ..agents import AgentSpec
@@ -17,6 +19,8 @@ from ..manifest import TeamManifest
 from .adapters import Policies, load_adapter_weights
 from .batching import Row, Slice
 
+
+logger = get_logger(__name__)
 
 ROLLOUTS_NAME = "marft_rollouts_{rank}"
 
@@ -55,13 +59,48 @@ def load_team_adapters(model: PeftModel, policies: Policies, agents: Sequence[Ag
     policies.release()
 
 
-def save_rollouts(folder: str | Path, rank: int, step: int, slices: Sequence[Slice] | None) -> None:
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """
+    The newest checkpoint that was written to its end; `None` where there is no checkpoint at all.
+
+    The Trainer writes `trainer_state.json` last, so a checkpoint without a readable one was cut short.
+
+    Raises:
+        ValueError: there are checkpoints, but none is complete.
+    """
+    folders = [
+        path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    folders.sort(key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    for folder in folders:
+        if is_complete(folder):
+            return folder
+        logger.warning(f"{folder} was cut short while it was written; looking for an older checkpoint.")
+    if folders:
+        raise ValueError(
+            f"None of the checkpoints in {output_dir} is complete ({', '.join(f.name for f in folders)}). Delete them "
+            "and start anew."
+        )
+    return None
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether a checkpoint was written to its end."""
+    try:
+        json.loads((Path(folder) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def save_rollouts(folder: str | Path, rank: int, world_size: int, step: int, slices: Sequence[Slice] | None) -> None:
     """
     Write the training rows in use and the position in them, so that a resumed run goes on with the same rows.
 
     Args:
         folder (`str` or `Path`): folder of the checkpoint.
         rank (`int`): index of this process.
+        world_size (`int`): number of processes.
         step (`int`): forward and backward passes done so far.
         slices (`Sequence[Slice]`, *optional*): the slices of the present generation batch.
     """
@@ -85,15 +124,28 @@ def save_rollouts(folder: str | Path, rank: int, step: int, slices: Sequence[Sli
         )
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
-    state = {"step": step, "slices": described if slices is not None else None}
+    state = {"world_size": world_size, "step": step, "slices": described if slices is not None else None}
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def load_rollouts(folder: str | Path, rank: int) -> tuple[int, list[Slice] | None] | None:
-    """What [`save_rollouts`] wrote: the step and the slices; `None` where the checkpoint has none."""
-    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
-    if not stem.with_suffix(".json").is_file():
+def load_rollouts(folder: str | Path, rank: int, world_size: int) -> tuple[int, list[Slice] | None] | None:
+    """
+    What [`save_rollouts`] wrote: the step and the slices; `None` where the checkpoint has none.
+
+    Raises:
+        ValueError: the checkpoint was written by another number of processes.
+    """
+    first = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
+    if not first.is_file():
         return None
+    saved = json.loads(first.read_text(encoding="utf-8"))["world_size"]
+    if saved != world_size:
+        raise ValueError(
+            f"The checkpoint {folder} was written by {saved} processes, but there are {world_size}: the rows in use "
+            f"and the random states cannot be divided anew. Resume with {saved} processes, or start a new run from "
+            "the adapters of the checkpoint (`load_adapters`)."
+        )
+    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     if state["slices"] is None:
         return state["step"], None

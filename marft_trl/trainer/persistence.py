@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -84,10 +85,26 @@ class TeamPersistence(GRPOTrainer):
             seed=theirs.seed,
         )
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        if resume_from_checkpoint is True:
+            # The parent takes the newest folder, also one that a killed run left half written, and cannot start
+            resume_from_checkpoint = checkpointing.newest_complete(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, Path):
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save and folder.exists() and not checkpointing.is_complete(folder):
+            shutil.rmtree(folder)  # what a killed run left: old and new files must not mix
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
         # Called on every process, before the checkpoint is pushed and older ones are removed
         super()._save_rng_state(output_dir)
-        checkpointing.save_rollouts(output_dir, self.args.process_index, self._step, self._buffered_inputs)
+        rank, world_size = self.args.process_index, self.args.world_size
+        checkpointing.save_rollouts(output_dir, rank, world_size, self._step, self._buffered_inputs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.policies.has_adapters:
@@ -106,7 +123,7 @@ class TeamPersistence(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         finally:
             hook.remove()
-        restored = checkpointing.load_rollouts(checkpoint, self.args.process_index)
+        restored = checkpointing.load_rollouts(checkpoint, self.args.process_index, self.args.world_size)
         if restored is not None:
             self._step, self._buffered_inputs = restored
 

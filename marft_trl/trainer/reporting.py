@@ -55,6 +55,7 @@ class TeamReporting(GRPOTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Run the team on a batch. There is no loss: the figures are made in `evaluation_loop`."""
         rollout = self._roll_out(inputs)
+        self._log_user_metrics()
         self._log_turns(rollout, inputs)
         first = self.accelerator.process_index * len(inputs)
         records = [
@@ -89,6 +90,7 @@ class TeamReporting(GRPOTrainer):
             columns["turns"] = [record["turns"] for record in records]
             answers = [record["answer"] for record in records]
             figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
+            figures |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items() if values}
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         self._metrics["eval"].clear()
         return output
@@ -151,6 +153,12 @@ class TeamReporting(GRPOTrainer):
         first = self.accelerator.process_index * len(inputs)
         names = list(self._specs)
         extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
+        for column, values in extra.items():
+            if len(values) != len(inputs):
+                raise ValueError(
+                    f"`log_extra({column!r}, ...)` got {len(values)} values for {len(inputs)} completions. A reward "
+                    "function has to log one value per completion, once per call."
+                )
         self._pending_extra_logs.clear()
         mode = "train" if self.model.training else "eval"
         table, transcripts = [], []
@@ -160,8 +168,9 @@ class TeamReporting(GRPOTrainer):
                 name: _known(value)
                 for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
             }
-            title = f"step {self.state.global_step}, episode {position}"
-            transcripts.append(format_episode(episode, rewards, title=title))
+            if self.log_completions:
+                title = f"step {self.state.global_step}, episode {position}"
+                transcripts.append(format_episode(episode, rewards, title=title))
             for turn in episode.turns:
                 advantage = None
                 if rollout.advantages is not None:
@@ -170,15 +179,23 @@ class TeamReporting(GRPOTrainer):
                 columns["sees"] = str(list(turn.sees))
                 columns |= {column: values[episode.index] for column, values in extra.items()}
                 table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
-        for prompt, completion, rewards, advantage, columns in gather_object(table):
+        self._append_to_table(gather_object(table))
+        self._transcripts += gather_object(transcripts)
+
+    def _append_to_table(self, rows: list[tuple]) -> None:
+        known = len(self._logs["prompt"])
+        names = {name for row in rows for name in row[4]} | set(self._logs["extra"])
+        for prompt, completion, rewards, advantage, columns in rows:
             self._logs["prompt"].append(prompt)
             self._logs["completion"].append(completion)
             self._logs["advantages"].append(advantage)
             for name, value in rewards.items():
                 self._logs["rewards"][name].append(value)
-            for name, value in columns.items():
-                self._logs["extra"][name].append(value)
-        self._transcripts += gather_object(transcripts)
+            for name in names:  # all columns are equally long, whichever process or mode filled them
+                column = self._logs["extra"][name]
+                column.extend([None] * (known - len(column)))
+                column.append(columns.get(name))
+            known += 1
 
     def _log_step_metrics(self) -> None:
         names = ["entropy"]

@@ -93,9 +93,10 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
-    if args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    sharded = args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if sharded or args.deepspeed or args.fsdp:
         raise ValueError(
-            f"MARFTTrainer does not run under {args.distributed_state.distributed_type.value}: gradients of agents "
+            "MARFTTrainer does not run under DeepSpeed or FSDP: gradients of agents "
             "are reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); "
             "the base can be 4-bit (`quantization_config=`) to save memory."
         )
