@@ -286,3 +286,27 @@ def test_agent_baseline_and_every_reward_form(model_folder, tmp_path):
     assert moved(before, weights(trainer))
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["seen"] == 8.0 and "rewards/Scorer/mean" in entry and "rewards/later/std" in entry
+
+
+@pytest.mark.parametrize("advantage", ["group", "agent"])
+def test_rows_carry_the_advantage_of_the_chosen_baseline(model_folder, tmp_path, advantage):
+    class EveryOther(Workflow):
+        async def run(self, episode):
+            await episode.turn("reasoner")
+            if episode.index % 2:
+                await episode.turn("actor")
+
+    def rising(completions, **kwargs):
+        return [float(index) for index in range(len(completions))]
+
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        workflow=EveryOther(),
+        reward_funcs=rising,
+        settings={"advantage": advantage, "scale_rewards": "none", "per_device_train_batch_size": 4},
+    )
+    (slice_,) = rolled_out(trainer, count=4)  # one group, rewards 0 1 2 3; the actor spoke in the episodes of 1 and 3
+    got = {name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")}
+    actor = [-1.0, 1.0] if advantage == "agent" else [-0.5, 1.5]
+    assert got == {"reasoner": [-1.5, -0.5, 0.5, 1.5], "actor": actor}

@@ -391,16 +391,17 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         return {adapter: self.policies.parameters(adapter) for adapter in self.policies.trained}
 
     def _finish_gradients(self) -> None:
-        """One reduction over processes; adapters without a row since the last update are left out of the next."""
-        adapters = self._trained_parameters()
-        spoke = [adapter for adapter in adapters if adapter in self._window_adapters]
+        """
+        One reduction over processes, of the adapters that have had a row on any of them since the last update. The
+        others have no gradient, so the optimizer leaves them out.
+        """
         if self.accelerator.num_processes > 1:
+            adapters = self._trained_parameters()
+            spoke = [adapter for adapter in adapters if adapter in self._window_adapters]
             gradients.average_gradients(
                 [parameter for adapter in spoke for parameter in adapters[adapter].values()],
                 self.accelerator.num_processes,
             )
-        for adapter in adapters.keys() - set(spoke):
-            gradients.drop_gradients(adapters[adapter])
         self._window_adapters.clear()
 
     def _clip_grad_norm(self, model) -> torch.Tensor:
