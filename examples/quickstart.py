@@ -42,11 +42,15 @@ def share(name, predictions, references):
     return {key.replace("exact_match", name): value for key, value in figures.items()}
 
 
-class FirstTranscript:
-    """Keeps one question's episode of each evaluation, as text."""
+class Transcripts:
+    """Keeps the latest evaluation: for each question whether the answer was right, and the episode as text."""
 
     def __call__(self, answers, prompt, solution, turns, **columns):
-        self.text = format_turns(prompt[0], turns[0], {"right answer": float(solution[0])}, answer=turns[0][-1])
+        rows = zip(answers, prompt, solution, turns, strict=True)
+        self.latest = [
+            (answer == target, format_turns(question, said, title=f"right answer: {target}", answer=said[-1]))
+            for answer, question, target, said in rows
+        ]
         return {}
 
 
@@ -63,7 +67,7 @@ def evaluate(trainer):
     return {**{f"{key}_emptied": value for key, value in alone.items()}, **trainer.evaluate()}
 
 
-def make_trainer(model, transcript, args, **arguments):
+def make_trainer(model, transcripts, args, **arguments):
     trainer = MARFTTrainer(
         model=model,
         agents=tiny_agents(),
@@ -71,7 +75,7 @@ def make_trainer(model, transcript, args, **arguments):
         args=args,
         train_dataset=tiny_dataset(4000, seed=0),
         eval_dataset=tiny_dataset(400, seed=1),  # held out: their numbers never occur in training
-        eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcript],
+        eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcripts],
         **arguments,
     )
     trainer.remove_callback(ProgressCallback)
@@ -104,7 +108,6 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
-
     print("Building the tiny model (once, about a minute) ...", flush=True)
     base = tiny_team_model()
     args = MARFTConfig(
@@ -121,23 +124,24 @@ def main():
         disable_tqdm=False,
         seed=options.seed,
     )
-    transcript = FirstTranscript()
+    transcripts = Transcripts()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    trainer = make_trainer(base, transcript, args, peft_config=lora)
-    before, told_before = evaluate(trainer), transcript.text
+    trainer = make_trainer(base, transcripts, args, peft_config=lora)
+    before, told_before = evaluate(trainer), transcripts.latest
     trainer.train()
-    after, told_after = evaluate(trainer), transcript.text
+    after, told_after = evaluate(trainer), transcripts.latest
     trainer.save_model()
 
     model = load_adapters(AutoModelForCausalLM.from_pretrained(base), options.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
-    again = evaluate(make_trainer(model, transcript, args, processing_class=tokenizer))
+    again = evaluate(make_trainer(model, transcripts, args, processing_class=tokenizer))
 
-    print(f"\nOne question before training\n{told_before}\n\nThe same question after training\n{told_after}")
+    both = list(zip(told_before, told_after, strict=True))
+    (_, one), (_, two) = next((pair for pair in both if not pair[0][0] and pair[1][0]), both[0])
+    print(f"\nA question the team got wrong before training\n{one}\n\nThe same question after training\n{two}")
     print_table(before, after, len(trainer.eval_dataset))
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
-    columns = ["reward", "agents/reasoner/entropy", "agents/actor/entropy"]
-    save_learning_curve(trainer.state.log_history, options.output_dir, columns)
+    save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
     print(f"adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/")
 
 
