@@ -8,7 +8,8 @@ The paper's duo on mathematics: a reasoner plans, an actor answers.
     # a local file of records with `prompt` and `solution` (JSON lines or Parquet), and any model
     python examples/math_duo.py --model_name_or_path path/to/model --dataset_file problems.jsonl --output_dir math-duo
 
-Every setting of the YAML file can be given on the command line, which wins.
+The reward needs math-verify (`pip install "marft-trl[math]"`). Every setting of the YAML file can be given on the
+command line, which wins.
 """
 
 from dataclasses import dataclass, field

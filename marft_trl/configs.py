@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from dataclasses import dataclass, field
@@ -124,6 +125,18 @@ class MARFTConfig(GRPOConfig):
     def __getstate__(self):
         # The Trainer pickles its arguments into `training_args.bin`, which is saved and uploaded: no secrets in it.
         return {**self.__dict__, "hub_token": None}
+
+    def __deepcopy__(self, memo):
+        # A copy goes through `__getstate__` unless told otherwise, and has to keep the token.
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __copy__(self):
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
 
 
 def check_supported(args: GRPOConfig) -> None:

@@ -28,9 +28,9 @@ class Turn:
             of the Flex-POMDP.
         observation (`str` or `list[dict]`):
             What it was shown, before tokenization: plain text or chat messages.
-        prompt_ids (`list[int]`):
+        prompt_ids (`tuple[int, ...]`):
             The observation in tokens.
-        completion_ids (`list[int]`):
+        completion_ids (`tuple[int, ...]`):
             The tokens as sampled. They are never re-tokenized. May be empty.
         raw_text (`str`):
             As `text`, with sampled control tokens spelled out and the closing end-of-sequence token left off: what
@@ -43,15 +43,19 @@ class Turn:
     text: str
     index: int
     sees: tuple[int, ...] = ()
-    observation: str | Messages = ""
-    prompt_ids: list[int] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
+    observation: str | Messages = field(default="", repr=False)
+    prompt_ids: Sequence[int] = field(default=(), repr=False)
+    completion_ids: Sequence[int] = field(default=(), repr=False)
     raw_text: str = None  # type: ignore[assignment]  # set below
     truncated: bool = False
 
     def __post_init__(self):
         if self.raw_text is None:
             object.__setattr__(self, "raw_text", self.text)
+        for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 Speak = Callable[["Episode", str, Sequence[Turn]], Awaitable[Turn]]

@@ -71,7 +71,7 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
     rows_total, tokens_total = torch.zeros(2), torch.zeros(2)
     for rows in (first, second):
         (slice_,) = weigh([rows], adapters, counts)
-        assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 0]}
+        assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 2]}
         for batch in micro_batches(rows, 3, 60):
             w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1)
             index = adapters.index(batch.adapter)

@@ -110,6 +110,10 @@ def test_slices_are_padded_to_their_own_width(model_folder, tmp_path, settings):
     compare(model_folder, tmp_path, tolerance=1e-6, optim="sgd", learning_rate=0.1, **settings)
 
 
+def test_accumulated_slices_with_adam(model_folder, tmp_path):
+    compare(model_folder, tmp_path, tolerance=2e-6, gradient_accumulation_steps=2, learning_rate=1e-4)
+
+
 def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp_path):
     def pretrained():
         torch.manual_seed(1)

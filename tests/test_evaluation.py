@@ -2,6 +2,7 @@
 
 import evaluate
 import numpy as np
+import pandas as pd
 import pytest
 from datasets import DatasetDict, IterableDataset
 from hypothesis import given
@@ -103,12 +104,23 @@ def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path
 
 
 def test_a_missing_reference_column_is_named(model_folder, tmp_path):
-    trainer = team_trainer(
-        model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), eval_metrics=METRIC,
-        settings={"eval_reference_column": "answer"},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"no column 'answer'; it has \['prompt', 'solution', 'turns'\]"):
-        trainer.evaluate()
+    with pytest.raises(ValueError, match=r"`eval_dataset` has no column 'answer'; it has \['prompt', 'solution'\]"):
+        team_trainer(
+            model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), eval_metrics=METRIC,
+            settings={"eval_reference_column": "answer"},
+        )  # fmt: skip
+
+
+def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
+    settings = {"num_generations_eval": 1, "per_device_eval_batch_size": 2, "log_completions": True, "max_steps": 1}
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(5, seed=1), settings=settings)
+    trainer.evaluate()
+    trainer.evaluate()
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00000.parquet")
+    assert list(zip(table["episode"], table["turn"], strict=True)) == [(e, t) for e in range(5) for t in range(2)]
+    assert set(table["mode"]) == {"eval"}
+    trainer.train()
+    assert set(pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")["mode"]) == {"train"}
 
 
 def test_evaluation_leaves_training_as_it_was(model_folder, tmp_path):

@@ -1,5 +1,6 @@
 """What is saved, loaded again, resumed and pushed."""
 
+import copy
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from marft_trl import AgentSpec, Sequential, TeamManifest
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.trainer.adapters import Policies, load_adapter_weights
 
-from .helpers import moved, team_trainer, weights
+from .helpers import config, moved, team_trainer, weights
 from .hub_server import Hub
 
 
@@ -220,6 +221,15 @@ def test_a_checkpoint_of_another_team_is_refused(model_folder, tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_names_that_begin_alike_resume(model_folder, tmp_path):
+    agents = [AgentSpec("solver", max_completion_length=4), AgentSpec("solver_2", system_prompt="x")]
+    settings = {**RESUME, "max_steps": 2}
+    team_trainer(model_folder, tmp_path, agents=agents, settings=settings, callbacks=[StopAt(1)]).train()
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+
+
 def test_every_agent_trains_on_after_a_resume(model_folder, tmp_path):
     settings = {**RESUME, "max_steps": 2, "save_steps": 2}
     team_trainer(model_folder, tmp_path, settings=settings).train()
@@ -257,6 +267,11 @@ def test_no_token_in_any_file(model_folder, tmp_path):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20 and (tmp_path / "training_args.bin") in files
     assert not [path for path in files if b"hf_CANARY" in path.read_bytes()]
+
+
+def test_a_copy_of_the_arguments_keeps_the_token(tmp_path):
+    args = config(tmp_path, hub_token="hf_CANARY")
+    assert copy.copy(args).hub_token == copy.deepcopy(args).hub_token == "hf_CANARY"
 
 
 def test_policies_know_their_parameters(model_folder, tmp_path):

@@ -16,7 +16,7 @@ from trl import GRPOConfig
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.configs import as_marft_config
-from marft_trl.tiny import tiny_dataset
+from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.validation import check_scores
 
 from .helpers import config, lora, moved, team_trainer, varied_reward, weights
@@ -71,6 +71,12 @@ def test_bad_eval_datasets(model_folder, tmp_path, no_generation):
         team_trainer(model_folder, tmp_path, eval_dataset={"easy": tiny_dataset(4), "hard": rows([""])})
     with pytest.raises(TypeError, match="`eval_dataset` must be"):
         team_trainer(model_folder, tmp_path, eval_dataset="test")
+
+
+def test_a_stream_with_too_few_prompts(model_folder, tmp_path, no_generation):
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}]))
+    with pytest.raises(ValueError, match="has 1 prompts, but one generation batch needs 2"):
+        team_trainer(model_folder, tmp_path, train_dataset=stream)
 
 
 def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
@@ -198,8 +204,10 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
     def judge(completions, rubric, style="plain", **kwargs):
         return [0.0] * len(completions)
 
-    with pytest.raises(ValueError, match=r"`judge` needs \['rubric'\].*\['prompt', 'solution'\]"):
+    with pytest.raises(ValueError, match=r"`judge` needs \['rubric'\].*`train_dataset`.*\['prompt', 'solution'\]"):
         team_trainer(model_folder, tmp_path, reward_funcs=judge)
+    with pytest.raises(ValueError, match=r"needs \['solution'\], but `eval_dataset` has the columns \['prompt'\]"):
+        team_trainer(model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=rows(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -326,22 +334,52 @@ def test_none_throughout_is_an_error_and_none_for_some_is_counted(model_folder, 
     def some(completions, **kwargs):
         return [None, *varied_reward(completions)[1:]]
 
-    with pytest.raises(ValueError, match="returned None for all 8 episodes"):
-        team_trainer(model_folder, tmp_path, reward_funcs=nothing).train()
+    throughout = team_trainer(
+        model_folder, tmp_path, reward_funcs=nothing, eval_dataset=tiny_dataset(2, seed=1), settings={"max_steps": 9}
+    )
+    before = weights(throughout)
+    assert math.isnan(throughout.evaluate()["eval_reward"])  # nothing is trained there, nothing ends
+    with pytest.raises(ValueError, match="returned None for all 8 episodes of 3 batches in a row"):
+        throughout.train()
+    assert not moved(before, weights(throughout))
+
+    def at_first(completions, trainer_state, **kwargs):
+        return nothing(completions) if trainer_state.global_step < 2 else varied_reward(completions)
+
+    later = team_trainer(model_folder, tmp_path, reward_funcs=at_first)
+    later.train()
+    assert [e["frac_unscored"] for e in later.state.log_history if "loss" in e] == [1.0, 1.0, 0.0]
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing])
     trainer.train()
     assert {e["frac_unscored"] for e in trainer.state.log_history if "loss" in e} == {1 / 8}
 
 
 def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
-    def vandal(prompts, completions, completion_ids, solution, **kwargs):
+    def vandal(prompts, completions, completion_ids, solution, turns, **kwargs):
         scores = varied_reward(completions)
-        for values in (prompts, completions, completion_ids, solution):
+        for inner in (*completion_ids, *turns):
+            inner.pop()
+        for values in (prompts, completions, completion_ids, solution, turns):
             values.clear()
         return scores
 
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[vandal, varied_reward])
+    sampled, trained = [], []
+    generate, roll = trainer._generator.generate, trainer._generate_and_score_completions
+
+    def spy_generate(agents, prompt_ids):
+        completions = generate(agents, prompt_ids)
+        sampled.extend(tuple(ids) for ids in completions)
+        return completions
+
+    def spy_roll(inputs):
+        slices = roll(inputs)
+        trained.extend(tuple(row.completion_ids.tolist()) for slice_ in slices for row in slice_.rows)
+        return slices
+
+    trainer._generator.generate, trainer._generate_and_score_completions = spy_generate, spy_roll
     trainer.train()
+    assert sorted(sampled) == sorted(trained) and len(sampled) == 3 * 16
     entries = [e for e in trainer.state.log_history if "loss" in e]
     assert all(e["rewards/vandal/mean"] == e["rewards/varied_reward/mean"] for e in entries)
 

@@ -170,8 +170,8 @@ class PromptBuilder:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the model.
         tokenize (`Callable`):
-            TRL's own tokenization of prompts: `tokenize(prompts) -> list of ids`. Used wherever no text of a model is
-            shown, so that a lone agent's prompts are `GRPOTrainer`'s.
+            TRL's own tokenization of prompts: `tokenize(prompts) -> list of ids`. Used where the default view shows
+            no text of a model, so that a lone agent's prompts are `GRPOTrainer`'s.
         view (`Callable`, *optional*, defaults to [`team_view`]):
             `view(agent, prompt, seen)` returns the messages that the agent is shown. Whatever it returns is encoded
             without control tokens.
@@ -201,7 +201,7 @@ class PromptBuilder:
     ):
         self._tokenizer = tokenizer
         self._tokenize = tokenize
-        self._view = view
+        self.view = view
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._plain = plain or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer)
@@ -227,7 +227,7 @@ class PromptBuilder:
             fresh = [
                 index
                 for index, (_, _, seen) in enumerate(requests)
-                if not seen and isinstance(contents[index], list) == conversational
+                if not seen and self.view is team_view and isinstance(contents[index], list) == conversational
             ]
             if fresh:
                 tokenized = self._tokenize([contents[index] for index in fresh])
@@ -255,7 +255,7 @@ class PromptBuilder:
 
     def _observe(self, agent: AgentSpec, prompt: str | Messages, seen: Sequence[Turn]) -> str | Messages:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = self._view(agent, asked, seen)
+        messages = self.view(agent, asked, seen)
         if self._plain and isinstance(prompt, str):
             return _SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages

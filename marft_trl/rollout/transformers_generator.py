@@ -94,8 +94,11 @@ class TransformersGenerator:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
         }
-        explicit = set(trainer.args.generation_kwargs or {})  # what the user set there wins, as in TRL
-        own = {key: value for key, value in own.items() if key not in explicit}
+        # As in TRL, `generation_kwargs` win over the trainer's settings; an agent's own settings win over both
+        general = {**own, **vars(Sampling.of(AgentSpec("solo"), trainer.args))}
+        general["max_new_tokens"] = general["max_completion_length"]
+        explicit = set(trainer.args.generation_kwargs or {})
+        own = {key: value for key, value in own.items() if key not in explicit or value != general[key]}
         if sampling.stop:
             own["stop_strings"] = list(sampling.stop)
         trainer.generation_kwargs = {**kwargs, **own}

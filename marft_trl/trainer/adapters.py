@@ -163,8 +163,7 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
         ValueError: the file holds other tensors than the adapter has.
     """
     result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
-    own = f".{adapter}"
-    missing = [key for key in result.missing_keys if own in key and "lora_" in key]
+    missing = sorted(set(result.missing_keys) & set(_adapter_parameters(model, adapter)))
     if missing or result.unexpected_keys:
         raise ValueError(
             f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "

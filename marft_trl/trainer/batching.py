@@ -63,7 +63,7 @@ class Slice:
         rows_per_slice (`dict[str, float]`): rows of an adapter in an average slice of all processes.
         tokens_per_slice (`dict[str, float]`): loss tokens of an adapter in an average slice of all processes.
         tokens (`dict[str, int]`): loss tokens of an adapter in this slice, over all processes.
-        adapters (`frozenset[str]`): adapters that have a row in this slice on any process.
+        adapters (`frozenset[str]`): adapters that have a row with a token in this slice on any process.
     """
 
     rows: list[Row]
@@ -89,12 +89,16 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
 
 
 def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str]) -> torch.Tensor:
-    """Rows and loss tokens per slice and adapter: `(S, A, 2)`. Summed over processes they are what [`weigh`] needs."""
-    counts = torch.zeros(len(slices), len(adapters), 2, dtype=torch.long)
+    """
+    Rows, loss tokens and rows that are not empty, per slice and adapter: `(S, A, 3)`. Summed over processes they are
+    what [`weigh`] needs.
+    """
+    counts = torch.zeros(len(slices), len(adapters), 3, dtype=torch.long)
     position = {adapter: index for index, adapter in enumerate(adapters)}
     for index, rows in enumerate(slices):
         for row in rows:
-            counts[index, position[row.adapter]] += torch.tensor([1, row.num_loss_tokens])
+            is_spoken = len(row.completion_ids) > 0
+            counts[index, position[row.adapter]] += torch.tensor([1, row.num_loss_tokens, is_spoken])
     return counts
 
 
@@ -105,16 +109,16 @@ def weigh(slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Te
     Args:
         slices (`Sequence[list[Row]]`): rows of this process.
         adapters (`Sequence[str]`): names of the adapters, in the order of `counts`.
-        counts (`torch.Tensor` of shape `(S, A, 2)`): [`count_rows`], summed over all processes.
+        counts (`torch.Tensor` of shape `(S, A, 3)`): [`count_rows`], summed over all processes.
     """
-    average = counts.double().mean(dim=0).tolist()  # (A, 2)
+    average = counts.double().mean(dim=0).tolist()  # (A, 3)
     return [
         Slice(
             rows=rows,
             rows_per_slice={adapter: average[a][0] for a, adapter in enumerate(adapters)},
             tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
             tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
-            adapters=frozenset(adapter for a, adapter in enumerate(adapters) if counts[s, a, 0] > 0),
+            adapters=frozenset(adapter for a, adapter in enumerate(adapters) if counts[s, a, 2] > 0),
         )
         for s, rows in enumerate(slices)
     ]

@@ -12,6 +12,7 @@ from trl.trainer.utils import get_callable_name
 
 from ..episodes import Turn
 from .metrics import AGENT_FIGURES, length_metrics
+from .validation import column_names, named_sets
 
 
 # A metric of the `evaluate` package, or `metric(answers, **columns)` returning a number or a dict of numbers.
@@ -35,6 +36,23 @@ def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
                 f"`metric(answers, **columns)`; got {metric!r} of type {type(metric).__name__}."
             )
     return metrics
+
+
+def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -> None:
+    """
+    Raise unless every evaluation set has the column that metrics of the `evaluate` package take as references.
+
+    Raises:
+        ValueError: names the metric, the dataset and its columns.
+    """
+    named = [metric.name for metric in metrics if isinstance(metric, evaluate.EvaluationModule)]
+    for name, dataset in named_sets(eval_dataset).items():
+        columns = column_names(dataset) or []
+        if named and column not in columns:
+            raise ValueError(
+                f"The metric `{named[0]}` needs references, but `{name}` has no column {column!r}; it has "
+                f"{sorted(columns)}. Set `eval_reference_column=`."
+            )
 
 
 def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:
@@ -88,17 +106,11 @@ def measure_answers(
             The column that metrics of the `evaluate` package get as `references`.
 
     Raises:
-        ValueError: the reference column is missing.
         TypeError: a callable returned something else than a number or a dict of numbers.
     """
     figures: dict[str, float] = {}
     for metric in metrics:
         if isinstance(metric, evaluate.EvaluationModule):
-            if reference_column not in columns:
-                raise ValueError(
-                    f"The metric `{metric.name}` needs references, but the evaluation dataset has no column "
-                    f"{reference_column!r}; it has {sorted(columns)}. Set `eval_reference_column=`."
-                )
             result = metric.compute(predictions=list(answers), references=columns[reference_column])
             figures |= _numbers(result, metric.name)
         else:

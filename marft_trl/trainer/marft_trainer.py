@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -31,19 +31,22 @@ from . import gradients, setup
 from .adapters import Policies, add_adapters
 from .batching import MicroBatch, Row, Slice, collate, count_rows, cut_slices, loss_weights, micro_batches, weigh
 from .cards import PAPER
-from .evaluation import EvalMetric, check_eval_metrics
+from .evaluation import EvalMetric, check_eval_metrics, check_references
 from .functional import agent_advantages, group_advantages, normalized_objectives, team_rewards
 from .metrics import LocalAccelerator
 from .persistence import TeamPersistence
 from .reporting import Rollout, TeamReporting
 from .scoring import ScoringTemperature
-from .validation import check_datasets, check_prompts, check_rewards, checked_reward, column_names
+from .validation import check_datasets, check_prompts, check_rewards, checked_reward
 
 
 logger = get_logger(__name__)
 
 # Updates in a row that may be skipped for gradients that are not finite before training stops.
 MAX_SKIPPED_UPDATES = 5
+
+# Generation batches in a row that no reward function may score before training stops.
+MAX_UNSCORED_BATCHES = 3
 
 
 class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
@@ -117,14 +120,17 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         self._eval_metrics = check_eval_metrics(eval_metrics)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
-        check_rewards(reward_funcs, column_names(train_dataset))
+        check_rewards(reward_funcs, train_dataset, eval_dataset)
+        check_references(self._eval_metrics, eval_dataset, args.eval_reference_column)
 
         set_seed(args.seed)  # adapters start at random
+        model_was_named = isinstance(model, str)
         model = setup.load_base(model, args, quantization_config)
         processing_class = setup.load_tokenizer(processing_class, model, args)
         model = add_adapters(model, self.agents, peft_config)
         self.policies = Policies(model, self.agents)
-        with setup.without_reference(args, if_=self.policies.has_adapters):
+        no_reference = setup.without_reference(args, if_=self.policies.has_adapters)
+        with no_reference, setup.without_false_warning(model_was_named):
             super().__init__(
                 model=model,
                 reward_funcs=[checked_reward(func) for func in reward_funcs],
@@ -138,10 +144,18 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
             )
         self.beta = args.beta
         self.policies.remember_starts()
-        self.view = view
-        self._prepare_team()
+        self._prepare_team(view)
 
-    def _prepare_team(self) -> None:
+    @property
+    def view(self) -> View:
+        """What agents are shown; may be set between calls."""
+        return self._prompts.view
+
+    @view.setter
+    def view(self, view: View) -> None:
+        self._prompts.view = view
+
+    def _prepare_team(self, view: View) -> None:
         """What the parent's constructor knows nothing of."""
         args = self.args
         self._specs = {agent.name: agent for agent in self.agents}
@@ -150,7 +164,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         self._prompts = PromptBuilder(
             self._tokenizer,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-            view=lambda agent, prompt, seen: self.view(agent, prompt, seen),
+            view=view,
             chat_template_kwargs=self.chat_template_kwargs,
             plain=len(self.agents) == 1 and self.agents[0].system_prompt is None,
             window=setup.context_window(self.model),
@@ -167,6 +181,8 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         self._prepare_reports()
         self._window_adapters: set[str] = set()
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
+        self._unscored_in_a_row = 0
+        self._dropped_turns = 0
         if args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
 
@@ -260,7 +276,10 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> Rollout:
         check_prompts(inputs, "the dataset")
+        self._dropped_turns = 0
         episodes = collect(self.workflow, inputs, list(self._specs), self._answer)
+        dropped = sum(gather_object([self._dropped_turns]))
+        self._metrics["train" if self.model.training else "eval"]["context/dropped_turns"].append(float(dropped))
         prompts = [row["prompt"] for row in inputs]
         answers = [episode.answer for episode in episodes]
         if is_conversational({"prompt": prompts[0]}):
@@ -269,7 +288,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
             completions = [turn.text for turn in answers]
         rows = [{**row, "turns": episode.turns} for row, episode in zip(inputs, episodes, strict=True)]
         rewards_per_func = self._calculate_rewards(
-            rows, prompts, completions, [turn.completion_ids for turn in answers]
+            rows, prompts, completions, [list(turn.completion_ids) for turn in answers]
         )
         self._check_rewards(rewards_per_func)
         rewards = team_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
@@ -283,8 +302,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
         )
         completions = self._generator.generate(agents, [observation.ids for observation in observations])
         texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["context/dropped_turns"].append(float(sum(o.dropped for o in observations)))
+        self._dropped_turns += sum(observation.dropped for observation in observations)
         return [
             Turn(
                 agent=agent,
@@ -312,25 +330,29 @@ class MARFTTrainer(TeamReporting, TeamPersistence, GRPOTrainer):
                     f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
                     "destroy the weights or silence its group. Check its input length and dtype."
                 )
-        if torch.isnan(rewards_per_func).all():
+        if not self.model.training or not torch.isnan(rewards_per_func).all():
+            self._unscored_in_a_row = 0
+            return
+        self._unscored_in_a_row += 1
+        if self._unscored_in_a_row >= MAX_UNSCORED_BATCHES:
             raise ValueError(
                 f"Every reward function ({', '.join(self.reward_func_names)}) returned None for all "
-                f"{len(rewards_per_func)} episodes of the batch, so there is nothing to learn from. At least one has "
-                "to return a number for some of them."
+                f"{len(rewards_per_func)} episodes of {MAX_UNSCORED_BATCHES} batches in a row, so there is nothing to "
+                "learn from. At least one has to return a number for some of them."
             )
 
     def _advantages(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages `(E, A)` of each agent's turns in each episode, and the deviations they were divided by."""
+        """Advantages `(E, A)` of each agent's turns in each episode, and the deviation in each episode's group."""
         rewards, group_size, scale = rollout.rewards, self.num_generations, self.scale_rewards
         if self.multi_objective_aggregation == "normalize_then_sum":
             weights = self.reward_weights.to(rewards.device)
             rewards = normalized_objectives(rollout.rewards_per_func, weights, group_size)
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
+        advantages, std = group_advantages(rewards, group_size, scale)
         if self.args.advantage == "agent":
             counts = [[sum(t.agent == a for t in e.turns) for a in self._specs] for e in rollout.episodes]
             counts = self.accelerator.gather(torch.tensor(counts, device=rewards.device))
-            return agent_advantages(rewards, counts, group_size, scale)
-        advantages, std = group_advantages(rewards, group_size, scale)
+            return agent_advantages(rewards, counts, group_size, scale)[0], std
         return advantages.unsqueeze(1).expand(-1, len(self.agents)), std
 
     def _rows(self, rollout: Rollout, index: int) -> list[Row]:

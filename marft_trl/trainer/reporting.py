@@ -20,6 +20,10 @@ from .functional import nan_std
 from .metrics import AGENT_FIGURES, StepMetrics, length_metrics
 
 
+# Where a turn stands, in the completions table.
+TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
+
+
 @dataclass(eq=False)
 class Rollout:
     """Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions."""
@@ -47,6 +51,7 @@ class TeamReporting(GRPOTrainer):
             "extra": defaultdict(deque),
         }
         self._transcripts: list[str] = []
+        self._table: dict[str, list[tuple]] = {"train": [], "eval": []}
         self._step_metrics = StepMetrics([agent.name for agent in self.agents])
         self._eval_records: list[dict[str, Any]] = []
 
@@ -78,7 +83,7 @@ class TeamReporting(GRPOTrainer):
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self._eval_records = []
-        self._transcripts.clear()
+        self._clear_logs("eval")
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         records = self._eval_records
         with contextlib.suppress(TypeError):  # a stream has no length
@@ -130,7 +135,7 @@ class TeamReporting(GRPOTrainer):
                 rewards = rollout.rewards[[turn[4] for turn in its]] if its else rollout.rewards[:0]
                 metrics[f"{prefix}reward"].append(torch.nanmean(rewards).item())
         self._log_user_metrics()
-        self._clear_logs()
+        self._clear_logs("train")
         self._log_turns(rollout, inputs)
 
     def _log_user_metrics(self) -> None:
@@ -143,24 +148,33 @@ class TeamReporting(GRPOTrainer):
             value = sum(total for total, _ in totals) / sum(count for _, count in totals)
             self._metrics["train" if self.model.training else "eval"][name].append(value)
 
-    def _clear_logs(self) -> None:
-        for column in ("prompt", "completion", "advantages", "rewards", "extra"):
-            self._logs[column].clear()
+    def _clear_logs(self, mode: str) -> None:
+        self._table[mode].clear()
         self._transcripts.clear()
+
+    def _take_extra_columns(self, expected: int) -> dict[str, list]:
+        """What reward functions passed to `log_extra`: one value per episode of this process."""
+        extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()
+        for column, values in extra.items():
+            if column in TABLE_COLUMNS:
+                raise ValueError(f"`log_extra({column!r}, ...)` would overwrite a column of the completions table.")
+            if len(values) != expected:
+                raise ValueError(
+                    f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "
+                    "function has to log one value per completion, once per call."
+                )
+        return extra
 
     def _log_turns(self, rollout: Rollout, inputs) -> None:
         """One row per turn into the completions table, one transcript per episode."""
-        first = self.accelerator.process_index * len(inputs)
-        names = list(self._specs)
-        extra = {column: list(values) for column, values in self._pending_extra_logs.items()}
-        for column, values in extra.items():
-            if len(values) != len(inputs):
-                raise ValueError(
-                    f"`log_extra({column!r}, ...)` got {len(values)} values for {len(inputs)} completions. A reward "
-                    "function has to log one value per completion, once per call."
-                )
-        self._pending_extra_logs.clear()
+        extra = self._take_extra_columns(len(inputs))
+        if not self.log_completions:
+            return
         mode = "train" if self.model.training else "eval"
+        first = self.accelerator.process_index * len(inputs)
+        before = len(self._eval_records) if mode == "eval" else 0
+        names = list(self._specs)
         table, transcripts = [], []
         for episode in rollout.episodes:
             position = first + episode.index
@@ -168,34 +182,33 @@ class TeamReporting(GRPOTrainer):
                 name: _known(value)
                 for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
             }
-            if self.log_completions:
-                title = f"step {self.state.global_step}, episode {position}"
-                transcripts.append(format_episode(episode, rewards, title=title))
+            title = f"step {self.state.global_step}, episode {before + position}"
+            transcripts.append(format_episode(episode, rewards, title=title))
             for turn in episode.turns:
                 advantage = None
                 if rollout.advantages is not None:
                     advantage = rollout.advantages[position, names.index(turn.agent)].item()
-                columns = {"mode": mode, "episode": position, "turn": turn.index, "agent": turn.agent}
-                columns["sees"] = str(list(turn.sees))
+                place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
+                columns = dict(zip(TABLE_COLUMNS, place, strict=True))
                 columns |= {column: values[episode.index] for column, values in extra.items()}
                 table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
-        self._append_to_table(gather_object(table))
+        self._table[mode] += gather_object(table)
         self._transcripts += gather_object(transcripts)
 
-    def _append_to_table(self, rows: list[tuple]) -> None:
-        known = len(self._logs["prompt"])
-        names = {name for row in rows for name in row[4]} | set(self._logs["extra"])
+    def _fill_completions_table(self) -> None:
+        """The rows in the form that TRL writes: columns of equal length, whichever process or mode filled them."""
+        rows = [*self._table["train"], *self._table["eval"]]
+        for column in ("prompt", "completion", "advantages", "rewards", "extra"):
+            self._logs[column].clear()
+        names = list(dict.fromkeys(name for row in rows for name in row[4]))
         for prompt, completion, rewards, advantage, columns in rows:
             self._logs["prompt"].append(prompt)
             self._logs["completion"].append(completion)
             self._logs["advantages"].append(advantage)
             for name, value in rewards.items():
                 self._logs["rewards"][name].append(value)
-            for name in names:  # all columns are equally long, whichever process or mode filled them
-                column = self._logs["extra"][name]
-                column.extend([None] * (known - len(column)))
-                column.append(columns.get(name))
-            known += 1
+            for name in names:
+                self._logs["extra"][name].append(columns.get(name))
 
     def _log_step_metrics(self) -> None:
         names = ["entropy"]
@@ -223,11 +236,14 @@ class TeamReporting(GRPOTrainer):
         if self.log_completions and self.accelerator.is_main_process:
             for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
                 print(transcript)
+        self._fill_completions_table()
         self.num_completions_to_print = 0  # TRL's table of columns is not readable with several agents
         try:
             super().log(logs, start_time)
         finally:
             self.num_completions_to_print = count
+        if not self.model.training:
+            self._clear_logs("eval")  # written once
 
 
 def _known(value: torch.Tensor) -> float | None:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +17,9 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..workflows import Workflow
+
+
+logger = get_logger(__name__)
 
 
 def load_base(
@@ -35,6 +40,11 @@ def load_base(
                 f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
                 f"{type(model).__name__}."
             )
+        if quantization_config is not None:
+            logger.warning(
+                "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
+                "`quantization_config` will be ignored."
+            )
         return model
     model_init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
@@ -48,6 +58,21 @@ def load_base(
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     return create_model_from_path(model, **model_init_kwargs)
+
+
+@contextlib.contextmanager
+def without_false_warning(model_was_named: bool) -> Iterator[None]:
+    """Within, the parent does not say that `model_init_kwargs` are ignored: [`load_base`] has used them."""
+    parents = logging.getLogger("trl.trainer.grpo_trainer")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not (model_was_named and "`model_init_kwargs` to the `GRPOConfig`" in record.getMessage())
+
+    parents.addFilter(keep)
+    try:
+        yield
+    finally:
+        parents.removeFilter(keep)
 
 
 def load_tokenizer(

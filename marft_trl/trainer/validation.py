@@ -49,16 +49,23 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
         )
     check_dataset(train_dataset, "train_dataset")
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts_per_generation:
+    enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
+    count = len(train_dataset) if enough is None else sum(1 for _ in enough)
+    if count < prompts_per_generation:
         raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} prompts, but one generation batch needs "
+            f"`train_dataset` has {count} prompts, but one generation batch needs "
             f"{prompts_per_generation} (`generation_batch_size / num_generations`), so not a single step would be "
             "trained. Add prompts, or lower `per_device_train_batch_size` or `steps_per_generation`."
         )
-    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    for name, dataset in sets.items():
-        if dataset is not None:
-            check_dataset(dataset, f"eval_dataset[{name!r}]" if name else "eval_dataset")
+    for name, dataset in named_sets(eval_dataset).items():
+        check_dataset(dataset, name)
+
+
+def named_sets(eval_dataset) -> dict[str, Any]:
+    """The evaluation sets by the names they have in messages."""
+    if isinstance(eval_dataset, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    return {} if eval_dataset is None else {"eval_dataset": eval_dataset}
 
 
 def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
@@ -157,15 +164,15 @@ def _kind_of(prompt: object, where: str) -> str:
 # ---- Reward functions ----
 
 
-def check_rewards(reward_funcs: Sequence, columns: Sequence[str]) -> None:
+def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
     """
-    Raise if a reward function cannot be called with what the dataset and the trainer have.
+    Raise if a reward function cannot be called with what the datasets and the trainer have.
 
     Args:
         reward_funcs (`Sequence`):
             Functions, models, or names of models.
-        columns (`Sequence[str]`):
-            Columns of the dataset.
+        train_dataset, eval_dataset:
+            As passed to the trainer, after [`check_datasets`].
 
     Raises:
         TypeError: not something that can score.
@@ -176,23 +183,29 @@ def check_rewards(reward_funcs: Sequence, columns: Sequence[str]) -> None:
             "`reward_funcs` is empty: nothing would score the team. Pass a function such as "
             "`trl.rewards.accuracy_reward`, a list of functions, or a reward model."
         )
-    available = {*columns, *REWARD_ARGUMENTS} - {"prompt"}
+    datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
+    columns = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
     for func in reward_funcs:
-        if isinstance(func, (str, nn.Module)):
-            continue
-        if not callable(func):
+        if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
                 f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
                 f"{type(func).__name__}."
             )
-        needed = _required_arguments(func)
-        missing = [name for name in needed if name not in available]
-        if missing:
-            raise ValueError(
-                f"The reward function `{get_callable_name(func)}` needs {missing}, but the dataset has the columns "
-                f"{sorted(columns)} and the trainer passes {list(REWARD_ARGUMENTS)}. Add the column to the dataset, "
-                "or give the argument a default."
-            )
+        for name, its_columns in columns.items():
+            _check_arguments(func, name, its_columns)
+
+
+def _check_arguments(func: Any, dataset: str, columns: Sequence[str]) -> None:
+    if isinstance(func, (str, nn.Module)):
+        return
+    available = {*columns, *REWARD_ARGUMENTS} - {"prompt"}
+    missing = [name for name in _required_arguments(func) if name not in available]
+    if missing:
+        raise ValueError(
+            f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
+            f"{sorted(columns)} and the trainer passes {list(REWARD_ARGUMENTS)}. Add the column to the dataset, or "
+            "give the argument a default."
+        )
 
 
 def _required_arguments(func: Callable) -> list[str]:
@@ -230,9 +243,16 @@ def checked_reward(func):
 def _copies(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A function that sorts or clears its lists must not reach into the trainer's."""
     copies = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
-    for key in ("prompts", "completions"):
-        copies[key] = [[dict(message) for message in item] if isinstance(item, list) else item for item in copies[key]]
+    for key in ("prompts", "completions", "completion_ids", "turns"):
+        if key in copies:
+            copies[key] = [_copy(item) for item in copies[key]]
     return copies
+
+
+def _copy(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    return [dict(part) if isinstance(part, dict) else part for part in item]
 
 
 def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.tiny import tiny_agents
+from marft_trl.tiny import tiny_agents, tiny_dataset
 from tests.helpers import lora, team_trainer, varied_reward
 
 
@@ -41,6 +41,11 @@ def canned(trainer):
     return generate
 
 
+def count(answers, prompt, **columns):
+    assert len(set(prompt)) == len(prompt)
+    return {"count": len(answers)}
+
+
 def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -51,6 +56,8 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         agents=agents,
         workflow=ByPrompt() if kind == "uneven" else None,
         reward_funcs=varied_reward,
+        eval_dataset=tiny_dataset(9, seed=1),
+        eval_metrics=count,
         peft_config=None if kind == "full" else lora(),
         settings={
             "per_device_train_batch_size": 16 // world_size,
@@ -58,6 +65,8 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             "entropy_coef": 0.01,
             "beta": 0.05,
             "use_cpu": True,
+            "num_generations_eval": 1,
+            "per_device_eval_batch_size": 4 // world_size,
             "weight_decay": 0.1,
             "learning_rate": 1e-2,
             "optim": "sgd",
@@ -66,12 +75,15 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         },
     )
     trainer._generator.generate = canned(trainer)
+    start = {"start/" + n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
+    figures = trainer.evaluate()
     if trainer.accelerator.is_main_process:
         tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
-        save_file({**tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
+        start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
+        save_file({**start, **tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
 
 
 if __name__ == "__main__":
