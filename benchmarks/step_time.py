@@ -7,7 +7,7 @@ One training step of a team against `GRPOTrainer` on the same tokens, side by si
 Every episode has the same number of new tokens. Complete steps (generation, rewards, forward, backward, optimizer)
 alternate between the trainers. Times are CPU seconds of one thread; the table has medians and the spread of the ratios
 of neighbouring steps. One agent is held against one `GRPOTrainer`; two agents against two single-agent
-trainers that do the same work: the reasoner's prompts, and the actor's prompts with a plan of the same length in them.
+trainers that do the same work: the reasoner's prompts, and the actor's prompts with plans that the reasoner wrote.
 """
 
 import argparse
@@ -78,6 +78,10 @@ def step(trainer, rows):
     return time.process_time() - start
 
 
+def team_rows(trainer, agent):
+    return [row for slice_ in trainer._buffered_inputs for row in slice_.rows if row.agent == agent]
+
+
 def chat(system, text):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
@@ -97,9 +101,7 @@ def main():
 
     tokenizer = tiny_tokenizer()
     texts = [row["prompt"] for row in questions(options.episodes // 4, seed=0)]
-    plan = tokenizer.decode([tokenizer.convert_tokens_to_ids("7")] * options.new_tokens)
     first = [chat("Write the steps.", text) for text in texts]
-    second = [chat("Write the answer.", f"{text}\n\n[reasoner]\n{plan}") for text in texts]
     asked = [[{"role": "user", "content": text}] for text in texts]
     team = [
         AgentSpec("reasoner", system_prompt="Write the steps."),
@@ -107,13 +109,18 @@ def main():
     ]
 
     with tempfile.TemporaryDirectory() as folder:
-        trl_first = make(GRPOTrainer, options, first, folder)
-        trl_second = make(GRPOTrainer, options, second, folder)
-        solo = make(MARFTTrainer, options, first, folder, [AgentSpec("solo")])
-        duo = make(MARFTTrainer, options, asked, folder, team)
 
         def rows(prompts):
             return [{"prompt": prompt} for prompt in prompts for _ in range(4)]
+
+        trl_first = make(GRPOTrainer, options, first, folder)
+        solo = make(MARFTTrainer, options, first, folder, [AgentSpec("solo")])
+        duo = make(MARFTTrainer, options, asked, folder, team)
+        step(duo, rows(asked))
+        said = [tokenizer.decode(row.completion_ids) for row in team_rows(duo, "reasoner")][: len(texts)]
+        plans = zip(texts, said, strict=True)
+        second = [chat("Write the answer.", f"{text}\n\n[reasoner]\n{plan}") for text, plan in plans]
+        trl_second = make(GRPOTrainer, options, second, folder)
 
         runs = {
             "TRL, reasoner's prompts": lambda: step(trl_first, rows(first)),
@@ -127,9 +134,7 @@ def main():
                 seconds = run()
                 if repeat:  # the first round warms up
                     times[name].append(seconds)
-        lengths = [
-            len(row.prompt_ids) for slice_ in duo._buffered_inputs for row in slice_.rows if row.agent == "actor"
-        ]
+        lengths = [len(row.prompt_ids) for row in team_rows(duo, "actor")]
         tokens = trl_second._tokenize_prompts(second)[0]
         print(f"actor's prompts: {statistics.mean(lengths):.0f} tokens in the team, "
               f"{statistics.mean(map(len, tokens)):.0f} in TRL")  # fmt: skip

@@ -205,6 +205,7 @@ class PromptBuilder:
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._plain = plain or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer)
+        self._template_ids: dict[str, list[int]] = {}
         self._window = window
         self._reserved = reserved or {}
         self._drop_oldest_turn = drop_oldest_turn
@@ -264,15 +265,19 @@ class PromptBuilder:
         if isinstance(observation, str):
             head = self._tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
-        pieces = self._render(observation)
         ids: list[int] = []
-        for position, piece in enumerate(pieces):
-            is_template = position % 2 == 0
-            if is_template and piece:
-                ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
-            elif not is_template:
+        for position, piece in enumerate(self._render(observation)):
+            if position % 2:
                 ids += self._encode(observation[int(piece)]["content"])
+            else:
+                ids += self._encode_template(piece)
         return ids
+
+    def _encode_template(self, piece: str) -> list[int]:
+        if piece not in self._template_ids:  # a handful of pieces, in every observation
+            ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            self._template_ids[piece] = ids
+        return self._template_ids[piece]
 
     def _render(self, messages: Messages) -> list[str]:
         """The rendered template cut at its contents: template text, message number, template text, ..."""
