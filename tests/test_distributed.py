@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-def launch(processes: int, script: str, *arguments: str, timeout: int = 150) -> subprocess.CompletedProcess:
+def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> subprocess.CompletedProcess:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
