@@ -84,6 +84,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
         start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
         save_file({**start, **tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
+    trainer.end()  # leave the process group before the interpreter goes
 
 
 if __name__ == "__main__":
