@@ -6,6 +6,19 @@ from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 
+SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_steps": 3,
+    "logging_steps": 1,
+    "learning_rate": 1e-3,
+    "max_completion_length": 16,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "report_to": [],
+}
+
+
 def lora(r: int = 4, **settings) -> LoraConfig:
     return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", **settings)
 
@@ -16,18 +29,7 @@ def varied_reward(completions, **kwargs):
 
 
 def config(output_dir, **settings) -> MARFTConfig:
-    defaults = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "max_completion_length": 16,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": [],
-    }
-    return MARFTConfig(str(output_dir), **{**defaults, **settings})
+    return MARFTConfig(str(output_dir), **{**SETTINGS, **settings})
 
 
 def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrainer:

@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from marft_trl import AgentSpec, MARFTTrainer
 from marft_trl.tiny import tiny_dataset
 
-from .helpers import lora, varied_reward
+from .helpers import SETTINGS, lora, varied_reward
 
 
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
@@ -17,18 +17,7 @@ FIGURES += ("completions/mean_length", "completions/clipped_ratio", "frac_reward
 
 
 def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
-    arguments = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_steps": 5,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "max_completion_length": 16,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": [],
-        "bf16": False,
-    }
+    arguments = {**SETTINGS, "max_steps": 5, "bf16": False}
     dataset = tiny_dataset(64)
     if conversational:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
@@ -47,7 +36,7 @@ def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward
     return logs, weights
 
 
-def compare(model_folder, tmp_path, tolerance, peft=True, **settings):
+def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings):
     config = lora() if peft else None
     theirs, their_weights = run(GRPOTrainer, model_folder, tmp_path, config, **settings)
     ours, our_weights = run(MARFTTrainer, model_folder, tmp_path, config, **settings)
@@ -67,7 +56,7 @@ def compare(model_folder, tmp_path, tolerance, peft=True, **settings):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_iterations, peft):
     settings = {"loss_type": loss_type, "beta": beta, "num_iterations": num_iterations}
-    compare(model_folder, tmp_path, tolerance=0.0, peft=peft, **settings)
+    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=peft, **settings)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +80,7 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
     ids=str,
 )
 def test_other_settings_are_bitwise_grpos(model_folder, tmp_path, settings):
-    compare(model_folder, tmp_path, tolerance=0.0, **settings)
+    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, **settings)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +96,11 @@ def test_other_settings_are_bitwise_grpos(model_folder, tmp_path, settings):
 def test_slices_are_padded_to_their_own_width(model_folder, tmp_path, settings):
     # TRL pads a slice to the width of its generation batch, we to its own: equal up to rounding. SGD, because Adam
     # divides gradients that are zero but for rounding by their own size.
-    compare(model_folder, tmp_path, tolerance=1e-6, optim="sgd", learning_rate=0.1, **settings)
+    assert_equals_grpo(model_folder, tmp_path, tolerance=1e-6, optim="sgd", learning_rate=0.1, **settings)
 
 
 def test_accumulated_slices_with_adam(model_folder, tmp_path):
-    compare(model_folder, tmp_path, tolerance=2e-6, gradient_accumulation_steps=2, learning_rate=1e-4)
+    assert_equals_grpo(model_folder, tmp_path, tolerance=2e-6, gradient_accumulation_steps=2, learning_rate=1e-4)
 
 
 def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp_path):

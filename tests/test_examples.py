@@ -84,10 +84,10 @@ def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
         "import quickstart; quickstart.main()\n"
     )
     output = run(["-c", code], tmp_path)
-    check_report(output, tmp_path / "out")
+    assert_report(output, tmp_path / "out")
 
 
-def check_report(output: str, folder: Path) -> tuple[float, float]:
+def assert_report(output: str, folder: Path) -> tuple[float, float]:
     """The figures before and after of the team, from a report that is complete."""
     share = r"(\d+\.\d) % \( *(\d+\.\d) - *(\d+\.\d)\)"
     rows = re.findall(rf"^(.+?) +{share} +{share}$", output, re.MULTILINE)
@@ -115,7 +115,7 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
     def train(seed):
         output = run([script, "--seed", str(seed), "--output_dir", f"seed{seed}"], tmp_path, timeout=1500)
-        return check_report(output, tmp_path / f"seed{seed}")
+        return assert_report(output, tmp_path / f"seed{seed}")
 
     with ThreadPoolExecutor(2) as pool:
         figures = list(pool.map(train, range(5)))
