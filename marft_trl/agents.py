@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names
 # that write outside the output folder ("/tmp/x"), nest folders ("a/b") or are re-initialized on loading ("lora").
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
-RESERVED_NAMES = frozenset({"default", "ref", "base", "critic", "lora"})
+RESERVED_NAMES = frozenset({"default", "ref", "base", "lora"})
 
 
 def check_name(name: object, what: str) -> None:
@@ -35,6 +35,24 @@ def check_name(name: object, what: str) -> None:
             f"{name!r} cannot be the name of {what}: {reserved}, parts of 'lora_' and names that begin with "
             "'checkpoint-' have a meaning of their own in checkpoints. Choose another name."
         )
+
+
+def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
+    """
+    Reward functions for single turns, as a tuple.
+
+    Raises:
+        TypeError: something among them cannot be called.
+    """
+    if reward_funcs is None:
+        return ()
+    functions = (reward_funcs,) if callable(reward_funcs) else reward_funcs
+    if isinstance(functions, str) or not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        raise TypeError(
+            f"`reward_funcs` of {whose} must be a function or a list of functions, got {reward_funcs!r}. Wrap a "
+            "reward model in a function that returns one score per completion."
+        )
+    return tuple(functions)
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,9 @@ class AgentSpec:
             Texts that end a turn. The turn keeps them.
         description (`str`, *optional*):
             One line on what the agent is for, for people, model cards and orchestrators.
+        reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
+            Score the agent's own turns under `credit="per_step"`; several are added up. TRL's signature, with one
+            completion per turn, plus `turn` (the [`Turn`] that is scored) and `turns` (those of its episode).
     """
 
     name: str
@@ -85,6 +106,7 @@ class AgentSpec:
     min_p: float | None = None
     stop: str | Sequence[str] | None = None
     description: str | None = None
+    reward_funcs: Callable | Sequence[Callable] | None = None
 
     def __post_init__(self):
         check_name(self.name, "an agent")
@@ -94,6 +116,7 @@ class AgentSpec:
         if self.stop is not None:
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "reward_funcs", as_reward_funcs(self.reward_funcs, f"agent {self.name!r}"))
         self._check_types()
         self._check_ranges()
 
@@ -133,8 +156,12 @@ class AgentSpec:
         return f"`{field_name}` of agent {self.name!r} must be {needed}, got {getattr(self, field_name)!r}."
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it)."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "peft_config"}
+        """
+        The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it) and the reward
+        functions.
+        """
+        kept = [field.name for field in fields(self) if field.name not in ("peft_config", "reward_funcs")]
+        plain = {name: getattr(self, name) for name in kept}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
 

@@ -4,18 +4,30 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-
-ADVANTAGES = ("group", "agent")
-CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn")
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-SCALES = ("group", "batch", "none")
+from .choices import (
+    ACTION_LOGPROBS,
+    ADVANTAGES,
+    CONTEXT_OVERFLOWS,
+    CONTINUATIONS,
+    CREDIT_KINDS,
+    CREDITS,
+    CRITICS,
+    LEVELS,
+    NORMALIZATIONS,
+    UPDATE_ORDERS,
+    VALUE_LOSSES,
+    check_choice,
+    check_choices,
+    check_combinations,
+    check_numbers,
+    check_supported,
+)
+from .presets import PRESETS
 
 
 @dataclass
@@ -32,9 +44,76 @@ class MARFTConfig(GRPOConfig):
             runs.
         bf16 (`bool`, *optional*):
             Whether to use bfloat16 mixed precision. Unless set: on where a GPU supports it and `fp16` is off.
+        loss_type (`str`, *optional*, defaults to `None`):
+            As in `GRPOConfig`. Unless set: `"dapo"` at token level, `"grpo"` at action level, where every turn counts
+            once.
+        preset (`str`, *optional*, defaults to `None`):
+            Settings of a publication: `"marft-a"`, `"marft-t"`, `"grpo"`, `"magrpo"`, `"dr-mas"`, `"at-grpo"`,
+            `"reinforce++"`, `"rloo"` or `"mappo"`. Whatever is set beside it wins; `print(config)` tells them apart.
+            On a command line, a value that equals the default does not count as set.
         advantage (`str`, *optional*, defaults to `"group"`):
-            What the return of a turn is compared with: `"group"`, the episodes of the same prompt, one advantage for
-            all turns of an episode; or `"agent"`, the turns of the same agent in these episodes.
+            What the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`: the
+            turns of the same agent in these episodes; `"turn"`: other candidates for the same turn;
+            `"leave_one_out"`: the other episodes of the prompt; `"batch"`: all episodes of the generation batch;
+            `"none"`: nothing; `"gae"`: the values of a critic.
+        level (`str`, *optional*, defaults to `"token"`):
+            What has a probability ratio, and with `advantage="gae"` an advantage: a `"token"` (MARFT-T) or a whole
+            turn, an `"action"` (MARFT-A).
+        action_logprob (`str`, *optional*, defaults to `"sum"`):
+            Log-probability of a turn at action level: the `"sum"` over its tokens, that over its number of tokens
+            (`"token"`) or that over its number of words (`"word"`).
+        critic (`str`, *optional*, defaults to `None`):
+            What predicts values, with `advantage="gae"`. `"shared"`: one value head on one LoRA of its own;
+            `"per_agent"`: a head and a LoRA for each agent; `"multi_head"`: one LoRA, a head for each agent;
+            `"frozen"`: an MLP on the last hidden state of the base.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount from a joint step to the next, in `[0, 1]`.
+        gae_lambda (`float`, *optional*, defaults to `0.95`):
+            GAE decay from a joint step to the next, in `[0, 1]`.
+        token_gamma (`float`, *optional*, defaults to `1.0`):
+            Discount from a token to the next inside a turn, in `[0, 1]`. 1 is the paper's.
+        token_gae_lambda (`float`, *optional*, defaults to `1.0`):
+            GAE decay from a token to the next inside a turn, in `[0, 1]`.
+        normalize_advantages (`str`, *optional*, defaults to `"batch"`):
+            GAE advantages are standardized over all scored positions of the generation batch (`"batch"`), over those
+            of each agent (`"agent"`), or left as they are (`"none"`).
+        critic_learning_rate (`float`, *optional*, defaults to `5e-5`):
+            Peak learning rate of the critic.
+        critic_max_grad_norm (`float`, *optional*, defaults to `None`):
+            Largest gradient norm of the critic. `max_grad_norm` unless set.
+        critic_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps at the start in which only the critic learns.
+        value_clip (`float`, *optional*, defaults to `0.2`):
+            Largest change of a value that lowers its loss, from one rollout to the next. `None` for no clipping.
+        value_loss (`str`, *optional*, defaults to `"huber"`):
+            `"huber"`, with an error of 10 as the limit, or `"squared"`.
+        credit (`str`, *optional*, defaults to `"equal"`):
+            How the team's reward becomes rewards of turns. `"equal"`: the reward of the episode; `"step_discount"`:
+            less for earlier turns; `"per_step"`: each turn has a reward of its own, from `AgentSpec.reward_funcs` or
+            `Workflow.reward_funcs`; `"counterfactual"`: what is lost when the agent's reference speaks instead.
+        credit_discount (`float`, *optional*, defaults to `1.0`):
+            Factor per turn before the last of `credit="step_discount"`, in `[0, 1]`.
+        credit_kind (`str`, *optional*, defaults to `None`):
+            Whether what `credit` gives to turns is a stream of `"rewards"`, which GAE (or, without a critic, the
+            discounted sum from the turn on) adds up, or the `"returns"` themselves. Unless set: rewards with a critic
+            (returns with counterfactual credit), returns without.
+        own_reward_weight (`float`, *optional*, defaults to `1.0`):
+            Weight of a turn's own reward under `credit="per_step"`, in `[0, 1]`; the rest is the weight of the team's.
+        counterfactual_samples (`int`, *optional*, defaults to `1`):
+            How many times each turn is sampled anew under `credit="counterfactual"`.
+        turn_candidates (`int`, *optional*, defaults to `4`):
+            Candidates for each turn with `advantage="turn"`.
+        continue_from (`str`, *optional*, defaults to `"best"`):
+            Candidate that an episode goes on from with `advantage="turn"`: the `"best"`, which biases the observations
+            that follow, or a `"sampled"` one.
+        target_kl (`float`, *optional*, defaults to `None`):
+            Divergence from the sampling policy above which an agent's update is skipped. `None` for no limit.
+        agent_iteration_interval (`int`, *optional*, defaults to `0`):
+            Optimizer steps for which one agent learns while the others are frozen, in turn. 0: all learn.
+        update_order (`str`, *optional*, defaults to `"joint"`):
+            `"joint"`: all agents learn in every step. `"sequential"`: one after the other on the same episodes, whose
+            advantages are multiplied by the ratios of the agents before (HAPPO). `"resampled"`: one after the other,
+            each on new episodes.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `16384`):
             Largest number of tokens, padding included, in one forward and backward pass. A micro-batch holds rows of
             one agent, at most `per_device_train_batch_size` of them; a single longer row still forms one. It bounds
@@ -51,12 +130,141 @@ class MARFTConfig(GRPOConfig):
         default=5e-6,
         metadata={"help": "Peak learning rate of every adapter whose agent names none."},
     )
+    loss_type: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "As in GRPOConfig. Unless set: 'dapo' at token level, 'grpo' at action level."},
+    )
+    preset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Settings of a publication; whatever is set beside it wins.",
+            "choices": list(PRESETS),
+        },
+    )
     advantage: str = field(
         default="group",
         metadata={
-            "help": "What the return of a turn is compared with: 'group', the episodes of the same prompt, or "
-            "'agent', the turns of the same agent in these episodes.",
+            "help": "What the return of a turn is compared with; 'gae' for the values of a critic.",
             "choices": list(ADVANTAGES),
+        },
+    )
+    level: str = field(
+        default="token",
+        metadata={
+            "help": "What has a probability ratio: a 'token' or a whole turn, an 'action'.",
+            "choices": list(LEVELS),
+        },
+    )
+    action_logprob: str = field(
+        default="sum",
+        metadata={
+            "help": "Log-probability of a turn: sum over its tokens, per 'token' or per 'word'.",
+            "choices": list(ACTION_LOGPROBS),
+        },
+    )
+    critic: str | None = field(
+        default=None,
+        metadata={
+            "help": "What predicts values, with advantage='gae'.",
+            "choices": list(CRITICS),
+        },
+    )
+    gamma: float = field(
+        default=1.0,
+        metadata={"help": "Discount from a joint step to the next."},
+    )
+    gae_lambda: float = field(
+        default=0.95,
+        metadata={"help": "GAE decay from a joint step to the next."},
+    )
+    token_gamma: float = field(
+        default=1.0,
+        metadata={"help": "Discount from a token to the next inside a turn."},
+    )
+    token_gae_lambda: float = field(
+        default=1.0,
+        metadata={"help": "GAE decay from a token to the next inside a turn."},
+    )
+    normalize_advantages: str = field(
+        default="batch",
+        metadata={
+            "help": "Over what GAE advantages are standardized.",
+            "choices": list(NORMALIZATIONS),
+        },
+    )
+    critic_learning_rate: float = field(
+        default=5e-5,
+        metadata={"help": "Peak learning rate of the critic."},
+    )
+    critic_max_grad_norm: float | None = field(
+        default=None,
+        metadata={"help": "Largest gradient norm of the critic; max_grad_norm unless set."},
+    )
+    critic_warmup_steps: int = field(
+        default=0,
+        metadata={"help": "Optimizer steps at the start in which only the critic learns."},
+    )
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={"help": "Largest change of a value that lowers its loss; None for no clipping."},
+    )
+    value_loss: str = field(
+        default="huber",
+        metadata={
+            "help": "Loss of the critic.",
+            "choices": list(VALUE_LOSSES),
+        },
+    )
+    credit: str = field(
+        default="equal",
+        metadata={
+            "help": "How the reward of the team becomes rewards of turns.",
+            "choices": list(CREDITS),
+        },
+    )
+    credit_discount: float = field(
+        default=1.0,
+        metadata={"help": "Factor per turn before the last of credit='step_discount'."},
+    )
+    credit_kind: str | None = field(
+        default=None,
+        metadata={
+            "help": "Whether credit gives 'rewards', which are added up, or 'returns'.",
+            "choices": list(CREDIT_KINDS),
+        },
+    )
+    own_reward_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of a turn's own reward under credit='per_step'."},
+    )
+    counterfactual_samples: int = field(
+        default=1,
+        metadata={"help": "How many times each turn is sampled anew under credit='counterfactual'."},
+    )
+    turn_candidates: int = field(
+        default=4,
+        metadata={"help": "Candidates for each turn with advantage='turn'."},
+    )
+    continue_from: str = field(
+        default="best",
+        metadata={
+            "help": "Candidate that an episode goes on from with advantage='turn'.",
+            "choices": list(CONTINUATIONS),
+        },
+    )
+    target_kl: float | None = field(
+        default=None,
+        metadata={"help": "Divergence above which an agent's update is skipped; None for no limit."},
+    )
+    agent_iteration_interval: int = field(
+        default=0,
+        metadata={"help": "Optimizer steps for which one agent learns alone, in turn; 0: all learn."},
+    )
+    update_order: str = field(
+        default="joint",
+        metadata={
+            "help": "Whether agents learn together, one after the other, or each on new episodes.",
+            "choices": list(UPDATE_ORDERS),
         },
     )
     max_tokens_per_micro_batch: int | None = field(
@@ -79,48 +287,62 @@ class MARFTConfig(GRPOConfig):
         metadata={"help": "Dataset column that metrics of the `evaluate` package get as `references`."},
     )
 
+    def __new__(cls, *args, **kwargs):
+        # Which fields were given decides what a preset may set; the generated `__init__` does not tell.
+        config = super().__new__(cls)
+        names = [item.name for item in fields(cls) if item.init]
+        config._given = frozenset([*names[: len(args)], *kwargs])
+        return config
+
     def __post_init__(self):
+        self._apply_preset()
+        if self.loss_type is None:
+            self.loss_type = "grpo" if self.level == "action" else "dapo"
+        if self.credit_kind is None:
+            is_stream = self.advantage == "gae" and self.credit != "counterfactual"
+            self.credit_kind = "rewards" if is_stream else "returns"
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        self._check_numbers()
-        super().__post_init__()
-        self._check_choices()
+        check_numbers(self)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            # GRPOConfig wants two episodes of a prompt; what it would check after that concerns vLLM alone.
+            if self.num_generations != 1 or "at least 2 generations" not in str(error):
+                raise
+        check_choices(self)
         check_supported(self)
+        check_combinations(self)
 
-    def _check_numbers(self) -> None:
-        if self.num_generations is not None and self.num_generations < 2:
-            raise ValueError(
-                f"`num_generations` ({self.num_generations}) must be at least 2: group baselines compare the episodes "
-                "of a prompt with one another. Set `num_generations=2` or more."
-            )
-        at_least_zero = ("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta")
-        above_zero = ("temperature", "max_completion_length", "max_tokens_per_micro_batch")
-        for name in (*at_least_zero, *above_zero):
-            value = getattr(self, name)
-            if value is None or isinstance(value, str):
-                continue
-            needs_more = name in above_zero
-            if math.isfinite(value) and (value > 0 if needs_more else value >= 0):
-                continue
-            bound = "above 0" if needs_more else "of at least 0"
-            raise ValueError(f"`{name}` must be a finite number {bound}, got {value!r}.")
+    def _apply_preset(self) -> None:
+        self._preset_settings: dict[str, object] = {}
+        if self.preset is None:
+            return
+        check_choice("preset", self.preset, PRESETS)
+        # A parser of command lines passes every field: then a value counts as given if it is not the default.
+        by_parser = self._given >= {item.name for item in fields(self) if item.init}
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, value in PRESETS[self.preset].settings.items():
+            is_given = name in self._given and not (by_parser and getattr(self, name) == defaults[name])
+            if not is_given:
+                setattr(self, name, value)
+                self._preset_settings[name] = value
 
-    def _check_choices(self) -> None:
-        choices = {
-            "advantage": ADVANTAGES,
-            "context_overflow": CONTEXT_OVERFLOWS,
-            "loss_type": LOSS_TYPES,
-            "scale_rewards": SCALES,
-            "importance_sampling_level": ("token", "sequence"),
-            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                near = difflib.get_close_matches(str(value), known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
+    def __str__(self):
+        if self.preset is None:
+            return super().__str__()
+        wanted = PRESETS[self.preset].settings
+        own = {name: getattr(self, name) for name in wanted if name not in self._preset_settings}
+        lines = [
+            f"preset {self.preset!r}: {PRESETS[self.preset].source}",
+            "  sets " + ", ".join(f"{name}={value!r}" for name, value in self._preset_settings.items()),
+        ]
+        if own:
+            lines.append("  set beside it: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
+        return "\n".join([*lines, super().__str__()])
+
+    __repr__ = __str__
 
     def __getstate__(self):
         # The Trainer pickles its arguments into `training_args.bin`, which is saved and uploaded: no secrets in it.
@@ -139,39 +361,6 @@ class MARFTConfig(GRPOConfig):
         return clone
 
 
-def check_supported(args: GRPOConfig) -> None:
-    """
-    Raise for settings of [`~trl.GRPOConfig`] that a team cannot honour.
-
-    Raises:
-        ValueError: names the setting, why, and what to set instead.
-    """
-    refused = {
-        "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),
-        "use_transformers_continuous_batching": (
-            args.use_transformers_continuous_batching,
-            "it keeps one policy for all requests. Set it to False.",
-        ),
-        "sync_ref_model": (args.sync_ref_model, "the reference of an agent is its own start. Set it to False."),
-        "use_adaptive_entropy": (
-            args.use_adaptive_entropy,
-            "its controller follows one policy. Set it to False and use a fixed `entropy_coef`.",
-        ),
-        "top_entropy_quantile": (
-            args.top_entropy_quantile < 1.0,
-            "its threshold would depend on how rows fall into micro-batches. Set it to 1.0.",
-        ),
-        "load_best_model_at_end": (
-            args.load_best_model_at_end and args.metric_for_best_model in (None, "loss", "eval_loss"),
-            "evaluation measures the team's reward and has no loss. Set `metric_for_best_model='reward'` and "
-            "`greater_is_better=True`.",
-        ),
-    }
-    for name, (is_set, why) in refused.items():
-        if is_set:
-            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
-
-
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     """
     The arguments as a [`MARFTConfig`]. A [`~trl.GRPOConfig`] keeps all its values and gets the defaults of the rest.
@@ -184,8 +373,12 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
     config = object.__new__(MARFTConfig)
-    config.__dict__.update(args.__dict__)  # already set up: running `__post_init__` again would change the batch sizes
-    config._check_numbers()
-    config._check_choices()
+    # Already set up: running `__post_init__` again would change the batch sizes
+    config.__dict__.update(args.__dict__)
+    config._given, config._preset_settings = frozenset(), {}
+    config.credit_kind = "returns"
+    check_numbers(config)
+    check_choices(config)
     check_supported(config)
+    check_combinations(config)
     return config

@@ -54,8 +54,6 @@ class Turn:
             object.__setattr__(self, "raw_text", self.text)
         for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 Speak = Callable[["Episode", str, Sequence[Turn]], Awaitable[Turn]]
@@ -85,6 +83,10 @@ class Episode:
     speak: Speak
     agents: tuple[str, ...]
     turns: list[Turn] = field(default_factory=list)
+    # For each turn, the positions of the turns that the workflow asked to show, whether or not they fitted
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    # Where a horizon ended the episode: who would have acted next, and the turns it would have seen
+    horizon: tuple[str, tuple[Turn, ...]] | None = None
     _answer: Turn | None = None
 
     async def turn(self, agent: str, sees: Sequence[Turn] | None = None) -> Turn:
@@ -100,22 +102,38 @@ class Episode:
         Raises:
             ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
         """
+        return await self.speak(self, agent, self._seen(agent, sees, "turn"))
+
+    def cut(self, agent: str, sees: Sequence[Turn] | None = None) -> None:
+        """
+        Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
+        next and adds it to the return; without a critic it changes nothing.
+
+        Args:
+            agent (`str`):
+                Name of the agent that would have acted next.
+            sees (`Sequence[Turn]`, *optional*):
+                Turns it would have been shown. All turns so far unless given.
+        """
+        self.horizon = agent, tuple(self._seen(agent, sees, "cut"))
+
+    def _seen(self, agent: str, sees: Sequence[Turn] | None, method: str) -> list[Turn]:
         if agent not in self.agents:
-            raise ValueError(unknown_agent(agent, self.agents, "`episode.turn`"))
+            raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
         seen = list(self.turns) if sees is None else list(sees)
         for turn in seen:
             if not isinstance(turn, Turn):
                 raise TypeError(
-                    f"`sees` of `episode.turn({agent!r})` takes turns, as returned by `episode.turn`; got a "
+                    f"`sees` of `episode.{method}({agent!r})` takes turns, as returned by `episode.turn`; got a "
                     f"{type(turn).__name__}."
                 )
             if turn.index >= len(self.turns) or self.turns[turn.index] is not turn:
                 raise ValueError(
-                    f"`sees` of `episode.turn({agent!r})` holds a turn of {turn.agent!r} from another episode. Keep "
-                    "turns in local variables of `run`, not on the workflow: one workflow object runs many episodes "
-                    "at once."
+                    f"`sees` of `episode.{method}({agent!r})` holds a turn of {turn.agent!r} from another episode. "
+                    "Keep turns in local variables of `run`, not on the workflow: one workflow object runs many "
+                    "episodes at once."
                 )
-        return await self.speak(self, agent, seen)
+        return seen
 
     @property
     def answer(self) -> Turn | None:
@@ -141,3 +159,16 @@ def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"
+
+
+def joint_steps(turns: Sequence[Turn]) -> list[int]:
+    """
+    The joint step of each turn, 0, 1, ...: turns that do not depend on one another act simultaneously.
+
+    A turn comes one step after the latest turn it sees. In a chain every turn is a step of its own; two solvers that
+    both see the planner alone share step 1.
+    """
+    steps: list[int] = []
+    for turn in turns:
+        steps.append(1 + max((steps[index] for index in turn.sees), default=-1))
+    return steps

@@ -187,7 +187,7 @@ def warm_up(model, tokenizer, steps: int, batch_size: int = 32, learning_rate: f
     model.eval()
 
 
-WARM_UP_STEPS = 400
+WARM_UP_STEPS = 800
 
 
 def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_UP_STEPS) -> str:

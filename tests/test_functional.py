@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from marft_trl.trainer.functional import (
     STD_EPS,
-    agent_advantages,
+    cell_advantages,
     group_advantages,
+    leave_one_out_advantages,
     nan_std,
     normalized_objectives,
     team_rewards,
@@ -40,45 +41,79 @@ def test_episodes_that_nothing_scored_have_advantage_zero_and_no_part_in_the_mea
 
 
 def test_reference_vector_of_dr_mas():
-    # G = 2: agent one has returns [1, 0], agent two [1, 1] (it spoke only in the first episode, twice)
-    rewards = torch.tensor([1.0, 0.0])
-    counts = torch.tensor([[1, 2], [1, 0]])
-    advantages, _ = agent_advantages(rewards, counts, 2, "none")
-    assert advantages.tolist() == [[0.5, 0.0], [-0.5, 0.0]]
+    # G = 2: agent a has returns [1, 0], agent b has [1, 1]
+    returns = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    agents = torch.tensor([0, 0, 1, 1])
+    advantages = cell_advantages(returns, agents, torch.ones(4), agents)
+    half = math.sqrt(0.5)
+    assert advantages.tolist() == pytest.approx([0.5 / (half + STD_EPS), -0.5 / (half + STD_EPS), 0, 0])
 
 
 def test_with_one_turn_each_the_agent_baseline_is_the_groups():
     rewards = torch.rand(12)
-    by_agent, _ = agent_advantages(rewards, torch.ones(12, 3, dtype=torch.long), 4, "group")
+    cells = (torch.arange(12) // 4).repeat_interleave(3) * 3 + torch.arange(3).repeat(12)
+    by_agent = cell_advantages(rewards.repeat_interleave(3), cells, torch.ones(36), cells)
     by_group, _ = group_advantages(rewards, 4, "group")
-    torch.testing.assert_close(by_agent, by_group.unsqueeze(1).expand(-1, 3))
+    torch.testing.assert_close(by_agent, by_group.repeat_interleave(3))
+
+
+@given(counts=st.lists(st.integers(1, 4), min_size=8, max_size=8), scale=st.sampled_from(["group", "batch", "none"]))
+def test_where_all_turns_have_the_episodes_reward_the_group_baseline_is_grpos(counts, scale):
+    rewards = torch.linspace(-1, 2, 8, dtype=torch.float64) ** 3
+    episodes = torch.arange(8).repeat_interleave(torch.tensor(counts))
+    weights = 1 / torch.tensor(counts, dtype=torch.float64)[episodes]
+    pools = {"group": episodes // 4, "batch": episodes * 0, "none": None}[scale]
+    by_turn = cell_advantages(rewards[episodes], episodes // 4, weights, pools)
+    torch.testing.assert_close(by_turn, group_advantages(rewards, 4, scale)[0][episodes])
 
 
 rewards_lists = st.lists(st.one_of(st.none(), st.floats(-5, 5, width=32)), min_size=6, max_size=6)
 
 
 @given(
-    rewards=rewards_lists,
-    counts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=6, max_size=6),
-    scale=st.sampled_from(["group", "batch", "none"]),
+    samples=st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.floats(-5, 5, width=32)), st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    is_scaled=st.booleans(),
 )
-def test_agent_advantages_equal_a_loop(rewards, counts, scale):
-    tensor = torch.tensor([NAN if r is None else r for r in rewards], dtype=torch.float64)
-    advantages, _ = agent_advantages(tensor, torch.tensor(counts), 3, scale)
-    for agent in range(2):
-        for group in range(2):
-            members = range(3 * group, 3 * group + 3)
-            returns = [rewards[e] for e in members for _ in range(counts[e][agent]) if rewards[e] is not None]
-            everyone = [rewards[e] for e in range(6) for _ in range(counts[e][agent]) if rewards[e] is not None]
-            pool = everyone if scale == "batch" else returns
-            std = statistics.stdev(pool) if len(pool) > 1 else 0.0
-            for e in members:
-                if rewards[e] is None or counts[e][agent] == 0:
-                    assert advantages[e, agent] == 0
-                    continue
-                want = rewards[e] - statistics.fmean(returns)
-                want = want if scale == "none" else want / (std + STD_EPS)
-                assert advantages[e, agent].item() == pytest.approx(want, abs=1e-6)
+def test_cell_advantages_equal_a_loop(samples, is_scaled):
+    returns = torch.tensor([NAN if s[0] is None else s[0] for s in samples], dtype=torch.float64)
+    cells, pools, weights = (torch.tensor([s[i] for s in samples]) for i in (1, 2, 3))
+    advantages = cell_advantages(returns, cells, weights.double(), pools if is_scaled else None)
+    for index, (worth, cell, pool, _) in enumerate(samples):
+        if worth is None:
+            assert advantages[index] == 0
+            continue
+        # a weight of 2 is the same as the turn being there twice; deviations are from the pool's own mean
+        want = worth - statistics.fmean(
+            [s[0] for s in samples for _ in range(s[3]) if s[0] is not None and s[1] == cell]
+        )
+        if is_scaled:
+            others = [s[0] for s in samples for _ in range(s[3]) if s[0] is not None and s[2] == pool]
+            want /= (statistics.stdev(others) if len(others) > 1 else 0.0) + STD_EPS
+        assert advantages[index].item() == pytest.approx(want, abs=1e-6, rel=1e-6)
+
+
+@given(
+    samples=st.lists(st.tuples(st.one_of(st.none(), st.floats(-5, 5)), st.integers(0, 5)), min_size=1, max_size=12),
+)
+def test_leave_one_out_equals_a_loop(samples):
+    returns = torch.tensor([NAN if s[0] is None else s[0] for s in samples], dtype=torch.float64)
+    episodes = torch.tensor([s[1] for s in samples])
+    counts = torch.bincount(episodes)
+    advantages = leave_one_out_advantages(returns, episodes, episodes // 3, 1 / counts[episodes].double())
+    for index, (worth, episode) in enumerate(samples):
+        others = {e for r, e in samples if e != episode and e // 3 == episode // 3}
+        weighted = [(r / counts[e].item(), 1 / counts[e].item()) for r, e in samples if e in others and r is not None]
+        if worth is None or not weighted:
+            assert advantages[index] == 0
+            continue
+        mean = sum(value for value, _ in weighted) / sum(weight for _, weight in weighted)
+        assert advantages[index].item() == pytest.approx(worth - mean, abs=1e-6)
 
 
 @given(rewards=rewards_lists, scale=st.sampled_from(["group", "batch", "none"]))

@@ -213,7 +213,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 1}, r"`num_generations` \(1\) must be at least 2"),
+        ({"num_generations": 1}, r"`num_generations` \(1\) needs a critic"),
         ({"loss_type": "grp0"}, "`loss_type` must be one of.*Did you mean 'grpo'"),
         ({"scale_rewards": "grop"}, "Did you mean 'group'"),
         ({"advantage": "agents"}, "Did you mean 'agent'"),
@@ -226,7 +226,6 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
         ({"use_vllm": True}, "`use_vllm=True` is not supported"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` is not supported"),
-        ({"use_adaptive_entropy": True}, "`use_adaptive_entropy=True` is not supported"),
         ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
         (

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..episodes import Episode, Messages, Turn
 from ..workflows.base import Workflow
+from .replay import Replay
 
 
 # Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
@@ -26,6 +27,7 @@ class Request:
     agent: str
     seen: tuple[Turn, ...]
     reply: asyncio.Future
+    by_reference: bool = False  # the agent's reference answers
 
 
 # Answers requests, in order. The turns it returns need no right `index`; the collector numbers them.
@@ -37,7 +39,11 @@ class EpisodeError(RuntimeError):
 
 
 def collect(
-    workflow: Workflow, rows: Sequence[dict[str, Any]], agents: Sequence[str], answer: Answer
+    workflow: Workflow,
+    rows: Sequence[dict[str, Any]],
+    agents: Sequence[str],
+    answer: Answer,
+    replays: Sequence[Replay] | None = None,
 ) -> list[Episode]:
     """
     Run the workflow once on every row, all at once.
@@ -54,6 +60,8 @@ def collect(
             Names of the agents of the team, in order.
         answer (`Callable`):
             Turns requests into turns, in order.
+        replays (`Sequence[Replay]`, *optional*):
+            For each row, replies that are known already. They cost no generation.
 
     Returns: one finished episode per row, in order.
 
@@ -62,7 +70,7 @@ def collect(
     """
 
     def run() -> list[Episode]:
-        return asyncio.run(_collect(workflow, rows, agents, answer))
+        return asyncio.run(_collect(workflow, rows, agents, answer, replays))
 
     try:
         asyncio.get_running_loop()
@@ -71,11 +79,18 @@ def collect(
     return _in_thread(run)  # a notebook already runs a loop in this thread
 
 
-async def _collect(workflow, rows, agents, answer) -> list[Episode]:
+async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
     waiting: list[Request] = []
 
     async def speak(episode: Episode, agent: str, seen: Sequence[Turn]) -> Turn:
-        request = Request(episode, agent, tuple(seen), asyncio.get_running_loop().create_future())
+        by_reference = False
+        if replays is not None:
+            known, by_reference = replays[episode.index].reply(episode, agent, seen)
+            if known is not None:
+                _append(episode, known, seen)
+                return known
+        future = asyncio.get_running_loop().create_future()
+        request = Request(episode, agent, tuple(seen), future, by_reference)
         waiting.append(request)
         return await request.reply
 
@@ -135,8 +150,13 @@ async def _settle(tasks, waiting) -> None:
 def _reply(batch: Sequence[Request], turns: Sequence[Turn]) -> None:
     for request, turn in zip(batch, turns, strict=True):
         object.__setattr__(turn, "index", len(request.episode.turns))
-        request.episode.turns.append(turn)
+        _append(request.episode, turn, request.seen)
         request.reply.set_result(turn)
+
+
+def _append(episode: Episode, turn: Turn, seen: Sequence[Turn]) -> None:
+    episode.turns.append(turn)
+    episode.asked.append(tuple(other.index for other in seen))
 
 
 def _brief(prompt: str | Messages, limit: int = 80) -> str:

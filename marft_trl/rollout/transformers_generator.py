@@ -61,13 +61,17 @@ class TransformersGenerator:
         self._policies = policies
         self._samplings = samplings
 
-    def generate(self, agents: Sequence[str], prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+    def generate(
+        self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False
+    ) -> list[list[int]]:
         """
         Args:
             agents (`Sequence[str]`):
                 Who speaks, for each observation.
             prompt_ids (`Sequence[list[int]]`):
                 The observations.
+            by_reference (`bool`, *optional*, defaults to `False`):
+                Let the agents' references speak instead of the agents.
 
         Returns: the sampled tokens of each, in order.
         """
@@ -76,8 +80,10 @@ class TransformersGenerator:
             groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent]), []).append(index)
         completions: list[list[int]] = [[] for _ in agents]
         for (_, sampling), indices in groups.items():
-            self._policies.activate(agents[indices[0]])
-            with self._sampling(sampling):
+            agent = agents[indices[0]]
+            self._policies.activate(agent)
+            speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
+            with self._sampling(sampling), speaker:
                 sampled, _ = self._trainer._generate_single_turn([prompt_ids[i] for i in indices], None, {}, 1)
             for index, ids in zip(indices, sampled, strict=True):
                 completions[index] = self._cut_at_stop(ids, sampling.stop)

@@ -238,6 +238,7 @@ class Policies:
             self.trained = [SHARED_POLICY]
         self.names = sorted(set(self._adapter_of.values()))
         self._starts: dict[str, list[torch.Tensor]] = {}
+        self._critics: list[str] = []
         self.release()
 
     def adapter_of(self, agent: str) -> str:
@@ -254,18 +255,28 @@ class Policies:
             return _adapter_parameters(self._model, adapter)
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
+    def add_critic(self, name: str, config: PeftConfig) -> None:
+        """Put an adapter for a critic on the base. It is trained with the others and belongs to no agent."""
+        self._model.add_adapter(name, copy.deepcopy(config))
+        self._critics.append(name)
+        self.activate(next(iter(self._adapter_of)))
+
     def activate(self, agent: str) -> None:
         """Let an agent's adapter act. It has to stay active until backward has run."""
+        self.activate_adapter(self._adapter_of[agent])
+
+    def activate_adapter(self, name: str) -> None:
+        """As [`~Policies.activate`], for the adapter of a critic."""
         if self.has_adapters:
             # inference_mode: requires_grad is ours to set, for all adapters at once
-            self._model.set_adapter(self._adapter_of[agent], inference_mode=True)
+            self._model.set_adapter(name, inference_mode=True)
             self.release()
 
     def release(self) -> None:
         """Let gradients reach all trained adapters, and only these."""
         if self.has_adapters:
             frozen = [name for name in self.names if name not in self.trained]
-            self._model.set_requires_grad(self.trained, True)
+            self._model.set_requires_grad([*self.trained, *self._critics], True)
             self._model.set_requires_grad(frozen, False)
 
     def remember_starts(self) -> None:
@@ -274,14 +285,24 @@ class Policies:
             if not self._is_identity(name):
                 self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
 
+    def starts_as_base(self, agent: str) -> bool:
+        """Whether the reference of an agent is the base without any adapter."""
+        return self._adapter_of[agent] not in self._starts
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Within, no adapter acts."""
+        with self._model.disable_adapter():
+            yield
+        self.release()  # leaving disable_adapter takes requires_grad from all adapters but the active one
+
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
         """Within, the agent's policy is its own start: the base, or the weights its adapter came with."""
         adapter = self._adapter_of[agent]
-        if adapter not in self._starts:
-            with self._model.disable_adapter():
+        if self.starts_as_base(agent):
+            with self.base():
                 yield
-            self.release()  # leaving disable_adapter takes requires_grad from all adapters but the active one
             return
         self.activate(agent)
         parameters = list(self.parameters(adapter).values())

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from trl.trainer.utils import pad
@@ -24,8 +25,8 @@ class Row:
             The observation.
         completion_ids (`torch.Tensor` of shape `(L,)`):
             The tokens as sampled.
-        advantage (`float`):
-            Advantage of the turn.
+        advantage (`float` or `torch.Tensor` of shape `(L,)`):
+            Advantage of the turn, or of each of its tokens.
         counts (`bool`):
             Whether its tokens count in the loss. A truncated turn does not under `mask_truncated_completions`; it
             still counts as a row.
@@ -33,20 +34,50 @@ class Row:
             Log-probabilities under the policy that sampled.
         ref_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
             Log-probabilities under the agent's reference.
+        episode (`int`):
+            Position of its episode on this process.
+        is_trained (`bool`):
+            Whether the agent learns from it. The turns of frozen agents are rows for the critic alone.
+        words (`int`):
+            Words of the turn, separated by white space; at least 1.
+        factor (`float`):
+            What the advantage is multiplied by in the loss: the ratios of agents updated before, in turn.
+        critic (`str`, *optional*):
+            The adapter, or part, of the critic that values the turn.
+        old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
+            Values when the turn was sampled and what they should have been (NaN: unknown): `V = 1` at action level,
+            `V = max(L, 1)` at token level.
+        features (`torch.Tensor` of shape `(V, H)`, *optional*):
+            What a frozen critic values: hidden states of the base.
     """
 
     agent: str
     adapter: str
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
-    advantage: float = 0.0
+    advantage: float | torch.Tensor = 0.0
     counts: bool = True
     old_per_token_logps: torch.Tensor | None = None
     ref_per_token_logps: torch.Tensor | None = None
+    episode: int = 0
+    is_trained: bool = True
+    words: int = 1
+    factor: float = 1.0
+    critic: str | None = None
+    old_values: Any = None
+    value_targets: Any = None
+    features: Any = None
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_value_targets(self) -> int:
+        """Positions that the critic learns from; none for a turn that nothing scored or that has no token."""
+        if self.value_targets is None or not len(self.completion_ids) or self.value_targets.isnan().any():
+            return 0
+        return len(self.value_targets)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -64,6 +95,8 @@ class Slice:
         tokens_per_slice (`dict[str, float]`): loss tokens of an adapter in an average slice of all processes.
         tokens (`dict[str, int]`): loss tokens of an adapter in this slice, over all processes.
         adapters (`frozenset[str]`): adapters that have a row with a token in this slice on any process.
+        value_targets (`dict[str, int]`): positions that each part of the critic learns from in this slice, over all
+            processes.
     """
 
     rows: list[Row]
@@ -71,6 +104,7 @@ class Slice:
     tokens_per_slice: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
+    value_targets: dict[str, int] = field(default_factory=dict)
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
@@ -88,46 +122,60 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
     ]
 
 
-def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str]) -> torch.Tensor:
+def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str], critics: Sequence[str] = ()) -> torch.Tensor:
     """
-    Rows, loss tokens and rows that are not empty, per slice and adapter: `(S, A, 3)`. Summed over processes they are
-    what [`weigh`] needs.
+    Rows, loss tokens, rows that are not empty, and value targets, per slice and adapter: `(S, A, 4)`. Summed over
+    processes they are what [`weigh`] needs. The parts of the critic come after the adapters and have value targets
+    alone.
     """
-    counts = torch.zeros(len(slices), len(adapters), 3, dtype=torch.long)
-    position = {adapter: index for index, adapter in enumerate(adapters)}
+    names = [*adapters, *critics]
+    counts = torch.zeros(len(slices), len(names), 4, dtype=torch.long)
+    position = {name: index for index, name in enumerate(names)}
     for index, rows in enumerate(slices):
         for row in rows:
-            is_spoken = len(row.completion_ids) > 0
-            counts[index, position[row.adapter]] += torch.tensor([1, row.num_loss_tokens, is_spoken])
+            if row.is_trained:
+                is_spoken = len(row.completion_ids) > 0
+                counts[index, position[row.adapter], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
+            if row.critic is not None:
+                counts[index, position[row.critic], 3] += row.num_value_targets
     return counts
 
 
-def weigh(slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Tensor) -> list[Slice]:
+def weigh(
+    slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Tensor, critics: Sequence[str] = ()
+) -> list[Slice]:
     """
     Attach to each slice what the weights of its losses need.
 
     Args:
         slices (`Sequence[list[Row]]`): rows of this process.
         adapters (`Sequence[str]`): names of the adapters, in the order of `counts`.
-        counts (`torch.Tensor` of shape `(S, A, 3)`): [`count_rows`], summed over all processes.
+        counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
+        critics (`Sequence[str]`, *optional*): parts of the critic, after the adapters in the order of `counts`.
     """
-    average = counts.double().mean(dim=0).tolist()  # (A, 3)
-    return [
-        Slice(
-            rows=rows,
-            rows_per_slice={adapter: average[a][0] for a, adapter in enumerate(adapters)},
-            tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
-            tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
-            adapters=frozenset(adapter for a, adapter in enumerate(adapters) if counts[s, a, 2] > 0),
+    average = counts.double().mean(dim=0).tolist()  # (A, 4)
+    first = len(adapters)
+    weighed = []
+    for s, rows in enumerate(slices):
+        targets = {critic: int(counts[s, first + c, 3]) for c, critic in enumerate(critics)}
+        spoken = [adapter for a, adapter in enumerate(adapters) if counts[s, a, 2] > 0]
+        weighed.append(
+            Slice(
+                rows=rows,
+                rows_per_slice={adapter: average[a][0] for a, adapter in enumerate(adapters)},
+                tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
+                tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
+                adapters=frozenset([*spoken, *(critic for critic, count in targets.items() if count)]),
+                value_targets=targets,
+            )
         )
-        for s, rows in enumerate(slices)
-    ]
+    return weighed
 
 
 @dataclass(eq=False)
 class MicroBatch:
     """
-    Rows of one agent that go through the model together.
+    Rows that go through the model together: of one agent, or of one part of the critic.
 
     Args:
         agent (`str`): whose rows.
@@ -146,7 +194,13 @@ class MicroBatch:
         return sum(row.num_loss_tokens for row in self.rows)
 
 
-def micro_batches(rows: Sequence[Row], max_rows: int, max_tokens: int | None) -> Iterator[MicroBatch]:
+def micro_batches(
+    rows: Sequence[Row],
+    max_rows: int,
+    max_tokens: int | None,
+    by: Callable[[Row], Any] = lambda row: row.agent,
+    keep_empty: bool = False,
+) -> Iterator[MicroBatch]:
     """
     Cut rows into micro-batches of one agent each.
 
@@ -157,11 +211,13 @@ def micro_batches(rows: Sequence[Row], max_rows: int, max_tokens: int | None) ->
         rows (`Sequence[Row]`): rows of any agents.
         max_rows (`int`): largest number of rows in a micro-batch.
         max_tokens (`int`, *optional*): largest number of tokens, padding included; a longer row goes alone.
+        by (`Callable`, *optional*): what all rows of a micro-batch have in common; their agent unless given.
+        keep_empty (`bool`, *optional*, defaults to `False`): keep rows without a completion token too.
     """
     by_agent: dict[str, list[Row]] = {}
     for row in rows:
-        if len(row.completion_ids):
-            by_agent.setdefault(row.agent, []).append(row)
+        if len(row.completion_ids) or keep_empty:
+            by_agent.setdefault(by(row), []).append(row)
     for agent, its_rows in by_agent.items():
         if not _fits(its_rows, max_rows, max_tokens):
             its_rows = sorted(its_rows, key=lambda row: row.length)
@@ -186,8 +242,8 @@ def collate(
     Rows as the tensors that TRL's loss takes: prompts padded on the left, completions on the right. `B` rows, prompts
     up to `P`, completions up to `T` tokens.
 
-    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask` `(B, T)`, `advantages` `(B,)`
-    and, where the rows have them, `old_per_token_logps`, `ref_per_token_logps` `(B, T)`. Masks: 1 counts.
+    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask` `(B, T)`, `advantages` `(B,)` or
+    `(B, T)` and, where the rows have them, `old_per_token_logps`, `ref_per_token_logps` `(B, T)`. Masks: 1 counts.
     """
 
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
@@ -201,13 +257,19 @@ def collate(
         "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], 0, "left"),
         "completion_ids": padded(completions, pad_token_id, "right"),
         "completion_mask": padded(masks, 0, "right"),
-        "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
+        "advantages": _advantages(rows, padded, device),
     }
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         logps = [getattr(row, name) for row in rows]
         if all(row_logps is not None for row_logps in logps):
             batch[name] = padded(logps, 0.0, "right")
     return batch
+
+
+def _advantages(rows: Sequence[Row], padded, device: torch.device) -> torch.Tensor:
+    if isinstance(rows[0].advantage, torch.Tensor):
+        return padded([row.advantage * row.factor for row in rows], 0.0, "right")
+    return torch.tensor([row.advantage * row.factor for row in rows], dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -228,7 +290,12 @@ class LossWeights:
 
 
 def loss_weights(
-    batch: MicroBatch, slice_: Slice, loss_type: str, num_processes: int, steps_per_generation: int
+    batch: MicroBatch,
+    slice_: Slice,
+    loss_type: str,
+    num_processes: int,
+    steps_per_generation: int,
+    level: str = "token",
 ) -> LossWeights:
     """
     The weights that make the micro-batches of an adapter add up, over micro-batches and processes, to the loss that
@@ -238,12 +305,13 @@ def loss_weights(
     - `bnpo` averages over the tokens of a slice, as its definition says.
     - `dapo`, `cispo`, `vespo` divide a sum over tokens by the tokens of the generation batch.
 
-    The entropy bonus is a mean over the tokens of a slice for every loss type.
+    The entropy bonus is a mean over the tokens of a slice for every loss type, and over its turns at action level.
     """
     adapter = batch.adapter
     token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[adapter], 1)
     num_items = slice_.tokens_per_slice[adapter] * steps_per_generation
     if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
         row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[adapter]
-        return LossWeights(loss=row_share, num_items_in_batch=num_items, entropy=token_share / row_share)
+        bonus = 1.0 if level == "action" else token_share / row_share
+        return LossWeights(loss=row_share, num_items_in_batch=num_items, entropy=bonus)
     return LossWeights(loss=token_share, num_items_in_batch=num_items * token_share, entropy=1.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -23,6 +24,11 @@ from .batching import Row, Slice
 logger = get_logger(__name__)
 
 ROLLOUTS_NAME = "marft_rollouts_{rank}"
+
+_ROW_TENSORS = (
+    *("prompt_ids", "completion_ids", "old_per_token_logps", "ref_per_token_logps"),
+    *("old_values", "value_targets", "features", "advantage"),
+)
 
 
 class EpochSampler(RepeatSampler):
@@ -93,7 +99,14 @@ def is_complete(folder: str | Path) -> bool:
     return True
 
 
-def save_rollouts(folder: str | Path, rank: int, world_size: int, step: int, slices: Sequence[Slice] | None) -> None:
+def save_rollouts(
+    folder: str | Path,
+    rank: int,
+    world_size: int,
+    step: int,
+    slices: Sequence[Slice] | None,
+    extra: dict[str, Any] | None = None,
+) -> None:
     """
     Write the training rows in use and the position in them, so that a resumed run goes on with the same rows.
 
@@ -102,17 +115,19 @@ def save_rollouts(folder: str | Path, rank: int, world_size: int, step: int, sli
         rank (`int`): index of this process.
         world_size (`int`): number of processes.
         step (`int`): forward and backward passes done so far.
-        slices (`Sequence[Slice]`, *optional*): the slices of the present generation batch.
+        slices (`Sequence[Slice]`, *optional*): the slices of the present generation batch, unless it is used up.
+        extra (`dict`, *optional*): further state, JSON-serializable.
     """
     tensors: dict[str, torch.Tensor] = {}
     described = []
     for s, slice_ in enumerate(slices or []):
         rows = []
         for r, row in enumerate(slice_.rows):
-            for name in ("prompt_ids", "completion_ids", "old_per_token_logps", "ref_per_token_logps"):
-                if getattr(row, name) is not None:
-                    tensors[f"{s}.{r}.{name}"] = getattr(row, name).detach().cpu().contiguous()
-            rows.append({"agent": row.agent, "adapter": row.adapter, "advantage": row.advantage, "counts": row.counts})
+            plain = dict(vars(row))
+            for name in _ROW_TENSORS:
+                if isinstance(plain[name], torch.Tensor):
+                    tensors[f"{s}.{r}.{name}"] = plain.pop(name).detach().cpu().contiguous()
+            rows.append(plain)
         described.append(
             {
                 "rows": rows,
@@ -120,17 +135,21 @@ def save_rollouts(folder: str | Path, rank: int, world_size: int, step: int, sli
                 "tokens_per_slice": slice_.tokens_per_slice,
                 "tokens": slice_.tokens,
                 "adapters": sorted(slice_.adapters),
+                "value_targets": slice_.value_targets,
             }
         )
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
-    state = {"world_size": world_size, "step": step, "slices": described if slices is not None else None}
+    used = described if slices is not None else None
+    state = {"world_size": world_size, "step": step, "slices": used, "extra": extra or {}}
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def load_rollouts(folder: str | Path, rank: int, world_size: int) -> tuple[int, list[Slice] | None] | None:
+def load_rollouts(
+    folder: str | Path, rank: int, world_size: int
+) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
     """
-    What [`save_rollouts`] wrote: the step and the slices; `None` where the checkpoint has none.
+    What [`save_rollouts`] wrote: the step, the slices and the further state; `None` where the checkpoint has none.
 
     Raises:
         ValueError: the checkpoint was written by another number of processes.
@@ -148,20 +167,13 @@ def load_rollouts(folder: str | Path, rank: int, world_size: int) -> tuple[int, 
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     if state["slices"] is None:
-        return state["step"], None
+        return state["step"], None, state["extra"]
     tensors = load_file(stem.with_suffix(".safetensors"))
     slices = []
     for s, described in enumerate(state["slices"]):
-        rows = [
-            Row(
-                **row,
-                prompt_ids=tensors[f"{s}.{r}.prompt_ids"],
-                completion_ids=tensors[f"{s}.{r}.completion_ids"],
-                old_per_token_logps=tensors.get(f"{s}.{r}.old_per_token_logps"),
-                ref_per_token_logps=tensors.get(f"{s}.{r}.ref_per_token_logps"),
-            )
-            for r, row in enumerate(described["rows"])
-        ]
-        weights = {key: described[key] for key in ("rows_per_slice", "tokens_per_slice", "tokens")}
-        slices.append(Slice(rows=rows, adapters=frozenset(described["adapters"]), **weights))
-    return state["step"], slices
+        rows = []
+        for r, plain in enumerate(described.pop("rows")):
+            names = [name for name in _ROW_TENSORS if f"{s}.{r}.{name}" in tensors]
+            rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
+        slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
+    return state["step"], slices, state["extra"]

@@ -2,8 +2,9 @@
 """
 The mathematics, as pure functions of tensors.
 
-Notation: `E` episodes of all processes, `G` episodes of one prompt (a group), `F` reward functions, `A` agents. NaN in
-a reward means that nothing scored the episode; such episodes are left out of every statistic and get advantage 0.
+Notation: `E` episodes of all processes, `G` episodes of one prompt (a group), `F` reward functions, `N` turns of all
+processes, `K` turns of one episode, `T` tokens of the longest turn, `B` rows of a micro-batch. NaN in a reward means
+that nothing scored the episode; such episodes are left out of every statistic and get advantage 0.
 """
 
 from __future__ import annotations
@@ -95,42 +96,380 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale: str) -> tupl
     return torch.nan_to_num(advantages, nan=0.0), std
 
 
-def agent_advantages(
-    rewards: torch.Tensor, turn_counts: torch.Tensor, group_size: int, scale: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cell_advantages(
+    returns: torch.Tensor,
+    cells: torch.Tensor,
+    weights: torch.Tensor,
+    pools: torch.Tensor | None = None,
+) -> torch.Tensor:
     """
-    Advantage of an episode for each agent, against the turns of that agent in the group.
-
-    Every turn of an episode has the episode's reward as its return, so the mean of an agent's returns weighs each
-    episode by the number of turns the agent had in it.
+    Return of a turn over the mean of its cell, divided by a standard deviation.
 
     Args:
-        rewards (`torch.Tensor` of shape `(E,)`): reward of each episode; groups are consecutive episodes.
-        turn_counts (`torch.Tensor` of shape `(E, A)`): turns that each agent had in each episode.
-        group_size (`int`): `G`.
-        scale (`str`): `"group"` divides by the standard deviation of the agent's returns in the group, `"batch"` by
-            that of the agent's returns in the batch, `"none"` by nothing.
+        returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
+        cells (`torch.Tensor` of shape `(N,)`): index of the cell a turn belongs to: the turns it is compared with.
+        weights (`torch.Tensor` of shape `(N,)`): weight of a turn in mean and deviation, e.g. one over the number of
+            turns of its episode, so that every episode counts once.
+        pools (`torch.Tensor` of shape `(N,)`, *optional*): index of the set of turns whose standard deviation divides.
+            No division unless given.
 
-    Returns: advantages `(E, A)`, 0 where the agent had no turn or nothing scored, and standard deviations `(E, A)`.
+    Returns: advantages `(N,)`, 0 where nothing scored the turn.
 
-    Source: Dr.MAS (2602.08847).
+    Source: with cells of one prompt GRPO (2402.03300), with cells of one prompt and agent Dr.MAS (2602.08847), with
+    cells of one observation AT-GRPO (2510.11062), with one cell for all REINFORCE++ (2501.03262).
     """
-    counts = turn_counts.to(rewards.dtype) * (~torch.isnan(rewards)).unsqueeze(1)  # (E, A)
-    returns = torch.nan_to_num(rewards, nan=0.0).unsqueeze(1).expand_as(counts)
-    mean, std = _weighted_moments(returns, counts, group_size)
-    if scale == "batch":
-        _, std = _weighted_moments(returns, counts, len(rewards))
-    advantages = returns - mean
-    if scale != "none":
-        advantages = advantages / (std + STD_EPS)
-    return advantages.masked_fill(counts == 0, 0.0), std
+    advantages = returns - _cell_means(returns, cells, weights)[cells]
+    if pools is not None:
+        advantages = advantages / (_cell_stds(returns, pools, weights)[pools] + STD_EPS)
+    return torch.nan_to_num(advantages, nan=0.0)
 
 
-def _weighted_moments(values: torch.Tensor, counts: torch.Tensor, group_size: int):
-    """Mean and sample deviation over consecutive groups, `(E, A)` each, of values that occur `counts` times."""
-    grouped = values.reshape(-1, group_size, values.size(1))
-    weights = counts.reshape(-1, group_size, values.size(1))
-    total = weights.sum(dim=1, keepdim=True)
-    mean = (grouped * weights).sum(dim=1, keepdim=True) / total.clamp(min=1)
-    variance = ((grouped - mean) ** 2 * weights).sum(dim=1, keepdim=True) / (total - 1).clamp(min=1)
-    return mean.expand_as(grouped).reshape_as(values), variance.sqrt().expand_as(grouped).reshape_as(values)
+def leave_one_out_advantages(
+    returns: torch.Tensor, episodes: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    Return of a turn over the mean of the other episodes in its cell. Independent of the turn, so it adds no bias.
+
+    Args:
+        returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
+        episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
+        cells (`torch.Tensor` of shape `(N,)`): index of the prompt of each turn.
+        weights (`torch.Tensor` of shape `(N,)`): weight of a turn in the mean.
+
+    Returns: advantages `(N,)`, 0 where nothing scored the turn or there is no other episode.
+
+    Source: RLOO (2402.14740).
+    """
+    weights = weights.masked_fill(returns.isnan(), 0.0)
+    known = torch.nan_to_num(returns, nan=0.0) * weights
+    cell_sums, cell_weights = _sums(known, cells), _sums(weights, cells)
+    own_sums, own_weights = _sums(known, episodes), _sums(weights, episodes)
+    others = cell_weights[cells] - own_weights[episodes]
+    has_others = others > 1e-9
+    mean = (cell_sums[cells] - own_sums[episodes]) / others.where(has_others, torch.ones_like(others))
+    return torch.nan_to_num((returns - mean).masked_fill(~has_others, 0.0), nan=0.0)
+
+
+def _sums(values: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    return values.new_zeros(int(cells.max()) + 1 if cells.numel() else 0).index_add_(0, cells, values)
+
+
+def _cell_means(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    weights = weights.masked_fill(values.isnan(), 0.0)
+    totals = _sums(weights, cells)
+    return _sums(torch.nan_to_num(values, nan=0.0) * weights, cells) / totals.where(totals > 0, 1.0)
+
+
+def _cell_stds(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each cell with Bessel's correction; 0 where the weights add up to 1 or less."""
+    weights = weights.masked_fill(values.isnan(), 0.0)
+    deviations = torch.nan_to_num(values - _cell_means(values, cells, weights)[cells], nan=0.0)
+    degrees = _sums(weights, cells) - 1
+    squares = _sums(weights * deviations**2, cells)
+    return torch.where(degrees > 1e-6, squares / degrees.clamp(min=1e-6), 0.0).sqrt()
+
+
+# ---- Credit: the reward of an episode -> rewards of its turns ----
+
+
+def equal_credit(reward: float, num_turns: int, as_rewards: bool) -> torch.Tensor:
+    """
+    The team's reward for an episode, for each of its `K` turns.
+
+    Args:
+        reward (`float`): reward of the episode.
+        num_turns (`int`): `K`.
+        as_rewards (`bool`): whether the result is a stream of rewards, which something adds up: all of it at the last
+            turn. Otherwise it is the return of each turn: all of it at every turn.
+    """
+    if not as_rewards:
+        return torch.full((num_turns,), float(reward))
+    credit = torch.zeros(num_turns)
+    credit[-1] = reward
+    return credit
+
+
+def step_discount_credit(reward: float, num_turns: int, discount: float) -> torch.Tensor:
+    """
+    `R * d^(K-1-k)` for turn `k` of `K`: the nearer to the end, the more.
+
+    Args:
+        reward (`float`): reward of the episode.
+        num_turns (`int`): `K`.
+        discount (`float`): `d`, in `[0, 1]`.
+
+    Source: the second MARFT implementation. Read as rewards, something adds them up and the first turn has the
+    largest return; read as returns, the last one has.
+    """
+    exponents = torch.arange(num_turns - 1, -1, -1)
+    return float(reward) * torch.tensor(float(discount)) ** exponents
+
+
+def counterfactual_credit(reward: float, counterfactuals: torch.Tensor) -> torch.Tensor:
+    """
+    Reward of the episode less the mean reward of the episodes in which the turn was sampled anew.
+
+    Args:
+        reward (`float`): reward of the episode.
+        counterfactuals (`torch.Tensor` of shape `(K, M)`): rewards of `M` re-sampled episodes for each turn; NaN where
+            nothing scored one.
+
+    Returns: `(K,)`, NaN where nothing scored any of a turn's re-samples.
+
+    Source: difference rewards (Wolpert and Tumer 2001), COMA (1705.08926).
+    """
+    return reward - torch.nanmean(counterfactuals, dim=1)
+
+
+def returns_to_go(rewards: torch.Tensor, steps: torch.Tensor, gamma: float) -> torch.Tensor:
+    """
+    Discounted sum of an episode's rewards from the joint step of each turn on.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(K,)`): reward after each turn.
+        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
+        gamma (`float`): discount per joint step, in `[0, 1]`.
+    """
+    returns = _sums(rewards, steps)
+    for step in range(len(returns) - 2, -1, -1):
+        returns[step] += gamma * returns[step + 1]
+    return returns[steps]
+
+
+# ---- Advantages with a critic ----
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    steps: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    last_value: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Generalised advantage estimation over the joint steps of an episode.
+
+    With `R_t` the sum of the rewards of joint step `t`, `Vm_t` the mean of its values and `Am_t` the advantage of that
+    mean, `A_k = R_t + gamma * Vm_{t+1} - V_k + gamma * lambda * Am_{t+1}` for each turn `k` of joint step `t`.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn; 0 where there is none.
+        values (`torch.Tensor` of shape `(K,)`): critic value before each turn, without gradient.
+        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...; turns of one step act
+            simultaneously.
+        gamma (`float`): discount per joint step, in `[0, 1]`.
+        gae_lambda (`float`): GAE decay per joint step, in `[0, 1]`.
+        last_value (`float`, *optional*, defaults to `0.0`): value of the observation after the last joint step where a
+            horizon cut the episode.
+
+    Returns: advantages and value targets, each `(K,)`.
+
+    Source: Schulman et al. 2016 (1506.02438), eq. 16; on a chain, equal to the original MARFT's recursion over agents
+    (`action_level_buffer.py`).
+    """
+    rest = _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value)
+    advantages = rest[steps] - values
+    return advantages, advantages + values
+
+
+def token_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    steps: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    token_gamma: float,
+    token_gae_lambda: float,
+    last_value: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Generalised advantage estimation over the tokens of every turn, inside the joint steps of an episode.
+
+    The recursion of [`gae`] joins turns, through their first tokens; inside a turn each token is a step of its own
+    with `token_gamma` and `token_gae_lambda` and no reward but the last one's.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn.
+        values (`torch.Tensor` of shape `(K, T)`): critic value before each sampled token, without gradient.
+        lengths (`torch.Tensor` of shape `(K,)`): number of tokens of each turn, at least 1.
+        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
+        gamma, gae_lambda (`float`): discount and decay per joint step, in `[0, 1]`.
+        token_gamma, token_gae_lambda (`float`): discount and decay per token inside a turn, in `[0, 1]`.
+        last_value (`float`, *optional*, defaults to `0.0`): as in [`gae`].
+
+    Returns: advantages and value targets, each `(K, T)`, 0 beyond a turn's length.
+
+    Source: MARFT (2504.16129), token-level Bellman backup with `token_gamma = 1`; the original's code
+    (`token_level_buffer.py`) has `token_gamma = gamma` and `token_gae_lambda = gae_lambda`.
+    """
+    positions = torch.arange(values.size(1), device=values.device)
+    mask = positions < lengths.unsqueeze(1)
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = last_value, 0.0
+    for step in range(int(steps.max()), -1, -1):
+        turns = (steps == step).nonzero().squeeze(1)
+        rest = rewards[turns].sum() + gamma * next_value + gamma * gae_lambda * next_advantage
+        advantages[turns] = _inside_turns(values[turns], lengths[turns], rest, token_gamma, token_gae_lambda)
+        next_value, next_advantage = values[turns, 0].mean(), advantages[turns, 0].mean()
+    advantages = advantages * mask
+    return advantages, (advantages + values) * mask
+
+
+def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> torch.Tensor:
+    """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step."""
+    rest = _sums(rewards, steps)
+    mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
+    next_value, next_advantage = last_value, 0.0
+    for step in range(len(rest) - 1, -1, -1):
+        rest[step] += gamma * next_value + gamma * gae_lambda * next_advantage
+        next_value, next_advantage = mean_values[step], rest[step] - mean_values[step]
+    return rest
+
+
+def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
+    """Advantages `(K, T)` of the tokens of simultaneous turns, after whose last tokens `rest` is to come."""
+    advantages = torch.zeros_like(values)
+    width = values.size(1)
+    for i in range(width - 1, -1, -1):
+        if i + 1 < width:
+            inner = gamma * values[:, i + 1] - values[:, i] + gamma * gae_lambda * advantages[:, i + 1]
+        else:
+            inner = torch.zeros_like(values[:, i])
+        outer = rest - values[:, i]
+        advantages[:, i] = torch.where(i == lengths - 1, outer, torch.where(i < lengths - 1, inner, 0.0))
+    return advantages
+
+
+def moments(values: torch.Tensor) -> torch.Tensor:
+    """Count, sum and sum of squares `(3,)` in double precision; may be added up over processes."""
+    values = values.double()
+    return torch.stack([values.new_tensor(values.numel()), values.sum(), (values**2).sum()])
+
+
+def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """
+    Values less the mean, over the standard deviation of everything counted in `total`.
+
+    Args:
+        values (`torch.Tensor`): any shape.
+        total (`torch.Tensor` of shape `(3,)`): [`moments`] of all values of all processes.
+
+    Source: the original MARFT (`appo_trainer.py`): population deviation plus 1e-8. It marks values to leave out by
+    exact zeros; here they are not in `total`.
+    """
+    mean = total[1] / total[0].clamp(min=1)
+    variance = (total[2] / total[0].clamp(min=1) - mean**2).clamp(min=0)
+    return ((values.double() - mean) / (variance.sqrt() + 1e-8)).to(values.dtype)
+
+
+def explained_variance(targets: torch.Tensor, residuals: torch.Tensor) -> float:
+    """
+    Share of the variance of the value targets that the critic explains: 1 is perfect, 0 the best constant.
+
+    Args:
+        targets (`torch.Tensor` of shape `(3,)`): [`moments`] of the targets.
+        residuals (`torch.Tensor` of shape `(3,)`): [`moments`] of targets less values.
+
+    Returns: NaN where the targets do not vary.
+    """
+    variances = [total[2] / total[0] - (total[1] / total[0]) ** 2 for total in (targets, residuals)]
+    return (1 - variances[1] / variances[0]).item() if variances[0] > 1e-12 else float("nan")
+
+
+# ---- Losses and ratios ----
+
+
+def value_losses(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    targets: torch.Tensor,
+    clip: float | None,
+    kind: str,
+    huber_delta: float = 10.0,
+) -> torch.Tensor:
+    """
+    Loss of every value, clipped as PPO's: the larger of the loss of the value and that of the value kept within `clip`
+    of its old one.
+
+    Args:
+        values (`torch.Tensor` of any shape): present values, with gradient.
+        old_values (`torch.Tensor`): values when the episodes were sampled.
+        targets (`torch.Tensor`): what they should have been.
+        clip (`float`, *optional*): largest change that pays; no clipping unless given.
+        kind (`str`): `"huber"`, or `"squared"` for half the square.
+        huber_delta (`float`, *optional*, defaults to `10.0`): error from which on Huber's loss is linear.
+
+    Source: the original MARFT (`cal_value_loss`), PPO (1707.06347).
+    """
+
+    def loss(error: torch.Tensor) -> torch.Tensor:
+        if kind == "squared":
+            return error**2 / 2
+        size = error.abs()
+        return torch.where(size <= huber_delta, error**2 / 2, huber_delta * (size - huber_delta / 2))
+
+    unclipped = loss(targets - values)
+    if clip is None:
+        return unclipped
+    return torch.max(unclipped, loss(targets - (old_values + (values - old_values).clamp(-clip, clip))))
+
+
+def action_log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+    """
+    Log-ratio of every turn as one action.
+
+    Args:
+        log_ratios (`torch.Tensor` of shape `(B, T)`): log-ratio of each token.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 counts.
+        divisors (`torch.Tensor` of shape `(B,)`): what the sum over tokens is divided by: 1, the number of tokens, or
+            the number of words.
+
+    Returns: `(B,)`.
+
+    Source: MARFT-A's `normalization_mode` "sum", "token" and "word"; "token" is GSPO's ratio (2507.18071).
+    """
+    return (log_ratios * mask).sum(dim=1) / divisors
+
+
+def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
+    """
+    `(r - 1) - log r` of every ratio `r` of new to old policy: its mean estimates the divergence of old from new.
+
+    Args:
+        log_ratios (`torch.Tensor` of any shape): `log r`.
+
+    Source: Schulman, "Approximating KL divergence" (k3); the original MARFT's early stop.
+    """
+    log_ratios = log_ratios.clamp(-20, 20)
+    return torch.exp(log_ratios) - 1 - log_ratios
+
+
+def sequential_factors(log_ratios: torch.Tensor, episodes: torch.Tensor, num_episodes: int) -> torch.Tensor:
+    """
+    What the advantages of an episode are multiplied by after an agent's update: the product of its turns' ratios.
+
+    Args:
+        log_ratios (`torch.Tensor` of shape `(N,)`): log-ratio, new to old policy, of each turn of the updated agent.
+        episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
+        num_episodes (`int`): `E`.
+
+    Returns: `(E,)`, 1 where the agent had no turn.
+
+    Source: HAPPO (2109.11251), the factor `M`.
+    """
+    sums = log_ratios.new_zeros(num_episodes).index_add_(0, episodes, log_ratios)
+    return sums.clamp(-20, 20).exp()
+
+
+def adapted_entropy_coef(
+    coefficient: float, entropy: float, target: float, delta: float, low: float, high: float
+) -> float:
+    """
+    The entropy coefficient of the next step: raised by `delta` where the entropy is at or below its target, else
+    lowered, within `[low, high]`.
+
+    Source: Skywork-OR1 (2505.22312), as in TRL's `use_adaptive_entropy`.
+    """
+    return min(coefficient + delta, high) if entropy <= target else max(coefficient - delta, low)

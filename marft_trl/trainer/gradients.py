@@ -92,6 +92,13 @@ def split_groups(
     optimizer.param_groups[:] = groups
 
 
+def add_group(
+    optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float
+) -> None:
+    """Add parameters that are not part of the model, without weight decay, before [`split_groups`]."""
+    optimizer.add_param_group({"params": list(parameters), "lr": learning_rate, "weight_decay": 0.0, "adapter": name})
+
+
 def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters]) -> list[str]:
     """Adapters with a parameter that the optimizer does not have."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -17,8 +17,10 @@ from ..agents import AgentSpec
 from ..manifest import MANIFEST_NAME, TeamManifest
 from ..workflows import Workflow
 from . import checkpointing, gradients
-from .adapters import Policies
+from .adapters import Policies, load_adapter_weights
 from .cards import team_card
+from .critic import CRITIC_NAME, Critic
+from .schedules import Schedule
 
 
 class TeamPersistence(GRPOTrainer):
@@ -27,6 +29,9 @@ class TeamPersistence(GRPOTrainer):
     agents: list[AgentSpec]
     policies: Policies
     workflow: Workflow
+    critic: Critic | None
+    schedule: Schedule
+    _entropy_control: dict[str, tuple[float, float]]
 
     def manifest(self) -> TeamManifest:
         """What is saved beside the adapters, so that the team can be run again."""
@@ -45,6 +50,8 @@ class TeamPersistence(GRPOTrainer):
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             self.manifest().save(folder)
+            if self.critic is not None:
+                self.critic.save(folder)
             self._card(folder.name).save(folder / "README.md")  # PEFT's own names a local base, which the Hub refuses
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
@@ -63,7 +70,7 @@ class TeamPersistence(GRPOTrainer):
             for key, value in latest.items()
             if key in wanted[:2] or (key.startswith(wanted[2:]) and key.endswith(("/reward", "/kl", "/mean_length")))
         }
-        configs = self.model.peft_config.values() if self.policies.has_adapters else []
+        configs = [self.model.peft_config[name] for name in self.policies.names] if self.policies.has_adapters else []
         return team_card(
             self.manifest(),
             model_name,
@@ -80,7 +87,7 @@ class TeamPersistence(GRPOTrainer):
             theirs.data_source,
             mini_repeat_count=theirs.mini_repeat_count,
             batch_size=theirs.batch_size,
-            repeat_count=theirs.repeat_count,
+            repeat_count=theirs.repeat_count * self.schedule.phases,
             shuffle=theirs.shuffle,
             seed=theirs.seed,
         )
@@ -104,11 +111,15 @@ class TeamPersistence(GRPOTrainer):
         # Called on every process, before the checkpoint is pushed and older ones are removed
         super()._save_rng_state(output_dir)
         rank, world_size = self.args.process_index, self.args.world_size
-        checkpointing.save_rollouts(output_dir, rank, world_size, self._step, self._buffered_inputs)
+        is_spent = self._step % self.schedule.generate_every == 0  # new episodes are due anyway
+        slices = None if is_spent else self._buffered_inputs
+        extra = {"entropy_control": self._entropy_control}
+        checkpointing.save_rollouts(output_dir, rank, world_size, self._step, slices, extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.policies.has_adapters:
             checkpointing.load_team_adapters(self.model, self.policies, self.agents, resume_from_checkpoint)
+            self._load_critic(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -125,11 +136,21 @@ class TeamPersistence(GRPOTrainer):
             hook.remove()
         restored = checkpointing.load_rollouts(checkpoint, self.args.process_index, self.args.world_size)
         if restored is not None:
-            self._step, self._buffered_inputs = restored
+            self._step, self._buffered_inputs, extra = restored
+            self._entropy_control = {name: tuple(pair) for name, pair in extra["entropy_control"].items()}
+
+    def _load_critic(self, folder: str) -> None:
+        if self.critic is None:
+            return
+        self.critic.load(folder)
+        for part in self.critic.parts if self.critic.kind != "frozen" else []:
+            load_adapter_weights(self.model, part, Path(folder) / part)
+        self.policies.release()
 
     def _load_best_model(self) -> None:
         if self.policies.has_adapters:
             checkpointing.load_team_adapters(self.model, self.policies, self.agents, self.state.best_model_checkpoint)
+            self._load_critic(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 
@@ -137,7 +158,9 @@ class TeamPersistence(GRPOTrainer):
         # The parent copies only files in the root of the checkpoint; the agents' adapters lie in folders
         if self.is_world_process_zero():
             source, target = Path(checkpoint_folder), Path(self.args.output_dir)
-            for name in self.policies.names if self.policies.has_adapters else []:
+            parts = [CRITIC_NAME, *self.critic.parts] if self.critic is not None else []
+            names = self.policies.names if self.policies.has_adapters else []
+            for name in dict.fromkeys([*names, *(part for part in parts if (source / part).is_dir())]):
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             shutil.copy(source / MANIFEST_NAME, target / MANIFEST_NAME)
         super()._push_from_checkpoint(checkpoint_folder)

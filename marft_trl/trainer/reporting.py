@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,25 +12,15 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from ..agents import AgentSpec
-from ..episodes import Episode
 from ..transcripts import format_episode
 from .evaluation import EvalMetric, measure_answers, summarize
 from .functional import nan_std
 from .metrics import AGENT_FIGURES, StepMetrics, length_metrics
+from .rollouts import Rollout
 
 
 # Where a turn stands, in the completions table.
 TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
-
-
-@dataclass(eq=False)
-class Rollout:
-    """Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions."""
-
-    episodes: list[Episode]
-    rewards_per_func: torch.Tensor  # (E, F)
-    rewards: torch.Tensor  # (E,)
-    advantages: torch.Tensor | None = None  # (E, A), one column per agent
 
 
 class TeamReporting(GRPOTrainer):
@@ -102,7 +91,7 @@ class TeamReporting(GRPOTrainer):
 
     # ---- Metrics, tables, transcripts ----
 
-    def _log_rollout(self, inputs, rollout: Rollout, std: torch.Tensor) -> None:
+    def _log_rollout(self, inputs, rollout: Rollout, std: torch.Tensor | None) -> None:
         """TRL's figures for the team, and each agent's."""
         metrics = self._metrics["train"]
         for index, name in enumerate(self.reward_func_names):
@@ -111,7 +100,8 @@ class TeamReporting(GRPOTrainer):
             metrics[f"rewards/{name}/std"].append(nan_std(scores).item())
         metrics["reward"].append(torch.nanmean(rollout.rewards).item())
         metrics["reward_std"].append(nan_std(rollout.rewards).item())
-        metrics["frac_reward_zero_std"].append(torch.isclose(std, torch.zeros_like(std)).float().mean().item())
+        if std is not None and self.num_generations > 1:
+            metrics["frac_reward_zero_std"].append(torch.isclose(std, torch.zeros_like(std)).float().mean().item())
         metrics["frac_unscored"].append(rollout.rewards.isnan().float().mean().item())
         offset = self.accelerator.process_index * len(inputs)
         turns = gather_object(
@@ -121,7 +111,12 @@ class TeamReporting(GRPOTrainer):
                 for t in e.turns
             ]
         )
+        extra = gather_object([dict(self._extra)])
+        if any(extra):
+            for figure in ("turns", "tokens"):
+                metrics[f"branches/{figure}"].append(float(sum(one.get(figure, 0) for one in extra)))
         self.state.num_input_tokens_seen += sum(turn[1] + turn[2] for turn in turns)
+        self.state.num_input_tokens_seen += sum(one.get("tokens", 0) for one in extra)
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
         for agent in (None, *self._specs):
             its = [turn for turn in turns if agent in (None, turn[0])]
@@ -174,7 +169,6 @@ class TeamReporting(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         first = self.accelerator.process_index * len(inputs)
         before = len(self._eval_records) if mode == "eval" else 0
-        names = list(self._specs)
         table, transcripts = [], []
         for episode in rollout.episodes:
             position = first + episode.index
@@ -187,7 +181,7 @@ class TeamReporting(GRPOTrainer):
             for turn in episode.turns:
                 advantage = None
                 if rollout.advantages is not None:
-                    advantage = rollout.advantages[position, names.index(turn.agent)].item()
+                    advantage = rollout.advantages[episode.index][turn.index]
                 place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
                 columns = dict(zip(TABLE_COLUMNS, place, strict=True))
                 columns |= {column: values[episode.index] for column, values in extra.items()}
@@ -222,8 +216,9 @@ class TeamReporting(GRPOTrainer):
         names += ["vespo/phi_seq_mean"] if self.loss_type == "vespo" else []
         for name, value in self._step_metrics.join(names, self._reduce).items():
             self._metrics["train"][name].append(value)
-        if self._entropy_bonus_enabled and self.accelerator.sync_gradients:
+        if self._entropy_bonus_enabled and self.accelerator.sync_gradients and not self.use_adaptive_entropy:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+        self._log_value_losses()
 
     def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
         if self.accelerator.num_processes == 1:

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from ..agents import AgentSpec
+from ..agents import AgentSpec, as_reward_funcs
 from ..configs import MARFTConfig
 from ..workflows import Workflow
+from .adapters import Policies
+from .critic import Critic
 
 
 logger = get_logger(__name__)
@@ -163,3 +166,68 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
             "All agents have `trainable=False`, so nothing would be trained. Let at least one be trained."
         )
     return workflow
+
+
+def turn_reward_funcs(
+    args: MARFTConfig, agents: Sequence[AgentSpec], workflow: Workflow
+) -> dict[str, tuple[Callable, ...]]:
+    """
+    For each agent the functions that score its own turns: its own, else the workflow's.
+
+    Raises:
+        ValueError: a trained agent has none under `credit="per_step"`, or there are some under another credit.
+    """
+    general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
+    functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
+    for agent in agents:
+        if args.credit == "per_step" and agent.trainable and not functions[agent.name]:
+            raise ValueError(
+                f"`credit='per_step'` scores every turn by itself, but nothing scores those of agent {agent.name!r}. "
+                "Set its `AgentSpec(reward_funcs=...)`, or `reward_funcs` of the workflow."
+            )
+        if args.credit != "per_step" and functions[agent.name]:
+            raise ValueError(
+                f"`reward_funcs` of agent {agent.name!r} (or of the workflow) score single turns, which "
+                f"`credit={args.credit!r}` does not use. Set `credit='per_step'`, or leave them out."
+            )
+    return functions
+
+
+def check_learning(args: MARFTConfig, policies: Policies) -> None:
+    """
+    Raise for settings that need adapters where there are none.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    needs = {"critic": args.critic is not None, "credit": args.credit == "counterfactual"}
+    for name, is_set in needs.items():
+        if is_set and not policies.has_adapters:
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` needs a base that stays as it is, but without a `peft_config` the "
+                "base itself is trained. Pass `peft_config=LoraConfig(...)`."
+            )
+
+
+def make_critic(
+    args: MARFTConfig,
+    policies: Policies,
+    model: PreTrainedModel | PeftModel,
+    agents: Sequence[AgentSpec],
+    peft_config: PeftConfig | None,
+    autocast: Callable[[], Any],
+) -> Critic | None:
+    """
+    The critic that the training arguments ask for.
+
+    Raises:
+        ValueError: a `critic_peft_config` without a critic that has a LoRA.
+    """
+    if peft_config is not None and args.critic in (None, "frozen"):
+        raise ValueError(f"`critic_peft_config` was passed, but `critic={args.critic!r}` has no LoRA. Leave it out.")
+    if args.critic is None:
+        return None
+    if peft_config is None:
+        peft_config = copy.deepcopy(model.peft_config[agents[0].adapter])
+        peft_config.inference_mode = False
+    return Critic(policies, model, args.critic, args.level, agents, peft_config, autocast)

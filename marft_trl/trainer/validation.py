@@ -20,6 +20,8 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 # What the trainer itself passes to reward functions; a dataset column of such a name would collide with it.
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns")
+# What functions that score single turns get besides.
+TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn")
 _SCAN_ROWS = 1000
 
 
@@ -82,7 +84,7 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             f"`{what}` has no column `prompt`; it has {columns}. Rename the column that holds the prompts: "
             "`dataset.rename_column('question', 'prompt')`."
         )
-    collisions = sorted(set(columns) & set(REWARD_ARGUMENTS))
+    collisions = sorted(set(columns) & set(TURN_ARGUMENTS))
     if collisions:
         raise ValueError(
             f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from "
@@ -195,15 +197,31 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
             _check_arguments(func, name, its_columns)
 
 
-def _check_arguments(func: Any, dataset: str, columns: Sequence[str]) -> None:
+def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
+    """
+    Raise if a function that scores single turns needs what neither the dataset nor the trainer has.
+
+    Args:
+        functions (`Mapping[str, Sequence[Callable]]`): the functions of each agent.
+        train_dataset: as passed to the trainer, after [`check_datasets`].
+    """
+    columns = column_names(train_dataset) or []
+    for its_functions in functions.values():
+        for func in its_functions:
+            _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
+
+
+def _check_arguments(
+    func: Any, dataset: str, columns: Sequence[str], passed: Sequence[str] = REWARD_ARGUMENTS
+) -> None:
     if isinstance(func, (str, nn.Module)):
         return
-    available = {*columns, *REWARD_ARGUMENTS} - {"prompt"}
+    available = {*columns, *passed} - {"prompt"}
     missing = [name for name in _required_arguments(func) if name not in available]
     if missing:
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
-            f"{sorted(columns)} and the trainer passes {list(REWARD_ARGUMENTS)}. Add the column to the dataset, or "
+            f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
             "give the argument a default."
         )
 

@@ -28,7 +28,13 @@ class Workflow(ABC):
     ```
 
     One object runs many episodes at once, so keep what belongs to an episode in local variables of `run`.
+
+    Attributes:
+        reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
+            Score the turns of agents that bring no `reward_funcs` of their own, under `credit="per_step"`.
     """
+
+    reward_funcs: Callable | Sequence[Callable] | None = None
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -108,6 +114,7 @@ def rehearse(
         text = reply(agent, seen)
         turn = Turn(agent, text, index=len(episode.turns), sees=tuple(turn.index for turn in seen))
         episode.turns.append(turn)
+        episode.asked.append(turn.sees)
         return turn
 
     workflow.check(agents)

@@ -1,0 +1,203 @@
+"""
+Every preset on the embedded team, over several seeds: start, end, area under the curve, seconds and generated tokens.
+
+    make benchmark-learning
+    python benchmarks/learning.py --presets marft-t grpo --seeds 2 --batches 20
+
+All runs start from the quickstart's model and see the same number of episodes: `--batches` generation batches of
+`--prompts` questions with 8 episodes each (64 questions with one where the preset has one). Learning rates are this
+task's, the same for all presets unless named in `TUNED`; all else is the preset's. Accuracy is that of sampled answers
+(temperature 1) on 400 held-out questions, the area that of the training reward over generation batches. Writes
+`learning.md`, `learning.csv` and `learning.png` into `--output_dir`.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback, set_seed
+from transformers.utils import logging
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.metrics import team_exact_match
+from marft_trl.presets import PRESETS
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+
+# Settings of this task beside the presets'. A tiny LoRA needs a far larger learning rate than a language model's.
+TASK = {"learning_rate": 1.5e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
+TUNED: dict[str, dict] = {
+    "marft-a": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
+    "marft-t": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
+    "mappo": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
+}
+# One agent that answers right away, on the same number of generated tokens: PPO against the group baseline.
+SOLO = {"solo-ppo": "marft-t", "solo-grpo": "grpo"}
+
+
+def run(name: str, seed: int, batches: int, prompts: int, folder: str) -> dict:
+    """One run; returns its figures and the training reward of every generation batch."""
+    logging.set_verbosity_error()
+    preset = SOLO.get(name, name)
+    settings = {**TASK, **TUNED.get(preset, {})}
+    config = MARFTConfig(folder, preset=preset, use_cpu=True, **settings)
+    episodes = 8 * prompts
+    args = MARFTConfig(
+        folder,
+        preset=preset,
+        per_device_train_batch_size=episodes,
+        num_generations=1 if config.num_generations == 1 else 8,
+        num_generations_eval=1,
+        per_device_eval_batch_size=200,
+        max_steps=batches * config.num_iterations,
+        gradient_checkpointing=False,
+        logging_steps=config.num_iterations,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+        use_cpu=True,
+        **settings,
+    )
+    agents = tiny_agents()
+    if name in SOLO:
+        agents = [AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=24)]
+    trainer = MARFTTrainer(
+        model=tiny_team_model(),
+        agents=agents,
+        reward_funcs=exact_answer if name not in SOLO else last_number,
+        args=args,
+        train_dataset=tiny_dataset(4000, seed=0),
+        eval_dataset=tiny_dataset(400, seed=1),
+        eval_metrics=team_exact_match() if name not in SOLO else None,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    )
+    trainer.remove_callback(PrinterCallback)
+    set_seed(0)
+    start = trainer.evaluate()["eval_reward"]
+    set_seed(seed)
+    begin = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - begin
+    set_seed(0)
+    end = trainer.evaluate()["eval_reward"]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    rewards = [entry["reward"] for entry in logs if "reward" in entry]
+    tokens = sum(entry["agents/" + a.name + "/completions/mean_length"] * episodes for entry in logs for a in agents)
+    tokens += sum(entry.get("branches/tokens", 0.0) for entry in logs)
+    explained = [entry["critic/explained_variance"] for entry in logs if "critic/explained_variance" in entry]
+    return {
+        "preset": name,
+        "seed": seed,
+        "start": start,
+        "end": end,
+        "area": statistics.fmean(rewards),
+        "seconds": seconds,
+        "tokens": tokens,
+        "explained_variance": explained[-1] if explained else None,
+        "curve": rewards,
+    }
+
+
+def last_number(completions, solution, **kwargs):
+    """Reward of the single agent: the last number of its steps is the answer."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(text.rpartition("=")[2].strip() == target) for text, target in zip(texts, solution, strict=True)]
+
+
+def in_process(name: str, seed: int, options) -> dict:
+    command = [sys.executable, "-W", "ignore", __file__, "--one", name, str(seed)]
+    command += ["--batches", str(options.batches), "--prompts", str(options.prompts)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-3000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name:12} seed {seed}: {result['start']:.3f} -> {result['end']:.3f}", flush=True)
+    return result
+
+
+def table(results: list[dict]) -> str:
+    """Markdown: median and range over seeds."""
+    lines = [
+        "| preset | start | end | area | seconds | generated tokens | explained variance |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    names = list(dict.fromkeys(result["preset"] for result in results))
+    for name in sorted(names, key=lambda n: -statistics.median(r["end"] for r in results if r["preset"] == n)):
+        mine = [result for result in results if result["preset"] == name]
+        cells = [name]
+        for key, form in (("start", "{:.1%}"), ("end", "{:.1%}"), ("area", "{:.3f}"), ("seconds", "{:.0f}")):
+            values = [result[key] for result in mine]
+            spread = f" ({form.format(min(values))} - {form.format(max(values))})" if key in ("end", "area") else ""
+            cells.append(form.format(statistics.median(values)) + spread)
+        cells.append(f"{statistics.median(result['tokens'] for result in mine):,.0f}")
+        known = [result["explained_variance"] for result in mine if result["explained_variance"] is not None]
+        cells.append(f"{statistics.median(known):.2f}" if known else "-")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5))
+    for name in dict.fromkeys(result["preset"] for result in results):
+        curves = [result["curve"] for result in results if result["preset"] == name]
+        length = min(map(len, curves))
+        mean = [statistics.fmean(curve[i] for curve in curves) for i in range(length)]
+        smooth = [statistics.fmean(mean[max(0, i - 4) : i + 1]) for i in range(length)]
+        axes.plot(range(1, length + 1), smooth, label=name, linestyle="--" if name in SOLO else "-")
+    axes.set_xlabel("generation batch")
+    axes.set_ylabel("training reward (mean over seeds, 5 batches)")
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=2, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=[*PRESETS, *SOLO], choices=[*PRESETS, *SOLO])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path("learning-output"))
+    parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if options.one:
+        name, seed = options.one
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(run(name, int(seed), options.batches, options.prompts, folder)))
+        return
+    tiny_team_model()  # built once, before the runs start
+    jobs = [(name, seed) for seed in range(options.seeds) for name in options.presets]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(lambda job: in_process(*job, options), jobs))
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    with open(options.output_dir / "learning.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(results[0]))
+        writer.writeheader()
+        writer.writerows(results)
+    (options.output_dir / "learning.md").write_text(table(results) + "\n", encoding="utf-8")
+    draw(results, options.output_dir / "learning.png")
+    print(f"\n{table(results)}\n\nwritten to {options.output_dir}/")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What the training arguments may be, alone and together. Every check runs when a config is made."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+ADVANTAGES = ("group", "agent", "turn", "leave_one_out", "batch", "none", "gae")
+LEVELS = ("token", "action")
+ACTION_LOGPROBS = ("sum", "token", "word")
+CRITICS = ("shared", "per_agent", "multi_head", "frozen")
+CREDITS = ("equal", "step_discount", "per_step", "counterfactual")
+CREDIT_KINDS = ("rewards", "returns")
+NORMALIZATIONS = ("batch", "agent", "none")
+VALUE_LOSSES = ("huber", "squared")
+UPDATE_ORDERS = ("joint", "sequential", "resampled")
+CONTINUATIONS = ("best", "sampled")
+CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+SCALES = ("group", "batch", "none")
+
+# Loss types that give every turn the same weight, whatever its length; `luspo` weighs by length on purpose.
+_LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
+
+_AT_LEAST_ZERO = (
+    *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
+    *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
+    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+)
+_ABOVE_ZERO = (
+    *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
+    *("counterfactual_samples", "turn_candidates", "num_iterations"),
+)
+_SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
+_INTEGERS = ("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates")
+
+
+def check_numbers(args: Any) -> None:
+    """
+    Raise for numbers out of range: negative or NaN coefficients, discounts over 1.
+
+    Raises:
+        ValueError: names the field, the value and the range.
+    """
+    for name in _INTEGERS:
+        value = getattr(args, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    ranges = [
+        (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
+        (_ABOVE_ZERO, lambda value: value > 0, "above 0"),
+        (_SHARES, lambda value: 0 <= value <= 1, "in [0, 1]"),
+    ]
+    for names, holds, bound in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is None or isinstance(value, str):
+                continue
+            if not (math.isfinite(value) and holds(value)):
+                raise ValueError(f"`{name}` must be a finite number {bound}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise unless the value is among the known ones; the message has the nearest."""
+    known = list(known)
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
+
+
+def check_choices(args: Any) -> None:
+    """
+    Raise for unknown names.
+
+    Raises:
+        ValueError: names the field, the known values and the nearest of them.
+    """
+    choices = {
+        "advantage": ADVANTAGES,
+        "level": LEVELS,
+        "action_logprob": ACTION_LOGPROBS,
+        "critic": CRITICS,
+        "credit": CREDITS,
+        "credit_kind": CREDIT_KINDS,
+        "normalize_advantages": NORMALIZATIONS,
+        "value_loss": VALUE_LOSSES,
+        "update_order": UPDATE_ORDERS,
+        "continue_from": CONTINUATIONS,
+        "context_overflow": CONTEXT_OVERFLOWS,
+        "loss_type": LOSS_TYPES,
+        "scale_rewards": SCALES,
+        "importance_sampling_level": ("token", "sequence"),
+        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    }
+    for name, known in choices.items():
+        value = getattr(args, name)
+        if not (name == "critic" and value is None):
+            check_choice(name, value, known)
+
+
+def check_combinations(args: Any) -> None:
+    """
+    Raise for settings that make no sense together.
+
+    Raises:
+        ValueError: names both fields and what to set instead.
+    """
+    refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)
+
+
+def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
+    generations = args.num_generations
+    compares = args.advantage in ("group", "agent", "leave_one_out")
+    return [
+        (
+            args.advantage == "gae" and args.critic is None,
+            "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.",
+        ),
+        (
+            args.advantage != "gae" and args.critic is not None,
+            f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
+            "`advantage='gae'`, or leave `critic` out.",
+        ),
+        (
+            args.critic is None and args.critic_warmup_steps > 0,
+            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None.",
+        ),
+        (
+            generations is not None and generations < 1,
+            f"`num_generations` ({generations}) must be at least 1.",
+        ),
+        (
+            compares and generations == 1,
+            f"`num_generations` (1) needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
+            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations=2` or more.",
+        ),
+        (
+            args.advantage == "turn" and args.turn_candidates < 2,
+            f"`advantage='turn'` compares candidates for a turn with one another, but `turn_candidates` is "
+            f"{args.turn_candidates}. Set 2 or more.",
+        ),
+    ]
+
+
+def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
+    by_token = args.advantage == "gae" and args.level == "token"
+    return [
+        (
+            args.level == "action" and args.loss_type not in _LOSSES_OF_ACTIONS,
+            f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
+            f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+        ),
+        (
+            args.level == "action" and args.importance_sampling_level == "sequence",
+            "`importance_sampling_level='sequence'` is `level='action'` with `action_logprob='token'`: set these, and "
+            "leave `importance_sampling_level` out.",
+        ),
+        (
+            by_token and args.importance_sampling_level == "sequence",
+            "`advantage='gae'` at `level='token'` gives every token an advantage, but "
+            "`importance_sampling_level='sequence'` has one ratio for all. Set `level='action'`.",
+        ),
+        (
+            by_token and (args.loss_type == "vespo" or args.off_policy_mask_threshold is not None),
+            "`loss_type='vespo'` and `off_policy_mask_threshold` need one advantage per turn, but `advantage='gae'` "
+            "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
+        ),
+        (
+            args.level == "action" and args.off_policy_mask_threshold is not None,
+            "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
+        ),
+    ]
+
+
+def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
+    group_like = args.advantage in ("group", "agent")
+    return [
+        (
+            args.credit_discount != 1.0 and args.credit != "step_discount",
+            f"`credit_discount={args.credit_discount}` has no effect with `credit={args.credit!r}`. Set "
+            "`credit='step_discount'`.",
+        ),
+        (
+            args.own_reward_weight != 1.0 and args.credit != "per_step",
+            f"`own_reward_weight={args.own_reward_weight}` has no effect with `credit={args.credit!r}`. Set "
+            "`credit='per_step'`.",
+        ),
+        (
+            args.credit == "counterfactual" and args.credit_kind == "rewards",
+            "`credit='counterfactual'` compares the whole outcome for every turn, so adding it up over turns "
+            "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
+        ),
+        (
+            args.advantage == "turn" and args.credit in ("step_discount", "counterfactual"),
+            f"`advantage='turn'` scores each candidate of a turn, which leaves nothing for `credit={args.credit!r}` "
+            "to divide. Use `credit='equal'` or `'per_step'`.",
+        ),
+        (
+            args.advantage == "turn" and args.credit_kind == "rewards",
+            "`advantage='turn'` has the return of every candidate, so `credit_kind='rewards'` does not apply. Leave "
+            "it out.",
+        ),
+        (
+            args.multi_objective_aggregation == "normalize_then_sum" and not (group_like and args.credit == "equal"),
+            "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
+            f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
+            f"`credit={args.credit!r}`.",
+        ),
+    ]
+
+
+def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
+    micro_steps = args.steps_per_generation * args.num_iterations
+    is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
+    one_by_one = args.update_order != "joint"
+    return [
+        (
+            args.target_kl is not None and is_on_policy and args.update_order != "sequential",
+            f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
+            f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
+            "policy has not moved. Raise one of them, or leave `target_kl` out.",
+        ),
+        (
+            one_by_one and args.agent_iteration_interval > 0,
+            f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
+            "both say who learns when. Leave one of them out.",
+        ),
+        (
+            one_by_one and micro_steps % args.gradient_accumulation_steps != 0,
+            f"`update_order={args.update_order!r}` needs every agent to have whole optimizer steps on a generation "
+            f"batch: `steps_per_generation * num_iterations` ({micro_steps}) has to be a multiple of "
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
+        ),
+        (
+            args.update_order == "sequential" and args.advantage == "turn",
+            "`update_order='sequential'` multiplies ratios along an episode, but with `advantage='turn'` most rows "
+            "are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
+        ),
+        (
+            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
+            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
+        ),
+    ]
+
+
+def check_supported(args: Any) -> None:
+    """
+    Raise for settings of [`~trl.GRPOConfig`] that a team cannot honour.
+
+    Raises:
+        ValueError: names the setting, why, and what to set instead.
+    """
+    refused = {
+        "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),
+        "use_transformers_continuous_batching": (
+            args.use_transformers_continuous_batching,
+            "it keeps one policy for all requests. Set it to False.",
+        ),
+        "sync_ref_model": (args.sync_ref_model, "the reference of an agent is its own start. Set it to False."),
+        "top_entropy_quantile": (
+            args.top_entropy_quantile < 1.0,
+            "its threshold would depend on how rows fall into micro-batches. Set it to 1.0.",
+        ),
+        "load_best_model_at_end": (
+            args.load_best_model_at_end and args.metric_for_best_model in (None, "loss", "eval_loss"),
+            "evaluation measures the team's reward and has no loss. Set `metric_for_best_model='reward'` and "
+            "`greater_is_better=True`.",
+        ),
+    }
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")

@@ -1,0 +1,105 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Published ways to fine-tune a team, as settings of `MARFTConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """
+    The settings of one publication. Sizes (batch, completion length, number of steps) are not among them: they belong
+    to a task and a machine.
+
+    Args:
+        source (`str`): what was published, and where.
+        settings (`dict`): fields of `MARFTConfig` and their values.
+    """
+
+    source: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_MARFT_V1 = {
+    "advantage": "gae",
+    "critic": "frozen",
+    "num_generations": 1,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "normalize_advantages": "batch",
+    "num_iterations": 5,
+    "epsilon": 0.2,
+    "value_clip": 0.2,
+    "value_loss": "huber",
+    "entropy_coef": 0.01,
+    "beta": 0.0,
+    "max_grad_norm": 0.5,
+    "adam_epsilon": 1e-5,
+    "learning_rate": 5e-7,
+    "critic_learning_rate": 5e-4,
+    "lr_scheduler_type": "constant",
+}
+
+PRESETS: dict[str, Preset] = {
+    "marft-a": Preset(
+        "MARFT (arXiv 2504.16129), action level, with the values of the original repository",
+        {**_MARFT_V1, "level": "action", "action_logprob": "sum", "loss_type": "grpo"},
+    ),
+    "marft-t": Preset(
+        "MARFT (arXiv 2504.16129), token level, with the values of the original repository",
+        {**_MARFT_V1, "level": "token", "loss_type": "dapo", "token_gamma": 0.99, "token_gae_lambda": 0.95},
+    ),
+    "grpo": Preset(
+        "GRPO (arXiv 2402.03300): one group of episodes per prompt, KL in the loss",
+        {"advantage": "group", "scale_rewards": "group", "loss_type": "grpo", "beta": 0.04, "learning_rate": 1e-6},
+    ),
+    "magrpo": Preset(
+        "MAGRPO (arXiv 2508.04652): the joint return against the group's mean, no KL",
+        {"advantage": "group", "scale_rewards": "none", "loss_type": "grpo", "beta": 0.0},
+    ),
+    "dr-mas": Preset(
+        "Dr.MAS (arXiv 2602.08847): mean and deviation per agent",
+        {"advantage": "agent", "scale_rewards": "group"},
+    ),
+    "at-grpo": Preset(
+        "AT-GRPO (arXiv 2510.11062): candidates of every turn from one observation, going on from the best",
+        {
+            "advantage": "turn",
+            "scale_rewards": "group",
+            "turn_candidates": 4,
+            "continue_from": "best",
+            "num_generations": 1,
+        },
+    ),
+    "reinforce++": Preset(
+        "REINFORCE++ (arXiv 2501.03262): mean and deviation of the whole batch, clipped token ratios",
+        {"advantage": "batch", "level": "token", "epsilon": 0.2, "num_generations": 1},
+    ),
+    "rloo": Preset(
+        "RLOO (arXiv 2402.14740): the mean of the other episodes as baseline, a completion as one action",
+        {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum", "loss_type": "grpo"},
+    ),
+    "mappo": Preset(
+        "MAPPO (arXiv 2103.01955): a shared critic, GAE, clipped Huber value loss; an action is a turn",
+        {
+            "advantage": "gae",
+            "critic": "shared",
+            "level": "action",
+            "action_logprob": "sum",
+            "loss_type": "grpo",
+            "num_generations": 1,
+            "gamma": 0.99,
+            "gae_lambda": 0.95,
+            "normalize_advantages": "batch",
+            "num_iterations": 5,
+            "epsilon": 0.2,
+            "value_clip": 0.2,
+            "value_loss": "huber",
+            "entropy_coef": 0.01,
+            "max_grad_norm": 10.0,
+            "adam_epsilon": 1e-5,
+        },
+    ),
+}

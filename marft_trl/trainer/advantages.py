@@ -1,0 +1,239 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that turns rewards into advantages: credit, then a baseline or a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from ..configs import MARFTConfig
+from ..episodes import Episode, joint_steps
+from . import functional
+from .batching import Row
+from .rollouts import Rollout, TeamRollouts
+
+
+class TeamAdvantages(TeamRollouts, GRPOTrainer):
+    """Credit assignment and advantages. The arithmetic is in `functional`."""
+
+    args: MARFTConfig
+
+    # ---- Credit ----
+
+    def _credit(self, rollout: Rollout) -> list[torch.Tensor]:
+        """For each episode of this process what its turns get `(K,)`: rewards or returns, as `credit_kind` says."""
+        args, as_rewards = self.args, self.args.credit_kind == "rewards"
+        episodes = rollout.episodes
+        first = self.accelerator.process_index * len(episodes)
+        rewards = rollout.rewards[first : first + len(episodes)].tolist()
+        counts = [len(episode.turns) for episode in episodes]
+        if args.credit == "step_discount":
+            return [
+                functional.step_discount_credit(reward, count, args.credit_discount)
+                for reward, count in zip(rewards, counts, strict=True)
+            ]
+        if args.credit == "counterfactual":
+            others = self._counterfactual_rewards(episodes)
+            return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
+        team = [functional.equal_credit(r, count, as_rewards) for r, count in zip(rewards, counts, strict=True)]
+        if args.credit == "equal":
+            return team
+        weight = args.own_reward_weight
+        own = self._own_rewards(episodes, as_rewards)
+        return [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
+
+    def _own_rewards(self, episodes: Sequence[Episode], as_rewards: bool) -> list[torch.Tensor]:
+        pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
+        scores = self._turn_rewards.of_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
+        own_mean = self._mean_over_processes(scores)
+        if own_mean is not None:
+            self._metrics["train"]["own_reward"].append(own_mean)
+        if as_rewards:  # the turn of an agent without functions adds nothing to the stream
+            silent = {name for name in self._specs if not self._turn_rewards.has_functions(name)}
+            scores = scores.where(torch.tensor([turn.agent not in silent for _, turn in pairs]), 0.0)
+        return list(scores.split([len(episode.turns) for episode in episodes]))
+
+    def _mean_over_processes(self, values: torch.Tensor) -> float | None:
+        known = [value for value in gather_object(values.tolist()) if value == value]
+        return sum(known) / len(known) if known else None
+
+    # ---- Baselines ----
+
+    def _baseline_advantages(self, rollout: Rollout, rows: Sequence[Sequence[Row]]) -> torch.Tensor:
+        """
+        Set the advantages of all rows by comparing returns.
+
+        Args:
+            rollout ([`Rollout`]): what happened.
+            rows (`Sequence[Sequence[Row]]`): for each episode its rows: one per turn, or, with candidates, one per
+                candidate of every node in turn.
+
+        Returns: the standard deviation in the group of each episode `(E,)`, for the metrics.
+        """
+        group_size, scale, rewards = self.num_generations, self.scale_rewards, rollout.rewards
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            weights = self.reward_weights.to(rewards.device)
+            rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
+            group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
+        by_episode, std = functional.group_advantages(rewards, group_size, scale)
+        first = self.accelerator.process_index * len(rollout.episodes)
+        if self.args.advantage == "group" and self.args.credit == "equal":
+            for index, its_rows in enumerate(rows):  # TRL's own arithmetic, to the bit
+                for row in its_rows:
+                    row.advantage = by_episode[first + index].item()
+            return std
+        if self.args.advantage == "turn":
+            returns = [torch.tensor([worth for node in its for worth in node.returns]) for its in _by_episode(rollout)]
+        else:
+            local = Rollout(rollout.episodes, rollout.rewards_per_func, rewards)
+            returns = [self._returns_of(e, c) for e, c in zip(local.episodes, self._credit(local), strict=True)]
+        samples = list(self._samples(rollout, rows, returns, first))
+        everywhere = gather_object([sample for _, sample in samples])
+        start = sum(gather_object([len(samples)])[: self.accelerator.process_index])
+        advantages = self._compare(everywhere, group_size, scale)
+        for (row, _), advantage in zip(samples, advantages[start : start + len(samples)].tolist(), strict=True):
+            row.advantage = advantage
+        return std
+
+    def _returns_of(self, episode: Episode, credit: torch.Tensor) -> torch.Tensor:
+        if self.args.credit_kind == "returns":
+            return credit
+        return functional.returns_to_go(credit, torch.tensor(joint_steps(episode.turns)), self.args.gamma)
+
+    def _samples(self, rollout, rows, returns, first) -> Iterator[tuple[Row, tuple[Any, ...]]]:
+        """Rows with what they are compared by: episode, agent, node and return."""
+        names = list(self._specs)
+        for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
+            nodes = (
+                [number for number, node in enumerate(_by_episode(rollout)[index]) for _ in node.turns]
+                if rollout.nodes
+                else list(range(len(its_rows)))
+            )
+            for row, worth, node in zip(its_rows, its_returns.tolist(), nodes, strict=True):
+                yield row, (first + index, names.index(row.agent), node, worth)
+
+    def _compare(self, samples: Sequence[tuple[int, int, int, float]], group_size: int, scale: str) -> torch.Tensor:
+        """Advantages `(N,)` of the turns of all processes."""
+        if not samples:
+            return torch.zeros(0)
+        episodes, agents, nodes = (torch.tensor([sample[i] for sample in samples]) for i in range(3))
+        returns = torch.tensor([sample[3] for sample in samples], dtype=torch.float32)
+        alone = torch.ones_like(returns)
+        per_episode = 1 / torch.bincount(episodes)[episodes].float()  # every episode counts once
+        prompts, everything = episodes // group_size, torch.zeros_like(episodes)
+        kind = self.args.advantage
+        if kind == "none":
+            return torch.nan_to_num(returns, nan=0.0)
+        if kind == "leave_one_out":
+            return functional.leave_one_out_advantages(returns, episodes, prompts, per_episode)
+        if kind == "batch":
+            return functional.cell_advantages(returns, everything, per_episode, everything)
+        if kind == "group":
+            cells, weights, pools = prompts, per_episode, everything
+        elif kind == "agent":
+            cells, weights, pools = prompts * len(self._specs) + agents, alone, agents
+        else:
+            cells, weights, pools = episodes * (int(nodes.max()) + 1) + nodes, alone, everything
+        pools = {"group": cells, "batch": pools, "none": None}[scale]
+        return functional.cell_advantages(returns, cells, weights, pools)
+
+    # ---- Critic ----
+
+    def _critic_advantages(
+        self, rollout: Rollout, rows: Sequence[Sequence[Row]], last_values: Sequence[float]
+    ) -> None:
+        """Set advantages and value targets of all rows by GAE. They have their `old_values`, one row for each turn."""
+        for episode, its_rows, credit, last_value in zip(
+            rollout.episodes, rows, self._credit(rollout), last_values, strict=True
+        ):
+            steps = torch.tensor(joint_steps(episode.turns))
+            if self.args.credit_kind == "returns":  # every turn is the last of an episode of its own
+                for k, row in enumerate(its_rows):
+                    self._estimate([row], credit[k : k + 1], steps[:1] * 0, 0.0)
+            else:
+                self._estimate(its_rows, credit, steps, last_value)
+        self._log_values([row for its_rows in rows for row in its_rows])
+        self._normalize([row for its_rows in rows for row in its_rows])
+
+    def _estimate(self, rows: Sequence[Row], rewards: torch.Tensor, steps: torch.Tensor, last_value: float) -> None:
+        args = self.args
+        if args.level == "action":
+            values = torch.cat([row.old_values for row in rows])
+            advantages, targets = functional.gae(rewards, values, steps, args.gamma, args.gae_lambda, last_value)
+            for row, advantage, target in zip(rows, advantages, targets, strict=True):
+                row.advantage, row.value_targets = advantage.item(), target.unsqueeze(0)
+            return
+        lengths = torch.tensor([len(row.old_values) for row in rows])
+        values = torch.nn.utils.rnn.pad_sequence([row.old_values for row in rows], batch_first=True)
+        factors = args.gamma, args.gae_lambda, args.token_gamma, args.token_gae_lambda
+        advantages, targets = functional.token_gae(rewards, values, lengths, steps, *factors, last_value)
+        for row, advantage, target, length in zip(rows, advantages, targets, lengths.tolist(), strict=True):
+            row.advantage = advantage[: len(row.completion_ids)].clone()
+            row.value_targets = target[:length].clone()
+
+    def _normalize(self, rows: Sequence[Row]) -> None:
+        """Standardize advantages over all positions that the policy loss counts; 0 where nothing scored a turn."""
+        how = self.args.normalize_advantages
+        names: list[Any] = list(self._specs) if how == "agent" else [None]
+        totals = torch.zeros(len(names), 3, dtype=torch.float64)
+        for index, name in enumerate(names):
+            mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
+            known = [a[~a.isnan()] for a in (torch.as_tensor(row.advantage).reshape(-1) for row in mine)]
+            if known:
+                totals[index] = functional.moments(torch.cat(known))
+        totals = self._reduce(totals, "sum")
+        for row in rows:
+            advantage = torch.as_tensor(row.advantage, dtype=torch.float32)
+            if how != "none":
+                advantage = functional.standardized(advantage, totals[names.index(row.agent) if how == "agent" else 0])
+            advantage = advantage.nan_to_num(nan=0.0)
+            row.advantage = advantage if self.args.level == "token" else advantage.item()
+
+    def _log_values(self, rows: Sequence[Row]) -> None:
+        known = [row for row in rows if row.num_value_targets]
+        totals = torch.zeros(3, 3, dtype=torch.float64)
+        if known:
+            targets = torch.cat([row.value_targets for row in known])
+            values = torch.cat([row.old_values for row in known])
+            totals = torch.stack([functional.moments(one) for one in (targets, targets - values, values)])
+        totals = self._reduce(totals, "sum")
+        if totals[0, 0] == 0:
+            return
+        metrics = self._metrics["train"]
+        metrics["critic/explained_variance"].append(functional.explained_variance(totals[0], totals[1]))
+        metrics["critic/target_mean"].append((totals[0, 1] / totals[0, 0]).item())
+        metrics["critic/value_mean"].append((totals[2, 1] / totals[2, 0]).item())
+
+    def _advantages_by_turn(self, rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[float | None]]:
+        """For each episode the (mean) advantage of its turns, for the completions table; `None` without a row."""
+        by_turn = []
+        for episode, its_rows in zip(rollout.episodes, rows, strict=True):
+            of_ids = {
+                (row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())): row
+                for row in its_rows
+            }
+            found = [
+                of_ids.get((turn.agent, tuple(turn.prompt_ids), tuple(turn.completion_ids))) for turn in episode.turns
+            ]
+            by_turn.append([None if row is None else _mean(row.advantage) for row in found])
+        return by_turn
+
+    def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        raise NotImplementedError  # the trainer's part that reports has it
+
+
+def _mean(advantage: float | torch.Tensor) -> float:
+    if isinstance(advantage, torch.Tensor):
+        return advantage.mean().item() if advantage.numel() else 0.0
+    return advantage
+
+
+def _by_episode(rollout: Rollout) -> list[list]:
+    nodes: list[list] = [[] for _ in rollout.episodes]
+    for node in rollout.nodes:
+        nodes[node.episode].append(node)
+    return nodes

@@ -1,0 +1,250 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that runs episodes, branches of episodes, and scores them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from trl import GRPOTrainer
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..episodes import Episode, Turn
+from ..rollout.collector import Request, collect
+from ..rollout.prompts import PromptBuilder
+from ..rollout.replay import Replay
+from ..rollout.transformers_generator import Sampling, TransformersGenerator
+from ..workflows import Workflow
+from .adapters import Policies
+from .functional import team_rewards
+from .turn_rewards import TurnRewards, score
+from .validation import check_prompts
+
+
+# Generation batches in a row that no reward function may score before training stops.
+MAX_UNSCORED_BATCHES = 3
+
+
+@dataclass(eq=False)
+class Node:
+    """
+    The candidates for one turn.
+
+    Args:
+        episode (`int`): position of the episode on this process.
+        turns (`list[Turn]`): candidates, sampled from one observation; the episode went on from one of them.
+        returns (`list[float]`): what each was worth; NaN where nothing scored it.
+    """
+
+    episode: int
+    turns: list[Turn]
+    returns: list[float]
+
+
+@dataclass(eq=False)
+class Rollout:
+    """
+    Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions.
+
+    Args:
+        episodes (`list[Episode]`): of this process.
+        rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
+        rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
+        nodes (`list[Node]`): candidates, where the trainer samples several for a turn.
+        advantages (`list[list[float]]`, *optional*): for each episode of this process, the (mean) advantage of its
+            turns.
+    """
+
+    episodes: list[Episode]
+    rewards_per_func: torch.Tensor
+    rewards: torch.Tensor
+    nodes: list[Node] = field(default_factory=list)
+    advantages: list[list[float | None]] | None = None
+
+
+class TeamRollouts(GRPOTrainer):
+    """Runs the workflow on dataset rows, with TRL's generation and TRL's rewards (checked against TRL 1.16)."""
+
+    args: MARFTConfig
+    agents: list[AgentSpec]
+    policies: Policies
+    workflow: Workflow
+    _specs: dict[str, AgentSpec]
+    _samplings: dict[str, Sampling]
+    _generator: TransformersGenerator
+    _prompts: PromptBuilder
+    _turn_rewards: TurnRewards
+
+    def _prepare_counters(self) -> None:
+        self._unscored_in_a_row = 0
+        self._dropped_turns = 0
+        self._extra: Counter[str] = Counter()
+        self._nodes: list[Node] = []
+
+    # ---- Episodes ----
+
+    def _roll_out(self, inputs: list[dict[str, Any]]) -> Rollout:
+        check_prompts(inputs, "the dataset")
+        self._dropped_turns = 0
+        self._extra.clear()
+        self._nodes = []
+        branches = self.args.advantage == "turn" and self.model.training
+        answer = self._answer_with_candidates if branches else self._answer
+        episodes = collect(self.workflow, inputs, list(self._specs), answer)
+        dropped = sum(gather_object([self._dropped_turns]))
+        self._metrics["train" if self.model.training else "eval"]["context/dropped_turns"].append(float(dropped))
+        rows = [{**row, "turns": episode.turns} for row, episode in zip(inputs, episodes, strict=True)]
+        rewards_per_func = score(self, rows, [episode.answer for episode in episodes])
+        self._check_rewards(rewards_per_func)
+        rewards = team_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
+        return Rollout(episodes, rewards_per_func, rewards, nodes=self._nodes)
+
+    def _answer(self, requests: Sequence[Request]) -> list[Turn]:
+        """Turns for all waiting requests: observe, generate, decode."""
+        agents = [request.agent for request in requests]
+        observations = self._prompts.build(
+            [(self._specs[request.agent], request.episode.prompt, request.seen) for request in requests]
+        )
+        completions: list[list[int]] = [[] for _ in requests]
+        for by_reference in (False, True):
+            mine = [index for index, request in enumerate(requests) if request.by_reference == by_reference]
+            if mine:
+                prompt_ids = [observations[index].ids for index in mine]
+                options = {"by_reference": True} if by_reference else {}
+                sampled = self._generator.generate([agents[index] for index in mine], prompt_ids, **options)
+                for index, ids in zip(mine, sampled, strict=True):
+                    completions[index] = ids
+        texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        self._dropped_turns += sum(observation.dropped for observation in observations)
+        return [
+            Turn(
+                agent=agent,
+                text=text,
+                index=-1,
+                sees=tuple(turn.index for turn in observation.seen),
+                observation=observation.content,
+                prompt_ids=observation.ids,
+                completion_ids=ids,
+                raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
+                truncated=self._is_truncated(agent, ids),
+            )
+            for agent, text, observation, ids in zip(agents, texts, observations, completions, strict=True)
+        ]
+
+    def _is_truncated(self, agent: str, ids: list[int]) -> bool:
+        ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
+        stop = self._samplings[agent].stop
+        return bool(ids) and ids[-1] not in ends and not (stop and self._generator.holds_stop(ids, stop))
+
+    def _check_rewards(self, rewards_per_func: torch.Tensor) -> None:
+        for index, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
+            if isinstance(func, nn.Module) and not rewards_per_func[:, index].isfinite().all():
+                raise ValueError(
+                    f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
+                    "destroy the weights or silence its group. Check its input length and dtype."
+                )
+        if not self.model.training or not torch.isnan(rewards_per_func).all():
+            self._unscored_in_a_row = 0
+            return
+        self._unscored_in_a_row += 1
+        if self._unscored_in_a_row >= MAX_UNSCORED_BATCHES:
+            raise ValueError(
+                f"Every reward function ({', '.join(self.reward_func_names)}) returned None for all "
+                f"{len(rewards_per_func)} episodes of {MAX_UNSCORED_BATCHES} batches in a row, so there is nothing to "
+                "learn from. At least one has to return a number for some of them."
+            )
+
+    # ---- Branches: episodes that are run again from a turn on ----
+
+    def _answer_with_candidates(self, requests: Sequence[Request]) -> list[Turn]:
+        """Several candidates for each turn of a trained agent, of which one is spoken; all are kept as nodes."""
+        count = self.args.turn_candidates
+        learns = [self.policies.adapter_of(request.agent) in self.policies.trained for request in requests]
+        asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
+        turns = iter(self._answer(asked))
+        candidates = [[next(turns) for _ in range(count if its else 1)] for its in learns]
+        branching = [index for index, its in enumerate(learns) if its]
+        returns = self._candidate_returns(requests, candidates, branching)
+        chosen = [its[0] for its in candidates]
+        for index in branching:
+            self._nodes.append(Node(requests[index].episode.index, candidates[index], returns[index]))
+            self._count_extra(candidates[index][1:])
+            if self.args.continue_from == "best":
+                worth = torch.tensor(returns[index]).nan_to_num(nan=-torch.inf)
+                chosen[index] = candidates[index][int(worth.argmax())]
+        return chosen
+
+    def _candidate_returns(
+        self, requests: Sequence[Request], candidates: Sequence[list[Turn]], branching: Sequence[int]
+    ) -> dict[int, list[float]]:
+        """What each candidate is worth: the reward of the episode completed from it, its own reward, or a mixture."""
+        jobs = [(index, turn) for index in branching for turn in candidates[index]]
+        own_weight = self.args.own_reward_weight if self.args.credit == "per_step" else 0.0
+        worth = torch.zeros(len(jobs))
+        if own_weight < 1:
+            skips = _pending_before(requests)
+            replays = []
+            for index, turn in jobs:
+                request = requests[index]
+                replays.append(
+                    Replay(request.episode, candidate=(request.agent, request.seen, turn), skip=skips[index])
+                )
+            branches = self._branch([requests[index].episode.row for index, _ in jobs], replays)
+            worth = (1 - own_weight) * self._turn_rewards.of_episodes(branches)
+        if own_weight > 0:
+            episodes = [requests[index].episode for index, _ in jobs]
+            worth = worth + own_weight * self._turn_rewards.of_turns(episodes, [turn for _, turn in jobs])
+        returns: dict[int, list[float]] = {index: [] for index in branching}
+        for (index, _), value in zip(jobs, worth.tolist(), strict=True):
+            returns[index].append(value)
+        return returns
+
+    def _counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
+        """
+        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is sampled anew from the reference of
+        its agent and what depends on it is generated again; NaN for the turns of frozen agents.
+        """
+        samples = self.args.counterfactual_samples
+        rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
+        jobs = [
+            (index, turn.index)
+            for index, episode in enumerate(episodes)
+            for turn in episode.turns
+            if self.policies.adapter_of(turn.agent) in self.policies.trained
+        ]
+        for sample in range(samples if jobs else 0):
+            replays = [Replay(episodes[index], changed=k) for index, k in jobs]
+            branches = self._branch([episodes[index].row for index, _ in jobs], replays)
+            for (index, k), reward in zip(jobs, self._turn_rewards.of_episodes(branches), strict=True):
+                rewards[index][k, sample] = reward
+        return rewards
+
+    def _branch(self, rows: Sequence[dict[str, Any]], replays: Sequence[Replay]) -> list[Episode]:
+        def answer(requests: Sequence[Request]) -> list[Turn]:
+            turns = self._answer(requests)
+            self._count_extra(turns)
+            return turns
+
+        return collect(self.workflow, rows, list(self._specs), answer, replays)
+
+    def _count_extra(self, turns: Sequence[Turn]) -> None:
+        """Generation beyond the episodes themselves, for the metrics."""
+        self._extra["turns"] += len(turns)
+        self._extra["tokens"] += sum(len(turn.completion_ids) for turn in turns)
+
+
+def _pending_before(requests: Sequence[Request]) -> list[int]:
+    """For each request, how many before it ask for the same turn of the same episode."""
+    seen: Counter[tuple] = Counter()
+    counts = []
+    for request in requests:
+        place = request.episode.index, request.agent, tuple(turn.index for turn in request.seen)
+        counts.append(seen[place])
+        seen[place] += 1
+    return counts

@@ -1,0 +1,129 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that asks the critic for values and trains it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from ..configs import MARFTConfig
+from . import functional
+from .adapters import Policies
+from .batching import MicroBatch, Row, Slice, micro_batches
+from .rollouts import Rollout
+
+
+class TeamValues(GRPOTrainer):
+    """Values of turns and tokens, and the loss of the critic."""
+
+    args: MARFTConfig
+    critic: Any  # `Critic`, or `None`
+    policies: Policies
+    _collate: Callable[[Sequence[Row]], dict[str, torch.Tensor]]
+
+    def _prepare_values(self) -> None:
+        # Of the present step: sum of losses, of clipped values, and their number
+        self._value_sums = torch.zeros(3, dtype=torch.float64)
+        if self.critic is not None:
+            self.critic.heads.to(self.accelerator.device)
+
+    def _value_rollout(self, rollout: Rollout, rows: Sequence[Row]) -> list[float]:
+        """
+        Fill in `old_values` of all rows. Returns, for each episode, the value of what would have been seen next where
+        a horizon cut it, else 0.
+        """
+        beyond = [
+            (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
+        ]
+        observations = self._prompts.build(
+            [(self._specs[agent], rollout.episodes[index].prompt, seen) for index, agent, seen in beyond]
+        )
+        next_rows = [
+            Row(
+                agent=agent,
+                adapter=self.policies.adapter_of(agent),
+                prompt_ids=torch.tensor(observation.ids, dtype=torch.long),
+                completion_ids=torch.zeros(0, dtype=torch.long),
+                critic=self.critic.part_of(agent),
+            )
+            for (_, agent, _), observation in zip(beyond, observations, strict=True)
+        ]
+        self._fill_values([*rows, *next_rows])
+        last_values = [0.0] * len(rollout.episodes)
+        for (index, _, _), row in zip(beyond, next_rows, strict=True):
+            last_values[index] = row.old_values[0].item()
+        return last_values
+
+    def _fill_values(self, rows: Sequence[Row]) -> None:
+        for batch in self._batches_by_part(rows, keep_empty=True):
+            features = self._features(batch)
+            values = self.critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
+            for index, row in enumerate(batch.rows):
+                count = self._num_values(row)
+                row.old_values = values[index, :count].clone()
+                if self.critic.kind == "frozen":
+                    row.features = features[index, :count].cpu().clone()
+
+    def _num_values(self, row: Row) -> int:
+        return max(len(row.completion_ids), 1) if self.critic.level == "token" else 1
+
+    def _batches_by_part(self, rows: Sequence[Row], keep_empty: bool = False) -> Iterator[MicroBatch]:
+        limits = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
+        return micro_batches(rows, *limits, by=lambda row: row.critic, keep_empty=keep_empty)
+
+    def _value_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+        """Micro-batches that the critic learns from."""
+        if self.critic is None:
+            return iter(())
+        return self._batches_by_part([row for row in rows if row.num_value_targets])
+
+    def _features(self, batch: MicroBatch) -> torch.Tensor:
+        """What the head sees of the rows of a micro-batch `(B, V, H)`; frozen features are computed once."""
+        known = [row.features for row in batch.rows]
+        if all(features is not None for features in known):
+            return torch.nn.utils.rnn.pad_sequence(known, batch_first=True).to(self.accelerator.device)
+        return self.critic.features(batch.agent, self._collate(batch.rows))
+
+    @contextlib.contextmanager
+    def _sharing_the_pass(self, batch: MicroBatch, is_reference: bool, prompt_width: int) -> Iterator[None]:
+        """Within, a pass of the reference that is the bare base also leaves the frozen critic its features."""
+        shared = is_reference and self.critic is not None and self.critic.kind == "frozen"
+        if not shared or not self.policies.starts_as_base(batch.agent):
+            yield
+            return
+        with self.critic.recording() as kept:
+            yield
+        for row, features in zip(batch.rows, self.critic.cut(kept[-1], prompt_width), strict=True):
+            row.features = features[: self._num_values(row)].cpu().clone()
+
+    def _value_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
+        """Mean over all value targets of a part in the slice, of all processes."""
+        part, rows, device = batch.agent, batch.rows, self.accelerator.device
+
+        def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+
+        values = self.critic.values(part, self._features(batch), [row.agent for row in rows])
+        old, targets = padded([row.old_values for row in rows]), padded([row.value_targets for row in rows])
+        mask = padded([torch.ones(len(row.value_targets)) for row in rows])
+        values = values[:, : mask.size(1)]
+        clip = self.args.value_clip
+        losses = functional.value_losses(values, old, targets, clip, self.args.value_loss) * mask
+        moved = ((values - old).abs() > (torch.inf if clip is None else clip)).float() * mask
+        sums = [losses.detach().sum(), moved.sum(), mask.sum()]
+        self._value_sums += torch.stack(sums).double().cpu()
+        share = self.accelerator.num_processes / slice_.value_targets[part]
+        return losses.sum() * share / self.current_gradient_accumulation_steps
+
+    def _log_value_losses(self) -> None:
+        if self.critic is None:
+            return
+        loss, moved, count = self._reduce(self._value_sums, "sum").tolist()
+        self._value_sums = torch.zeros(3, dtype=torch.float64)
+        if count:
+            self._metrics["train"]["critic/value_loss"].append(loss / count)
+            self._metrics["train"]["critic/clip_ratio"].append(moved / count)

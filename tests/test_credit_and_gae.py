@@ -1,0 +1,277 @@
+"""Credit, GAE, ratios and value losses: reference vectors, and brute force over random ragged episodes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marft_trl.episodes import Turn, joint_steps
+from marft_trl.trainer.functional import (
+    action_log_ratios,
+    adapted_entropy_coef,
+    approximate_kl,
+    counterfactual_credit,
+    equal_credit,
+    explained_variance,
+    gae,
+    moments,
+    returns_to_go,
+    sequential_factors,
+    standardized,
+    step_discount_credit,
+    token_gae,
+    value_losses,
+)
+
+
+CHAIN = torch.tensor([0, 1, 2])
+# planner -> two solvers -> judge
+DIAMOND = torch.tensor([0, 1, 1, 2])
+
+
+# ---- Reference vectors ----
+
+
+def test_credit_reference_vectors():
+    assert equal_credit(1.0, 3, as_rewards=True).tolist() == [0, 0, 1]
+    assert equal_credit(1.0, 3, as_rewards=False).tolist() == [1, 1, 1]
+    assert step_discount_credit(1.0, 3, 0.5).tolist() == [0.25, 0.5, 1]
+    assert step_discount_credit(2.0, 2, 0.0).tolist() == [0, 2]
+    assert returns_to_go(equal_credit(1.0, 3, True), CHAIN, 1.0).tolist() == [1, 1, 1]
+    assert returns_to_go(equal_credit(1.0, 3, True), CHAIN, 0.5).tolist() == [0.25, 0.5, 1]
+    assert returns_to_go(step_discount_credit(1.0, 3, 0.5), CHAIN, 1.0).tolist() == [1.75, 1.5, 1]
+    others = torch.tensor([[0.0, 1.0], [1.0, math.nan], [math.nan, math.nan]])
+    credit = counterfactual_credit(1.0, others)
+    assert credit[:2].tolist() == [0.5, 0.0] and credit[2].isnan()
+
+
+def test_gae_reference_vector_of_a_chain():
+    advantages, targets = gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), CHAIN[:2], 0.99, 0.95)
+    assert advantages.tolist() == pytest.approx([0.7702, 0.4], abs=1e-6)
+    assert targets.tolist() == pytest.approx([0.9702, 1.0], abs=1e-6)
+
+
+def test_gae_reference_vectors_of_fan_out_and_fan_in():
+    zeros = torch.zeros(4)
+    last = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert gae(last, zeros, DIAMOND, 1.0, 1.0)[0].tolist() == [1, 1, 1, 1]
+    assert gae(torch.tensor([0.0, 1.0, 0.0, 1.0]), zeros, DIAMOND, 1.0, 1.0)[0].tolist() == [2, 2, 2, 1]
+    assert gae(last, zeros, DIAMOND, 0.5, 1.0)[0].tolist() == [0.25, 0.5, 0.5, 1]
+
+
+def test_token_gae_by_hand():
+    # turn 0 has two tokens, turn 1 one; gamma .9, lambda .5 between turns, .8 and .5 between tokens
+    values = torch.tensor([[0.1, 0.2], [0.4, 0.0]])
+    factors = (0.9, 0.5, 0.8, 0.5)
+    advantages, targets = token_gae(torch.tensor([0.0, 1.0]), values, torch.tensor([2, 1]), CHAIN[:2], *factors)
+    last_of_first = 0.9 * 0.4 - 0.2 + 0.9 * 0.5 * 0.6
+    first_of_first = 0.8 * 0.2 - 0.1 + 0.8 * 0.5 * last_of_first
+    assert advantages.tolist()[0] == pytest.approx([first_of_first, last_of_first])
+    assert advantages.tolist()[1] == pytest.approx([0.6, 0.0])
+    assert targets.tolist()[0] == pytest.approx([first_of_first + 0.1, last_of_first + 0.2])
+    assert targets.tolist()[1] == pytest.approx([1.0, 0.0])
+
+
+def test_where_a_horizon_cuts_the_value_of_what_comes_next_counts():
+    advantages, _ = gae(torch.zeros(1), torch.zeros(1), CHAIN[:1], 0.5, 1.0, last_value=2.0)
+    assert advantages.tolist() == [1.0]
+    advantages, _ = token_gae(torch.zeros(1), torch.zeros(1, 3), torch.tensor([3]), CHAIN[:1], 0.5, 1, 1, 1, 2.0)
+    assert advantages.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_joint_steps_follow_what_turns_see():
+    def steps(*seen):
+        return joint_steps([Turn("a", "", index, sees=its) for index, its in enumerate(seen)])
+
+    assert steps((), (0,), (0, 1)) == [0, 1, 2]
+    assert steps((), (0,), (0,), (1, 2)) == [0, 1, 1, 2]
+    assert steps((), (), (1,), (0,), (2, 3)) == [0, 0, 1, 1, 2]
+
+
+# ---- Brute force ----
+
+
+@st.composite
+def episodes(draw):
+    """A random dependency graph with rewards, ragged token values and factors."""
+    count = draw(st.integers(1, 6))
+    sees = [draw(st.sets(st.integers(0, k - 1))) if k else set() for k in range(count)]
+    turns = [Turn("a", "", k, sees=tuple(sorted(its))) for k, its in enumerate(sees)]
+    numbers = st.floats(-3, 3, width=32)
+    lengths = [draw(st.integers(1, 4)) for _ in turns]
+    values = [[draw(numbers) for _ in range(length)] for length in lengths]
+    rewards = [draw(numbers) for _ in turns]
+    factors = [draw(st.floats(0, 1)) for _ in range(4)]
+    return joint_steps(turns), rewards, values, factors, draw(numbers)
+
+
+def brute_action(steps, rewards, values, gamma, lam, last_value):
+    """A_k = R_t + gamma Vm_{t+1} - V_k + gamma lambda Am_{t+1}, straight from the formula, by recursion."""
+
+    def mean_value(t):
+        mine = [v for v, s in zip(values, steps, strict=True) if s == t]
+        return sum(mine) / len(mine) if mine else last_value
+
+    def mean_advantage(t):
+        if t not in steps:
+            return 0.0
+        return (
+            sum(r for r, s in zip(rewards, steps, strict=True) if s == t)
+            + gamma * mean_value(t + 1)
+            - mean_value(t)
+            + gamma * lam * mean_advantage(t + 1)
+        )
+
+    return [mean_advantage(t) + mean_value(t) - v for v, t in zip(values, steps, strict=True)]
+
+
+def brute_token(steps, rewards, values, factors, last_value):
+    gamma, lam, token_gamma, token_lam = factors
+
+    def first(t, of):
+        mine = [of(k) for k, s in enumerate(steps) if s == t]
+        return sum(mine) / len(mine) if mine else None
+
+    def advantage(k, i):
+        t = steps[k]
+        if i + 1 < len(values[k]):
+            return token_gamma * values[k][i + 1] - values[k][i] + token_gamma * token_lam * advantage(k, i + 1)
+        next_value = first(t + 1, lambda j: values[j][0])
+        next_advantage = first(t + 1, lambda j: advantage(j, 0))
+        reward = sum(r for r, s in zip(rewards, steps, strict=True) if s == t)
+        value = last_value if next_value is None else next_value
+        return reward + gamma * value - values[k][i] + gamma * lam * (next_advantage or 0.0)
+
+    return [[advantage(k, i) for i in range(len(values[k]))] for k in range(len(values))]
+
+
+def padded(values):
+    rows = [torch.tensor(row, dtype=torch.float64) for row in values]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@given(episodes())
+def test_action_gae_equals_the_formula(episode):
+    steps, rewards, values, (gamma, lam, _, _), last = episode
+    first = [row[0] for row in values]
+    rewards_, first_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(first, dtype=torch.float64)
+    advantages, targets = gae(rewards_, first_, torch.tensor(steps), gamma, lam, last)
+    want = brute_action(steps, rewards, first, gamma, lam, last)
+    assert advantages.tolist() == pytest.approx(want, abs=1e-6)
+    assert targets.tolist() == pytest.approx([a + v for a, v in zip(want, first, strict=True)], abs=1e-6)
+
+
+@given(episodes())
+def test_token_gae_equals_the_formula(episode):
+    steps, rewards, values, factors, last = episode
+    lengths = torch.tensor([len(row) for row in values])
+    arguments = torch.tensor(rewards, dtype=torch.float64), padded(values), lengths, torch.tensor(steps)
+    advantages, targets = token_gae(*arguments, *factors, last)
+    want = brute_token(steps, rewards, values, factors, last)
+    for k, row in enumerate(want):
+        assert advantages[k, : len(row)].tolist() == pytest.approx(row, abs=1e-6)
+        assert targets[k, : len(row)].tolist() == pytest.approx([a + v for a, v in zip(row, values[k], strict=True)])
+        assert not advantages[k, len(row) :].any() and not targets[k, len(row) :].any()
+
+
+@given(episodes())
+def test_without_discount_and_decay_the_advantage_is_return_minus_value(episode):
+    steps, rewards, values, _, _ = episode
+    returns = [sum(r for r, s in zip(rewards, steps, strict=True) if s >= t) for t in steps]
+    rewards_, steps_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(steps)
+    first = padded(values)[:, 0]
+    assert gae(rewards_, first, steps_, 1.0, 1.0)[1].tolist() == pytest.approx(returns, abs=1e-6)
+    lengths = torch.tensor([len(row) for row in values])
+    targets = token_gae(rewards_, padded(values), lengths, steps_, 1.0, 1.0, 1.0, 1.0)[1]
+    for k, length in enumerate(lengths.tolist()):
+        assert targets[k, :length].tolist() == pytest.approx([returns[k]] * length, abs=1e-6)
+    assert returns_to_go(rewards_, steps_, 1.0).tolist() == pytest.approx(returns, abs=1e-6)
+
+
+@given(episodes())
+def test_returns_to_go_equal_a_loop(episode):
+    steps, rewards, _, (gamma, *_), _ = episode
+    want = [sum(gamma ** (s - t) * r for r, s in zip(rewards, steps, strict=True) if s >= t) for t in steps]
+    rewards_ = torch.tensor(rewards, dtype=torch.float64)
+    assert returns_to_go(rewards_, torch.tensor(steps), gamma).tolist() == pytest.approx(want, abs=1e-6)
+
+
+@given(reward=st.floats(-5, 5), count=st.integers(1, 8), discount=st.floats(0, 1))
+def test_step_discount_equals_a_loop(reward, count, discount):
+    want = [reward * discount ** (count - 1 - k) for k in range(count)]
+    assert step_discount_credit(reward, count, discount).tolist() == pytest.approx(want, abs=1e-5)
+    assert equal_credit(reward, count, True).tolist() == pytest.approx([0.0] * (count - 1) + [reward])
+    assert equal_credit(reward, count, False).tolist() == pytest.approx([reward] * count)
+
+
+ragged = st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(rows=ragged, words=st.lists(st.integers(1, 6), min_size=4, max_size=4))
+def test_log_ratios_of_actions_equal_a_loop(rows, words):
+    mask = padded([[1.0] * len(row) for row in rows])
+    noise = padded(rows) + 7 * (1 - mask)  # what lies beyond a turn's end does not count
+    divisors = {
+        "sum": [1] * len(rows),
+        "token": [len(row) for row in rows],
+        "word": words[: len(rows)],
+    }
+    for its in divisors.values():
+        want = [sum(row) / by for row, by in zip(rows, its, strict=True)]
+        got = action_log_ratios(noise, mask, torch.tensor(its, dtype=torch.float64))
+        assert got.tolist() == pytest.approx(want, abs=1e-6)
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.floats(-20, 20)] * 3), min_size=1, max_size=6),
+    clip=st.one_of(st.none(), st.floats(0.01, 2)),
+    kind=st.sampled_from(["huber", "squared"]),
+)
+def test_value_loss_equals_the_originals(rows, clip, kind):
+    def loss(error):
+        size = abs(error)
+        return error**2 / 2 if kind == "squared" or size <= 10 else 10 * (size - 5)
+
+    want = []
+    for value, old, target in rows:
+        near = value if clip is None else old + max(-clip, min(clip, value - old))
+        want.append(max(loss(target - value), loss(target - near)))
+    tensors = [torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)]
+    assert value_losses(*tensors, clip, kind).tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_a_clipped_value_has_no_gradient():
+    value = torch.tensor([0.5, 0.1], requires_grad=True)
+    value_losses(value, torch.zeros(2), torch.ones(2), 0.2, "squared").sum().backward()
+    assert value.grad.tolist() == pytest.approx([0.0, -0.9])  # 0.5 has moved beyond 0.2 towards its target
+
+
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_standardized_over_processes_equals_one(parts):
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
+    everything = torch.cat(tensors)
+    total = sum(moments(part) for part in tensors)
+    got = torch.cat([standardized(part, total) for part in tensors])
+    std = everything.std(correction=0)
+    if std > 1e-3:
+        torch.testing.assert_close(got, (everything - everything.mean()) / (std + 1e-8), rtol=1e-5, atol=1e-5)
+
+
+def test_explained_variance_by_hand():
+    targets = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert explained_variance(moments(targets), moments(targets - targets)) == 1.0
+    assert explained_variance(moments(targets), moments(targets - targets.mean())) == pytest.approx(0.0)
+    assert explained_variance(moments(targets), moments(2 * targets)) == pytest.approx(-3.0)
+    assert math.isnan(explained_variance(moments(torch.ones(3)), moments(torch.ones(3))))
+
+
+def test_divergence_factors_and_entropy_control_by_hand():
+    assert approximate_kl(torch.tensor([0.0, math.log(2)])).tolist() == pytest.approx([0.0, 1 - math.log(2)])
+    assert approximate_kl(torch.tensor([500.0])).isfinite().all()
+    log_ratios = torch.tensor([math.log(2), math.log(3), math.log(0.5)])
+    factors = sequential_factors(log_ratios, torch.tensor([0, 0, 2]), 3)
+    assert factors.tolist() == pytest.approx([6.0, 1.0, 0.5])
+    assert adapted_entropy_coef(0.1, entropy=0.3, target=0.3, delta=0.05, low=0, high=0.12) == 0.12
+    assert adapted_entropy_coef(0.1, entropy=0.4, target=0.3, delta=0.05, low=0.08, high=1) == 0.08

@@ -1,0 +1,67 @@
+"""The expected gradient of an estimator, over all episodes of a tiny team, against the exact gradient."""
+
+import pytest
+import torch
+
+from .enumeration import Parallel, World, of_candidates, with_branches
+
+
+def assert_same(got, want, factor=1.0):
+    assert want.norm() > 1e-2
+    torch.testing.assert_close(got, factor * want, rtol=1e-3, atol=2e-5 * want.norm().item())
+
+
+@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"advantage": "leave_one_out"}, 1.0),
+        ({"advantage": "leave_one_out", "level": "action"}, 1.0),
+        ({"advantage": "none"}, 1.0),
+        # the mean of a group of 2 holds half of the episode's own reward
+        ({"advantage": "group", "scale_rewards": "none"}, 0.5),
+        ({"advantage": "agent", "scale_rewards": "none"}, 0.5),
+    ],
+    ids=str,
+)
+def test_equal_credit_is_unbiased(tmp_path, workflow, settings, factor):
+    world = World(tmp_path, workflow=workflow, **{"level": "token", **settings})
+    assert_same(world.of_groups(2), world.exact(), factor)
+
+
+@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
+@pytest.mark.parametrize("level", ["token", "action"])
+def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, workflow, critic, level):
+    settings = {"advantage": "gae", "critic": critic, "level": level, "num_generations": 1}
+    world = World(tmp_path, 2, workflow, **settings, gae_lambda=1.0, normalize_advantages="none")
+    assert_same(world.of_groups(1), world.exact())
+
+
+@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
+@pytest.mark.parametrize("advantage", ["none", "leave_one_out"])
+def test_counterfactual_credit_is_unbiased(tmp_path, workflow, advantage):
+    world = World(tmp_path, workflow=workflow, advantage=advantage, credit="counterfactual")
+    assert_same(with_branches(world), world.exact())
+
+
+def test_candidates_are_unbiased_where_the_episode_goes_on_from_a_sampled_one(tmp_path):
+    settings = {"advantage": "turn", "turn_candidates": 2, "num_generations": 1, "scale_rewards": "none"}
+    world = World(tmp_path, **settings, continue_from="sampled")
+    exact = world.exact()
+    assert_same(of_candidates(world), exact)  # two candidates, each against a mean that holds half of its own
+    world.trainer.args.continue_from = "best"
+    got, half = of_candidates(world), len(exact) // 2
+    assert_same(got[:half], exact[:half])
+    assert (got[half:] - exact[half:]).norm() > 0.05 * exact[half:].norm()  # other observations than the policy's
+
+
+def test_scaled_and_decayed_estimators_are_biased(tmp_path):
+    for settings in (
+        {"advantage": "group"},
+        {"advantage": "gae", "critic": "shared", "gae_lambda": 0.5, "normalize_advantages": "none"},
+    ):
+        world = World(tmp_path, level="token", **settings)
+        exact, got = world.exact(), world.of_groups(2)
+        aligned = got * (got @ exact) / (got @ got)
+        assert (aligned - exact).norm() > 0.02 * exact.norm(), settings
