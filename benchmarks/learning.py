@@ -5,10 +5,10 @@ Every preset on the embedded team, over several seeds: start, end, area under th
     python benchmarks/learning.py --presets marft-t grpo --seeds 2 --batches 20
 
 All runs start from the quickstart's model and see the same number of episodes: `--batches` generation batches of
-`--prompts` questions with 8 episodes each (64 questions with one where the preset has one). Learning rates are this
-task's, the same for all presets unless named in `TUNED`; all else is the preset's. Accuracy is that of sampled answers
-(temperature 1) on 400 held-out questions, the area that of the training reward over generation batches. Writes
-`learning.md`, `learning.csv` and `learning.png` into `--output_dir`.
+`--prompts` questions with 8 episodes each (8 times as many questions where a preset has one episode of each).
+Learning rates are this task's, the same for all presets unless named in `TUNED`; all else is the preset's. Accuracy is
+that of sampled answers (temperature 1) on 400 held-out questions, the area that of the training reward over generation
+batches. Writes `learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
 """
 
 import argparse
@@ -123,6 +123,8 @@ def in_process(name: str, seed: int, options) -> dict:
         raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-3000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
     print(f"{name:12} seed {seed}: {result['start']:.3f} -> {result['end']:.3f}", flush=True)
+    with open(options.output_dir / "runs.jsonl", "a", encoding="utf-8") as file:  # nothing lost if a later run fails
+        file.write(json.dumps(result) + "\n")
     return result
 
 
@@ -172,8 +174,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=[*PRESETS, *SOLO], choices=[*PRESETS, *SOLO])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("learning-output"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
@@ -185,11 +187,11 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run(name, int(seed), options.batches, options.prompts, folder)))
         return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     tiny_team_model()  # built once, before the runs start
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.presets]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda job: in_process(*job, options), jobs))
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     with open(options.output_dir / "learning.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(results[0]))
         writer.writeheader()

@@ -29,7 +29,10 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
 
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
-    [("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")],
+    [
+        *[("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")],
+        *[("ppo", "dapo"), ("sequential", "grpo"), ("counterfactual", "dapo"), ("candidates", "grpo")],
+    ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     script = "tests/scripts/train_canned.py"

@@ -134,12 +134,18 @@ RESUME = {
 }
 
 
+PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {"num_iterations": 2, "steps_per_generation": 2},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2},
+        {**PPO, "critic": "shared", "update_order": "sequential", "num_iterations": 2},
+        {**PPO, "critic": "frozen", "level": "action", "num_iterations": 3, "target_kl": 0.5},
+        {"use_adaptive_entropy": True, "entropy_target": 0.4, "update_order": "resampled"},
     ],
     ids=str,
 )
@@ -159,8 +165,14 @@ def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings,
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6 and int(resumed.state.epoch) >= 1  # past the first epoch, where order counts
     assert not moved(weights(whole), weights(resumed))
+    if whole.critic is not None:
+        heads = zip(whole.critic.heads.parameters(), resumed.critic.heads.parameters(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in heads)
     for group, other in zip(whole.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
         for mine, theirs in zip(group["params"], other["params"], strict=True):
+            if mine not in whole.optimizer.state:  # an adapter whose turn has not come yet
+                assert theirs not in resumed.optimizer.state
+                continue
             assert torch.equal(whole.optimizer.state[mine]["exp_avg"], resumed.optimizer.state[theirs]["exp_avg"])
 
 

@@ -29,7 +29,7 @@ def canned(trainer):
     """Replies drawn from the observation and its repetition, not from the model."""
     seen = Counter()
 
-    def generate(agents, prompt_ids):
+    def generate(agents, prompt_ids, by_reference=False):
         replies = []
         for agent, ids in zip(agents, prompt_ids, strict=True):
             key = (trainer.state.global_step, agent, tuple(ids))
@@ -39,6 +39,15 @@ def canned(trainer):
         return replies
 
     return generate
+
+
+PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
+LEARNING = {
+    "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 4},
+    "sequential": {**PPO, "critic": "frozen", "level": "action", "update_order": "sequential", "max_steps": 4},
+    "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
+    "candidates": {"advantage": "turn", "turn_candidates": 2},
+}
 
 
 def count(answers, prompt, **columns):
@@ -54,7 +63,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         model_folder,
         output + "-run",
         agents=agents,
-        workflow=ByPrompt() if kind == "uneven" else None,
+        workflow=None if kind in ("chain", "full") else ByPrompt(),
         reward_funcs=varied_reward,
         eval_dataset=tiny_dataset(9, seed=1),
         eval_metrics=count,
@@ -72,6 +81,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             "optim": "sgd",
             "gradient_checkpointing": kind != "full",
             "max_tokens_per_micro_batch": 400,
+            **LEARNING.get(kind, {}),
         },
     )
     trainer._generator.generate = canned(trainer)
@@ -83,6 +93,8 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
         start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
+        if trainer.critic is not None:
+            tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
         save_file({**start, **tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
     trainer.end()  # leave the process group before the interpreter goes
 

@@ -1,0 +1,474 @@
+"""Credit, critics and schedules inside the trainer: what arrives where, what moves and what does not."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+
+from marft_trl import AgentSpec, Workflow
+from marft_trl.tiny import tiny_dataset
+
+from .helpers import lora, moved, team_trainer, weights
+
+
+TEAM = ["planner", "solver", "judge"]
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none", "gae_lambda": 1.0}
+
+
+def team(**changes):
+    return [AgentSpec(name, system_prompt=name, **changes.get(name, {})) for name in TEAM]
+
+
+class Apart(Workflow):
+    """Nobody sees anybody."""
+
+    async def run(self, episode):
+        for name in TEAM:
+            await episode.turn(name, sees=[])
+
+
+def solved(completions, turns, **kwargs):
+    """The team's reward: 1 where the solver said token 7."""
+    return [float(7 in its[1].completion_ids) for its in turns]
+
+
+def own(completion_ids, turn, turns, **kwargs):
+    """A turn's reward: 1 where it has token 7. Gets the turn and its episode."""
+    assert all(one in its for one, its in zip(turn, turns, strict=True))
+    assert [list(one.completion_ids) for one in turn] == completion_ids
+    return [float(7 in ids) for ids in completion_ids]
+
+
+def canned(trainer):
+    """The solver says 7 in the first episode of each group; re-samples never do."""
+
+    def generate(agents, prompt_ids, by_reference=False):
+        replies = [[5, 2] for _ in agents]
+        if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4:
+            replies[0] = [7, 2]
+        return replies
+
+    trainer._generator.generate = generate
+
+
+def arrived(model_folder, folder, workflow=None, agents=None, **settings):
+    """The trainer and, for each agent, the advantages of its turns in four episodes of which the first is solved."""
+    trainer = team_trainer(
+        model_folder,
+        folder,
+        agents=agents or team(),
+        workflow=workflow,
+        reward_funcs=solved,
+        settings={"per_device_train_batch_size": 4, "gradient_checkpointing": False, **settings},
+    )
+    canned(trainer)
+    if trainer.critic is not None:
+        for parameter in trainer.critic.heads.parameters():
+            parameter.data.zero_()  # all values are 0
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [{"prompt": "x"} for _ in range(4)]
+    (slice_,) = trainer._generate_and_score_completions(rows)
+    advantages = {
+        name: [
+            torch.as_tensor(row.advantage).mean().item()
+            for row in sorted(slice_.rows, key=lambda row: row.episode)
+            if row.agent == name and row.is_trained
+        ]
+        for name in TEAM
+    }
+    return trainer, slice_, advantages
+
+
+REWARDED = {name: {"reward_funcs": own} for name in TEAM}
+
+
+@pytest.mark.parametrize("level", ["token", "action"])
+@pytest.mark.parametrize(
+    ("settings", "workflow", "expected"),
+    [
+        # what the planner, the solver and the judge of the solved episode get
+        ({**PPO}, None, (1, 1, 1)),
+        ({**PPO, "gamma": 0.5}, None, (0.25, 0.5, 1)),
+        ({**PPO, "gamma": 0.5}, Apart(), (1, 1, 1)),
+        ({**PPO, "credit": "step_discount", "credit_discount": 0.5}, None, (1.75, 1.5, 1)),
+        (
+            {**PPO, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
+            None,
+            (0.25, 0.5, 1),
+        ),
+        ({**PPO, "credit": "per_step"}, None, (1, 1, 0)),
+        ({**PPO, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
+        ({**PPO, "credit": "per_step", "own_reward_weight": 0.25}, None, (1, 1, 0.75)),
+        ({**PPO, "credit": "counterfactual"}, Apart(), (0, 1, 0)),
+        ({**PPO, "credit": "counterfactual"}, None, (1, 1, 0)),
+        ({"advantage": "none"}, None, (1, 1, 1)),
+        ({"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}, None, (0.25, 0.5, 1)),
+        (
+            {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "rewards"},
+            None,
+            (1.75, 1.5, 1),
+        ),
+        ({"advantage": "none", "credit": "per_step"}, None, (0, 1, 0)),
+        ({"advantage": "none", "credit": "per_step", "credit_kind": "rewards"}, None, (1, 1, 0)),
+        ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, None, (0.5, 1, 0.5)),
+        ({"advantage": "none", "credit": "counterfactual", "counterfactual_samples": 2}, Apart(), (0, 1, 0)),
+        ({"advantage": "leave_one_out"}, None, (1, 1, 1)),
+        ({"advantage": "leave_one_out", "credit": "per_step"}, Apart(), (-1 / 9, 8 / 9, -1 / 9)),
+        ({"advantage": "group", "scale_rewards": "none"}, None, (0.75, 0.75, 0.75)),
+        ({"advantage": "agent", "scale_rewards": "none", "credit": "per_step"}, None, (0, 0.75, 0)),
+    ],
+    ids=str,
+)
+def test_a_reward_arrives_at_the_turns_it_should(model_folder, tmp_path, settings, workflow, expected, level):
+    agents = team(**REWARDED) if settings.get("credit") == "per_step" else team()
+    if settings.get("credit") == "per_step" and settings["advantage"] == "leave_one_out":
+        # the mean of the other episodes counts each once: 0 for the solved one, whose own mean is 1/3
+        expected = (0, 1, 0)
+    trainer, slice_, advantages = arrived(model_folder, tmp_path, workflow, agents, level=level, **settings)
+    got = tuple(advantages[name][0] for name in TEAM)
+    assert got == pytest.approx(expected, abs=1e-5)
+    trainer.model.zero_grad()
+    trainer.compute_loss(trainer.model, slice_).backward()
+    for name in TEAM:
+        norms = [p.grad.norm().item() for p in trainer.policies.parameters(name).values() if p.grad is not None]
+        has_gradient = any(norm > 0 for norm in norms)
+        assert has_gradient == any(abs(advantage) > 1e-6 for advantage in advantages[name]), name
+
+
+def test_unscored_turns_have_no_advantage_and_teach_the_critic_nothing(model_folder, tmp_path):
+    agents = team(
+        **{name: {"reward_funcs": lambda completion_ids, **_: [None] * len(completion_ids)} for name in TEAM}
+    )
+    settings = {**PPO, "credit": "per_step", "normalize_advantages": "batch"}
+    _, slice_, advantages = arrived(model_folder, tmp_path, agents=agents, **settings)
+    assert advantages == dict.fromkeys(TEAM, [0.0] * 4)
+    assert slice_.value_targets == {"_critic": 0} and "_critic" not in slice_.adapters
+
+
+def test_advantages_are_standardized_over_what_the_loss_counts(model_folder, tmp_path):
+    for how in ("batch", "agent"):
+        settings = {**PPO, "gamma": 0.5, "normalize_advantages": how}
+        _, slice_, _ = arrived(model_folder, tmp_path, agents=team(judge={"trainable": False}), **settings)
+        rows = [row for row in slice_.rows if row.is_trained]
+        assert len(slice_.rows) == 12 and len(rows) == 8  # the judge's turns are rows for the critic alone
+        for agent in TEAM[:2] if how == "agent" else [None]:
+            flat = torch.cat([row.advantage for row in rows if agent in (None, row.agent)])
+            assert flat.mean().item() == pytest.approx(0, abs=1e-6)
+            assert flat.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        agents=team(judge={"trainable": False}),
+        reward_funcs=solved,
+        settings={
+            **{"advantage": "turn", "turn_candidates": 2, "num_generations": 1, "scale_rewards": "none"},
+            **{"per_device_train_batch_size": 4, "gradient_checkpointing": False},
+        },
+    )
+    calls = []
+
+    def generate(agents, prompt_ids):
+        calls.append((agents[0], len(agents)))
+        # the second candidate of the solver is right, so the episode goes on from it
+        right = agents[0] == "solver" and len(calls) > 3
+        return [[7, 2] if right and index % 2 else [5, 2] for index in range(len(agents))]
+
+    trainer._generator.generate = generate
+    trainer.model.train()
+    (slice_,) = trainer._generate_and_score_completions([{"prompt": "x"} for _ in range(4)])
+    # two planners each, completed; two solvers each, completed; one judge, who is frozen
+    assert calls == [("planner", 8), ("solver", 8), ("judge", 8), ("solver", 8), ("judge", 8), ("judge", 4)]
+    assert len(slice_.rows) == 16
+    of_solver = [row.advantage for row in slice_.rows if row.agent == "solver"]
+    assert sorted(of_solver) == [-0.5] * 4 + [0.5] * 4
+    assert {row.advantage for row in slice_.rows if row.agent == "planner"} == {0.0}
+    assert trainer._metrics["train"]["reward"] == [1.0]
+    assert trainer._metrics["train"]["branches/turns"] == [4 * (1 + 2 + 2 + 1 + 2)]
+
+
+def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
+    class Cut(Workflow):
+        async def run(self, episode):
+            await episode.turn("planner")
+            episode.cut("solver")
+
+    def nothing(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    settings = {**PPO, "level": "action", "gamma": 0.5, "per_device_train_batch_size": 4}
+    agents = [AgentSpec(name, system_prompt=name) for name in ("planner", "solver")]
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=agents, workflow=Cut(), reward_funcs=nothing, settings=settings
+    )
+    for parameter in trainer.critic.heads.parameters():
+        parameter.data.zero_()
+    trainer.critic.heads["_critic"].bias.data.fill_(2.0)  # every value is 2
+    trainer.model.train()
+    (slice_,) = trainer._generate_and_score_completions(tiny_dataset(4).to_list())
+    assert [row.advantage for row in slice_.rows] == pytest.approx([0.5 * 2 - 2] * 4)
+
+
+# ---- Critics ----
+
+
+@pytest.mark.parametrize("level", ["token", "action"])
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
+def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, critic, level):
+    settings = {**PPO, "critic": critic, "level": level, "max_steps": 1, "beta": 0.1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+    parts = trainer._trained_parameters()
+    policies = set(trainer.policies.trained)
+    for name in parts:
+        for parameters in parts.values():
+            for parameter in parameters.values():
+                parameter.grad = None
+        trainer._learning = lambda name=name: frozenset([name])
+        trainer.compute_loss(trainer.model, slice_).backward()
+        touched = {
+            part for part, its in parts.items() if any(p.grad is not None and p.grad.any() for p in its.values())
+        }
+        assert touched == {name}
+    assert policies == {"actor", "reasoner"}
+    assert len(parts) - 2 == (2 if critic == "per_agent" else 1)
+    base = [n for n, p in trainer.model.named_parameters() if "lora_" not in n and p.requires_grad]
+    assert not base
+
+
+@pytest.mark.parametrize(
+    "critic",
+    [
+        "shared",
+        "frozen",
+        pytest.param("per_agent", marks=pytest.mark.slow),
+        pytest.param("multi_head", marks=pytest.mark.slow),
+    ],
+)
+def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
+    worth = {"Ann has 7 apples.": 1.0, "and": -1.0, "How many are left?": 3.0, "Ben loses 2.": 0.0}
+    if critic == "frozen":  # the features of a hardly trained base tell few prompts apart
+        worth = dict(list(worth.items())[:2])
+
+    steps = 80 if critic == "frozen" else 56
+
+    def known(completions, prompts, **kwargs):
+        return [worth[prompt] for prompt in prompts]
+
+    settings = {
+        **{**PPO, "critic": critic, "level": "action", "value_clip": None, "learning_rate": 0.0},
+        **{"critic_learning_rate": 5e-3 if critic != "frozen" else 1e-3, "critic_max_grad_norm": 10.0},
+        **{"per_device_train_batch_size": 64, "num_iterations": 8, "max_steps": steps, "critic_warmup_steps": steps},
+        **{"max_completion_length": 1, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
+    }
+    prompts = Dataset.from_dict({"prompt": list(worth) * 64})
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=known, settings=settings, train_dataset=prompts)
+    before = weights(trainer)
+    trainer.train()
+    explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
+    assert abs(explained[0]) < 0.5  # it starts with next to nothing
+    assert explained[-1] > 0.95
+    assert not any("_critic" not in name for name in moved(before, weights(trainer)))
+
+
+def test_values_are_read_before_each_sampled_token(model_folder, tmp_path):
+    for level in ("token", "action"):
+        trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "level": level})
+        with torch.no_grad():
+            for parameter in trainer.critic.parameters("_critic").values():
+                parameter.normal_(std=0.2)
+        trainer.model.train()
+        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        head = trainer.critic.heads["_critic"]
+        for row in slice_.rows:
+            trainer.policies.activate_adapter("_critic")
+            ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+            with torch.no_grad():
+                hidden = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state[0]
+                first = len(row.prompt_ids) - 1
+                count = len(row.completion_ids) if level == "token" else 1
+                want = head(hidden[first : first + count]).squeeze(-1)
+            torch.testing.assert_close(row.old_values, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path):
+    def features(beta):
+        settings = {**PPO, "critic": "frozen", "beta": beta, "max_tokens_per_micro_batch": 500}
+        trainer = team_trainer(model_folder, tmp_path, settings=settings)
+        passes = []
+        backbone = trainer.model.get_base_model().model
+        backbone.register_forward_hook(lambda *_: passes.append(1))
+        torch.manual_seed(0)
+        trainer.model.train()
+        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 2]] * len(agents)
+        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        return torch.stack([row.features for row in slice_.rows]), len(passes)
+
+    alone, passes_alone = features(0.0)
+    shared, passes_shared = features(0.1)
+    assert passes_shared <= passes_alone + 2  # split by agent; no second pass for the critic
+    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_warm_up_teaches_the_critic_alone(model_folder, tmp_path):
+    settings = {**PPO, "critic_warmup_steps": 2, "max_steps": 2, "lr_scheduler_type": "constant"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert changed and all("._critic." in name for name in changed)
+
+
+# ---- Schedules ----
+
+
+def steps_of(trainer) -> list[set[str]]:
+    """The adapters that moved in each optimizer step."""
+    from transformers import TrainerCallback
+
+    history, latest = [], weights(trainer)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            now = weights(trainer)
+            names = moved(latest, now)
+            history.append({part for part in trainer._trained_parameters() if any(f".{part}." in n for n in names)})
+            latest.update(now)
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    return history
+
+
+def test_under_an_interval_one_agent_moves_at_a_time(model_folder, tmp_path):
+    settings = {"agent_iteration_interval": 2, "max_steps": 5, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    history = steps_of(team_trainer(model_folder, tmp_path, settings=settings))
+    assert history == [{"reasoner"}, {"reasoner"}, {"actor"}, {"actor"}, {"reasoner"}]
+
+
+def test_resampled_updates_have_new_episodes_for_every_agent(model_folder, tmp_path):
+    settings = {"update_order": "resampled", "num_iterations": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    rollouts = []
+    roll_out = trainer._roll_out
+    trainer._roll_out = lambda inputs: (rollouts.append(trainer.state.global_step), roll_out(inputs))[1]
+    assert steps_of(trainer) == [{"reasoner"}] * 2 + [{"actor"}] * 2 + [{"reasoner"}] * 2
+    assert rollouts == [0, 2, 4]
+
+
+@pytest.mark.parametrize("level", ["token", "action"])
+def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder, tmp_path, level):
+    settings = {
+        **{**PPO, "update_order": "sequential", "num_iterations": 2, "max_steps": 8, "level": level},
+        **{"lr_scheduler_type": "constant", "learning_rate": 1e-2},
+    }
+    if level == "action":
+        settings["action_logprob"] = "token"
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    rollouts, factors = [], []
+    roll_out, multiply = trainer._roll_out, trainer._multiply_by_ratios
+    trainer._roll_out = lambda inputs: (rollouts.append(trainer.state.global_step), roll_out(inputs))[1]
+
+    def watched(adapter):
+        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
+        expected = {}
+        for row in rows:
+            if row.adapter == adapter:  # by a plain pass of the model, one row at a time
+                trainer.policies.activate(row.agent)
+                ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+                with torch.no_grad():
+                    logits = trainer.model.get_base_model()(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1]
+                new = torch.log_softmax(logits, -1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
+                change = (new - row.old_per_token_logps).sum().item()
+                change /= len(row.completion_ids) if level == "action" else 1
+                expected[row.episode] = expected.get(row.episode, 0.0) + change
+        multiply(adapter)
+        for row in rows:
+            assert row.factor == pytest.approx(math.exp(expected[row.episode]), rel=1e-3)
+            factors.append(row.factor)
+
+    trainer._multiply_by_ratios = watched
+    history = steps_of(trainer)
+    assert rollouts == [0, 4]  # one generation batch for both agents
+    agents = [step - {"_critic"} for step in history]
+    assert all(agents[i] == agents[i + 1] for i in (0, 2, 4, 6))  # both iterations belong to one agent
+    assert sorted(map(sorted, (agents[0], agents[2]))) == [["actor"], ["reasoner"]]
+    assert ["_critic" in step for step in history] == [True, True, False, False] * 2
+    assert max(abs(factor - 1) for factor in factors) > 1e-3
+
+
+def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
+    # heads are no part of the model whose gradients the Trainer clears
+    settings = {**PPO, "update_order": "sequential", "max_steps": 2, "lr_scheduler_type": "constant", "optim": "sgd"}
+    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "critic_learning_rate": 1e-2})
+    heads = []
+    original = trainer._open_window
+    trainer._open_window = lambda: (
+        heads.append([p.detach().clone() for p in trainer.critic.heads.parameters()]),
+        original(),
+    )
+    trainer.train()
+    end = list(trainer.critic.heads.parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(heads[0], heads[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(heads[1], end, strict=True))
+
+
+def test_an_agent_that_moved_too_far_is_left_out_of_the_update(model_folder, tmp_path):
+    settings = {"num_iterations": 3, "max_steps": 3, "target_kl": 1e-4, "lr_scheduler_type": "constant"}
+    agents = [
+        AgentSpec("reasoner", system_prompt="Write the steps.", learning_rate=5e-2),
+        AgentSpec("actor", system_prompt="Write the answer.", learning_rate=1e-6),
+    ]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={**settings, **PPO})
+    history = steps_of(trainer)
+    assert history[0] == {"reasoner", "actor", "_critic"}
+    assert history[1] == history[2] == {"actor", "_critic"}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["agents/reasoner/stopped_updates"] for entry in logs] == [0.0, 1.0, 1.0]
+    assert [entry["agents/actor/stopped_updates"] for entry in logs] == [0.0, 0.0, 0.0]
+    assert logs[1]["agents/reasoner/approx_kl"] > 1e-4 > logs[1]["agents/actor/approx_kl"] >= 0
+
+
+def test_each_adapter_has_an_entropy_controller_of_its_own(model_folder, tmp_path):
+    settings = {"use_adaptive_entropy": True, "entropy_target": 0.35, "max_steps": 3, "learning_rate": 1e-9}
+    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "entropy_coef": 0.01})
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in ("reasoner", "actor"):
+        coefficient = 0.01
+        for entry in logs:
+            is_low = entry[f"agents/{name}/entropy"] <= 0.35
+            coefficient = max(coefficient + (0.005 if is_low else -0.005), 0.0)
+            assert entry[f"agents/{name}/entropy_coef"] == pytest.approx(coefficient)
+
+
+def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
+    def build(**arguments):
+        settings = arguments.pop("settings")
+        return team_trainer(model_folder, tmp_path, settings=settings, **arguments)
+
+    with pytest.raises(ValueError, match=r"`critic='shared'` needs a base that stays"):
+        build(settings=PPO, peft_config=None)
+    with pytest.raises(ValueError, match=r"`credit='counterfactual'` needs a base"):
+        build(settings={"credit": "counterfactual"}, peft_config=None)
+    with pytest.raises(ValueError, match=r"nothing scores those of agent 'reasoner'"):
+        build(settings={"credit": "per_step"})
+    with pytest.raises(ValueError, match=r"`reward_funcs` of agent 'solver' .* `credit='equal'` does not use"):
+        build(settings={}, agents=[AgentSpec("solver", reward_funcs=own)])
+    with pytest.raises(ValueError, match=r"`critic_peft_config` was passed, but `critic=None`"):
+        build(settings={}, critic_peft_config=lora())
+    with pytest.raises(ValueError, match=r"`update_order='sequential'` lets agents learn in turn, but only"):
+        build(settings={"update_order": "sequential"}, agents=[AgentSpec("solver")])
+    with pytest.raises(ValueError, match=r"needs \['missing'\]"):
+        build(
+            settings={"credit": "per_step"},
+            agents=[AgentSpec("solver", reward_funcs=lambda completions, missing, **kwargs: [])],
+        )
+    with pytest.raises(TypeError, match=r"`reward_funcs` of agent 'solver' must be a function"):
+        AgentSpec("solver", reward_funcs="a/model")
