@@ -104,11 +104,11 @@ def print_table(before, after, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
-    print("Building the tiny model (once, about a minute) ...", flush=True)
+    print("Building the tiny model (once, about two minutes) ...", flush=True)
     base = tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),

@@ -75,6 +75,18 @@ def test_math_duo_on_two_processes(model_folder, tmp_path):
     assert sorted(table["episode"][table["mode"] == "train"].unique()) == list(range(8))  # of both processes
 
 
+def test_ppo_team_on_real_records(model_folder, tmp_path):
+    arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--output_dir", "out"]
+    arguments += ["--per_device_train_batch_size", "4", "--max_completion_length", "8", "--max_steps", "4"]
+    arguments += ["--critic_warmup_steps", "2", "--logging_steps", "1", "--report_to", "none", "--lora_r", "4"]
+    output = run([str(ROOT / "examples" / "ppo_team.py"), *arguments, "--critic", "multi_head"], tmp_path)
+    assert "critic/explained_variance" in output and "own_reward" in output and "'agents/planner/approx_kl'" in output
+    heads = load_file(tmp_path / "out" / "_critic" / "value_heads.safetensors")
+    assert heads["_critic.weight"].shape == (3, 128)  # the command line wins over the script's default
+    assert (tmp_path / "out" / "_critic" / "adapter_model.safetensors").exists()
+    assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == ["planner", "solver", "verifier"]
+
+
 def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
     code = (
         "import sys, marft_trl.tiny\n"

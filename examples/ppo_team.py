@@ -1,0 +1,106 @@
+"""
+PPO for a team of three on mathematics: a shared critic, GAE through the chain, an own reward for the planner.
+
+    python examples/ppo_team.py --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/DeepMath-103K \
+        --output_dir ppo-team --load_in_4bit true
+    accelerate launch examples/ppo_team.py --model_name_or_path path/to/model --dataset_file problems.jsonl \
+        --output_dir ppo-team --critic per_agent --level action --action_logprob token
+
+Records have `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field of
+`MARFTConfig` is an option and wins over the defaults of `main`; `docs/algorithms.md` explains them.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import ModelConfig, TrlParser, get_quantization_config
+from trl.rewards import accuracy_reward
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+
+
+PLANNER = "You are the planner of a team. Write at most four numbered steps that solve the problem. Do not compute."
+SOLVER = "You are the solver of a team. Follow the planner's steps and put the answer in \\boxed{}."
+VERIFIER = "You are the verifier of a team. Check the solution, and give the final answer in \\boxed{}."
+
+
+@dataclass
+class ScriptArguments:
+    """
+    Arguments of the script.
+
+    Args:
+        dataset_name (`str`, *optional*):
+            Dataset on the Hub with `prompt` and `solution`; its split `train` is used.
+        dataset_file (`str`, *optional*):
+            Local file of JSON lines instead.
+    """
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the Hub with `prompt`, `solution`."})
+    dataset_file: str | None = field(default=None, metadata={"help": "Local file of JSON lines instead."})
+
+
+def numbered_steps(completion_ids, turn, turns, **columns):
+    """The planner's own reward: two numbered steps are enough for all of it."""
+    return [min(len(re.findall(r"^\s*\d+\.", one.text, re.MULTILINE)) / 2, 1.0) for one in turn]
+
+
+def right_answer(completions, solution, **columns):
+    """The reward of the solver's and the verifier's own turns."""
+    return accuracy_reward(completions, solution=solution)
+
+
+def team() -> list[AgentSpec]:
+    return [
+        AgentSpec("planner", system_prompt=PLANNER, reward_funcs=numbered_steps),
+        AgentSpec("solver", system_prompt=SOLVER, reward_funcs=right_answer),
+        AgentSpec("verifier", system_prompt=VERIFIER, reward_funcs=right_answer),
+    ]
+
+
+def main():
+    parser = TrlParser((ScriptArguments, MARFTConfig, ModelConfig))
+    parser.set_defaults(
+        advantage="gae",
+        critic="shared",
+        credit="per_step",
+        own_reward_weight=0.5,  # half from the turn itself, half from the team's answer
+        num_generations=1,
+        num_iterations=2,
+        critic_warmup_steps=4,
+        target_kl=0.05,
+        use_peft=True,
+    )
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    if (script_args.dataset_name is None) == (script_args.dataset_file is None):
+        raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
+    if script_args.dataset_name is not None:
+        dataset = load_dataset(script_args.dataset_name, split="train")
+    else:
+        dataset = load_dataset("json", data_files=script_args.dataset_file, split="train")
+    if isinstance(dataset[0]["prompt"], str):  # `accuracy_reward` reads messages
+        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = MARFTTrainer(
+        model=model_args.model_name_or_path,
+        agents=team(),
+        reward_funcs=accuracy_reward,
+        args=training_args,
+        train_dataset=dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=LoraConfig(
+            r=model_args.lora_r,
+            lora_alpha=model_args.lora_alpha,
+            target_modules=model_args.lora_target_modules or "all-linear",
+        ),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
