@@ -46,6 +46,8 @@ def check_numbers(args: Any) -> None:
     Raises:
         ValueError: names the field, the value and the range.
     """
+    if args.num_generations is not None and args.num_generations < 1:
+        raise ValueError(f"`num_generations` ({args.num_generations}) must be at least 1.")
     for name in _INTEGERS:
         value = getattr(args, name)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -133,10 +135,6 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.critic is None and args.critic_warmup_steps > 0,
             f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None.",
-        ),
-        (
-            generations is not None and generations < 1,
-            f"`num_generations` ({generations}) must be at least 1.",
         ),
         (
             compares and generations == 1,

@@ -76,6 +76,7 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
         {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 2},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
         {"gradient_checkpointing": False},
+        {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
     ],
     ids=str,
 )

@@ -151,10 +151,12 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
 )
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
 def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings, at):
+    prompts = 4 if "critic" in settings else 3
+
     def trainer(folder, agents=None, callbacks=None):
         return team_trainer(
             model_folder, tmp_path / folder, agents=agents or tiny_agents(), callbacks=callbacks,
-            train_dataset=tiny_dataset(max(4 if "critic" in settings else 3, settings.get("steps_per_generation", 1) + 1)),
+            train_dataset=tiny_dataset(max(prompts, settings.get("steps_per_generation", 1) + 1)),
             settings={**RESUME, **settings},
         )  # fmt: skip
 

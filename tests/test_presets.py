@@ -1,0 +1,117 @@
+"""Presets and the settings of learning: what wins, what is shown, and what is refused."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import TrlParser
+
+from marft_trl import MARFTConfig
+from marft_trl.presets import PRESETS
+
+
+def config(**settings) -> MARFTConfig:
+    return MARFTConfig("x", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_says(name):
+    known = {field.name for field in dataclasses.fields(MARFTConfig)}
+    args = config(preset=name)
+    assert set(PRESETS[name].settings) <= known
+    for key, value in PRESETS[name].settings.items():
+        assert getattr(args, key) == value, key
+    assert f"preset '{name}': {PRESETS[name].source}" in str(args)
+    assert repr(args) == str(args)
+
+
+def test_what_is_set_beside_a_preset_wins_also_where_it_is_the_default():
+    args = config(preset="marft-a", epsilon=0.1, gamma=1.0, critic="shared")
+    assert (args.epsilon, args.gamma, args.critic, args.gae_lambda) == (0.1, 1.0, "shared", 0.95)
+    shown = str(args)
+    assert "set beside it: critic='shared', gamma=1.0, epsilon=0.1" in shown
+    assert "gamma=1.0" not in shown.split("set beside it")[0]
+
+
+def test_a_preset_on_a_command_line():
+    parser = TrlParser((MARFTConfig,))
+    line = ["--output_dir", "x", "--use_cpu", "true", "--preset", "marft-t", "--gamma", "0.9"]
+    (args,) = parser.parse_args_and_config(line)
+    assert (args.gamma, args.advantage, args.critic, args.num_generations) == (0.9, "gae", "frozen", 1)
+
+
+def test_without_a_preset_the_config_prints_as_ever():
+    assert str(config()).startswith("MARFTConfig(")
+
+
+def test_what_is_left_unset_follows_the_rest():
+    assert (config().loss_type, config(level="action").loss_type) == ("dapo", "grpo")
+    ppo = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+    assert config(**ppo).credit_kind == "rewards"
+    assert config(**ppo, credit="counterfactual").credit_kind == "returns"
+    assert config().credit_kind == "returns"
+    assert config(advantage="turn", num_generations=1).num_generations == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "marft"}, r"`preset` must be one of .* Did you mean 'marft-t'"),
+        ({"advantage": "gea"}, r"`advantage` must be one of .* Did you mean 'gae'"),
+        ({"critic": "share"}, r"`critic` must be one of .* Did you mean 'shared'"),
+        ({"credit": "equals"}, r"Did you mean 'equal'"),
+        ({"update_order": "sequental"}, r"Did you mean 'sequential'"),
+        ({"advantage": "gae"}, r"`advantage='gae'` needs a critic, but `critic` is None"),
+        ({"critic": "frozen"}, r"`critic='frozen'` predicts values that `advantage='group'`"),
+        ({"critic_warmup_steps": 3}, r"`critic_warmup_steps=3` needs a critic"),
+        ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
+        ({"num_generations": 1, "advantage": "leave_one_out"}, r"`num_generations` \(1\) needs a critic"),
+        ({"advantage": "turn", "turn_candidates": 1}, r"`turn_candidates` is 1"),
+        ({"level": "action", "loss_type": "dapo"}, r"`loss_type='dapo'` weighs a turn by its tokens"),
+        ({"level": "action", "importance_sampling_level": "sequence"}, r"is `level='action'` with"),
+        ({"credit_discount": 0.5}, r"`credit_discount=0.5` has no effect with `credit='equal'`"),
+        ({"own_reward_weight": 0.5}, r"`own_reward_weight=0.5` has no effect"),
+        ({"credit": "counterfactual", "credit_kind": "rewards"}, r"would count teammates' turns"),
+        ({"advantage": "turn", "credit": "counterfactual"}, r"leaves nothing for `credit='counterfactual'`"),
+        (
+            {"credit": "per_step", "multi_objective_aggregation": "normalize_then_sum"},
+            r"needs `advantage='group'` or `'agent'` and `credit='equal'`",
+        ),
+        ({"target_kl": 0.1}, r"`target_kl=0.1` has no effect: with `num_iterations=1`"),
+        ({"update_order": "resampled", "agent_iteration_interval": 2}, r"both say who learns when"),
+        ({"update_order": "sequential", "advantage": "turn"}, r"most rows are candidates"),
+        (
+            {"update_order": "sequential", "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+            r"whole optimiz",
+        ),
+        ({"agent_iteration_interval": 1.5}, r"`agent_iteration_interval` must be an integer"),
+        ({"use_adaptive_entropy": True, "entropy_coef_min": 2.0}, r"`entropy_coef_min` \(2.0\) is above"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
+
+
+@given(name=st.sampled_from(SHARES), value=st.floats(allow_nan=True, allow_infinity=True))
+def test_discounts_are_shares(name, value):
+    settings = {"credit_discount": {"credit": "step_discount"}, "own_reward_weight": {"credit": "per_step"}}.get(
+        name, {}
+    )
+    if 0 <= value <= 1:
+        assert getattr(config(**settings, **{name: value}), name) == value
+    else:
+        with pytest.raises(ValueError, match=rf"`{name}` must be a finite number in \[0, 1\]"):
+            config(**settings, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["critic_learning_rate", "value_clip", "target_kl", "entropy_coef", "beta"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_coefficients_are_finite_and_not_negative(name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number"):
+        config(**{name: value})
