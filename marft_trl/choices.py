@@ -39,6 +39,24 @@ _SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_dis
 _INTEGERS = ("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates")
 
 
+_NEEDED = (*_SHARES, "critic_learning_rate", *_INTEGERS)
+
+# Fields that do nothing unless another one has a certain value.
+_DEPENDENT = {
+    "action_logprob": ("level", "action"),
+    "normalize_advantages": ("advantage", "gae"),
+    "counterfactual_samples": ("credit", "counterfactual"),
+    "turn_candidates": ("advantage", "turn"),
+    "continue_from": ("advantage", "turn"),
+    "credit_discount": ("credit", "step_discount"),
+    "own_reward_weight": ("credit", "per_step"),
+    "critic_learning_rate": ("advantage", "gae"),
+    "value_clip": ("advantage", "gae"),
+    "value_loss": ("advantage", "gae"),
+    "gae_lambda": ("advantage", "gae"),
+}
+
+
 def check_numbers(args: Any) -> None:
     """
     Raise for numbers out of range: negative or NaN coefficients, discounts over 1.
@@ -48,6 +66,10 @@ def check_numbers(args: Any) -> None:
     """
     if args.num_generations is not None and args.num_generations < 1:
         raise ValueError(f"`num_generations` ({args.num_generations}) must be at least 1.")
+    for name in _NEEDED:
+        value = getattr(args, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"`{name}` must be a number, got {value!r}.")
     for name in _INTEGERS:
         value = getattr(args, name)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -117,6 +139,13 @@ def check_combinations(args: Any) -> None:
     for holds, message in refused:
         if holds:
             raise ValueError(message)
+    for name, (other, needed) in _DEPENDENT.items():
+        is_set = name in args._given and getattr(args, name) != type(args).__dataclass_fields__[name].default
+        if is_set and getattr(args, other) != needed:
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. Set "
+                f"`{other}={needed!r}`, or leave `{name}` out."
+            )
 
 
 def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
@@ -183,14 +212,9 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
     group_like = args.advantage in ("group", "agent")
     return [
         (
-            args.credit_discount != 1.0 and args.credit != "step_discount",
-            f"`credit_discount={args.credit_discount}` has no effect with `credit={args.credit!r}`. Set "
-            "`credit='step_discount'`.",
-        ),
-        (
-            args.own_reward_weight != 1.0 and args.credit != "per_step",
-            f"`own_reward_weight={args.own_reward_weight}` has no effect with `credit={args.credit!r}`. Set "
-            "`credit='per_step'`.",
+            args.advantage in ("leave_one_out", "batch", "none", "gae") and args.scale_rewards == "batch",
+            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
+            "'group', 'agent' and 'turn'. Leave it out.",
         ),
         (
             args.credit == "counterfactual" and args.credit_kind == "rewards",
@@ -222,7 +246,7 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
     one_by_one = args.update_order != "joint"
     return [
         (
-            args.target_kl is not None and is_on_policy and args.update_order != "sequential",
+            args.target_kl is not None and is_on_policy,
             f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
             f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
             "policy has not moved. Raise one of them, or leave `target_kl` out.",

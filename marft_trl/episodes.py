@@ -102,7 +102,9 @@ class Episode:
         Raises:
             ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
         """
-        return await self.speak(self, agent, self._seen(agent, sees, "turn"))
+        seen = self._seen(agent, sees, "turn")
+        self.horizon = None  # it goes on after all
+        return await self.speak(self, agent, seen)
 
     def cut(self, agent: str, sees: Sequence[Turn] | None = None) -> None:
         """

@@ -35,12 +35,12 @@ DIAMOND = torch.tensor([0, 1, 1, 2])
 
 
 def test_credit_reference_vectors():
-    assert equal_credit(1.0, 3, as_rewards=True).tolist() == [0, 0, 1]
-    assert equal_credit(1.0, 3, as_rewards=False).tolist() == [1, 1, 1]
+    assert equal_credit(1.0, CHAIN, as_rewards=True).tolist() == [0, 0, 1]
+    assert equal_credit(1.0, CHAIN, as_rewards=False).tolist() == [1, 1, 1]
     assert step_discount_credit(1.0, 3, 0.5).tolist() == [0.25, 0.5, 1]
     assert step_discount_credit(2.0, 2, 0.0).tolist() == [0, 2]
-    assert returns_to_go(equal_credit(1.0, 3, True), CHAIN, 1.0).tolist() == [1, 1, 1]
-    assert returns_to_go(equal_credit(1.0, 3, True), CHAIN, 0.5).tolist() == [0.25, 0.5, 1]
+    assert returns_to_go(equal_credit(1.0, CHAIN, True), CHAIN, 1.0).tolist() == [1, 1, 1]
+    assert returns_to_go(equal_credit(1.0, CHAIN, True), CHAIN, 0.5).tolist() == [0.25, 0.5, 1]
     assert returns_to_go(step_discount_credit(1.0, 3, 0.5), CHAIN, 1.0).tolist() == [1.75, 1.5, 1]
     others = torch.tensor([[0.0, 1.0], [1.0, math.nan], [math.nan, math.nan]])
     credit = counterfactual_credit(1.0, others)
@@ -202,8 +202,16 @@ def test_returns_to_go_equal_a_loop(episode):
 def test_step_discount_equals_a_loop(reward, count, discount):
     want = [reward * discount ** (count - 1 - k) for k in range(count)]
     assert step_discount_credit(reward, count, discount).tolist() == pytest.approx(want, abs=1e-5)
-    assert equal_credit(reward, count, True).tolist() == pytest.approx([0.0] * (count - 1) + [reward])
-    assert equal_credit(reward, count, False).tolist() == pytest.approx([reward] * count)
+    assert equal_credit(reward, torch.arange(count), True).tolist() == pytest.approx([0.0] * (count - 1) + [reward])
+    assert equal_credit(reward, torch.arange(count), False).tolist() == pytest.approx([reward] * count)
+
+
+@given(episodes(), st.floats(-5, 5))
+def test_the_teams_reward_reaches_every_turn_of_every_graph(episode, reward):
+    # also where the turn that was spoken last is not in the last joint step
+    steps = torch.tensor(episode[0])
+    credit = equal_credit(reward, steps, as_rewards=True)
+    assert gae(credit, torch.zeros(len(steps)), steps, 1.0, 1.0)[0].tolist() == pytest.approx([reward] * len(steps))
 
 
 ragged = st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1, max_size=4)

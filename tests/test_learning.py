@@ -91,7 +91,7 @@ REWARDED = {name: {"reward_funcs": own} for name in TEAM}
         # what the planner, the solver and the judge of the solved episode get
         ({**PPO}, None, (1, 1, 1)),
         ({**PPO, "gamma": 0.5}, None, (0.25, 0.5, 1)),
-        ({**PPO, "gamma": 0.5}, Apart(), (1, 1, 1)),
+        ({**PPO, "gamma": 0.5}, Apart, (1, 1, 1)),
         ({**PPO, "credit": "step_discount", "credit_discount": 0.5}, None, (1.75, 1.5, 1)),
         (
             {**PPO, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
@@ -101,7 +101,7 @@ REWARDED = {name: {"reward_funcs": own} for name in TEAM}
         ({**PPO, "credit": "per_step"}, None, (1, 1, 0)),
         ({**PPO, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
         ({**PPO, "credit": "per_step", "own_reward_weight": 0.25}, None, (1, 1, 0.75)),
-        ({**PPO, "credit": "counterfactual"}, Apart(), (0, 1, 0)),
+        ({**PPO, "credit": "counterfactual"}, Apart, (0, 1, 0)),
         ({**PPO, "credit": "counterfactual"}, None, (1, 1, 0)),
         ({"advantage": "none"}, None, (1, 1, 1)),
         ({"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}, None, (0.25, 0.5, 1)),
@@ -113,9 +113,9 @@ REWARDED = {name: {"reward_funcs": own} for name in TEAM}
         ({"advantage": "none", "credit": "per_step"}, None, (0, 1, 0)),
         ({"advantage": "none", "credit": "per_step", "credit_kind": "rewards"}, None, (1, 1, 0)),
         ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, None, (0.5, 1, 0.5)),
-        ({"advantage": "none", "credit": "counterfactual", "counterfactual_samples": 2}, Apart(), (0, 1, 0)),
+        ({"advantage": "none", "credit": "counterfactual", "counterfactual_samples": 2}, Apart, (0, 1, 0)),
         ({"advantage": "leave_one_out"}, None, (1, 1, 1)),
-        ({"advantage": "leave_one_out", "credit": "per_step"}, Apart(), (-1 / 9, 8 / 9, -1 / 9)),
+        ({"advantage": "leave_one_out", "credit": "per_step"}, Apart, (-1 / 9, 8 / 9, -1 / 9)),
         ({"advantage": "group", "scale_rewards": "none"}, None, (0.75, 0.75, 0.75)),
         ({"advantage": "agent", "scale_rewards": "none", "credit": "per_step"}, None, (0, 0.75, 0)),
     ],
@@ -126,7 +126,8 @@ def test_a_reward_arrives_at_the_turns_it_should(model_folder, tmp_path, setting
     if settings.get("credit") == "per_step" and settings["advantage"] == "leave_one_out":
         # the mean of the other episodes counts each once: 0 for the solved one, whose own mean is 1/3
         expected = (0, 1, 0)
-    trainer, slice_, advantages = arrived(model_folder, tmp_path, workflow, agents, level=level, **settings)
+    run = workflow() if workflow is not None else None
+    trainer, slice_, advantages = arrived(model_folder, tmp_path, run, agents, level=level, **settings)
     got = tuple(advantages[name][0] for name in TEAM)
     assert got == pytest.approx(expected, abs=1e-5)
     trainer.model.zero_grad()
@@ -141,7 +142,7 @@ def test_unscored_turns_have_no_advantage_and_teach_the_critic_nothing(model_fol
     agents = team(
         **{name: {"reward_funcs": lambda completion_ids, **_: [None] * len(completion_ids)} for name in TEAM}
     )
-    settings = {**PPO, "credit": "per_step", "normalize_advantages": "batch"}
+    settings = {**PPO, "credit": "per_step", "credit_kind": "returns", "normalize_advantages": "batch"}
     _, slice_, advantages = arrived(model_folder, tmp_path, agents=agents, **settings)
     assert advantages == dict.fromkeys(TEAM, [0.0] * 4)
     assert slice_.value_targets == {"_critic": 0} and "_critic" not in slice_.adapters

@@ -85,6 +85,12 @@ def test_what_is_left_unset_follows_the_rest():
             {"update_order": "sequential", "gradient_accumulation_steps": 2, "steps_per_generation": 1},
             r"whole optimiz",
         ),
+        ({"update_order": "sequential", "target_kl": 0.1}, r"`target_kl=0.1` has no effect"),
+        ({"action_logprob": "word"}, r"`action_logprob='word'` has no effect with `level='token'`"),
+        ({"counterfactual_samples": 8}, r"`counterfactual_samples=8` has no effect with `credit='equal'`"),
+        ({"advantage": "leave_one_out", "scale_rewards": "batch"}, r"`scale_rewards='batch'` has no effect"),
+        ({"gamma": None}, r"`gamma` must be a number, got None"),
+        ({"gamma": "0.5"}, r"`gamma` must be a number, got '0.5'"),
         ({"agent_iteration_interval": 1.5}, r"`agent_iteration_interval` must be an integer"),
         ({"use_adaptive_entropy": True, "entropy_coef_min": 2.0}, r"`entropy_coef_min` \(2.0\) is above"),
     ],
@@ -103,6 +109,7 @@ def test_discounts_are_shares(name, value):
     settings = {"credit_discount": {"credit": "step_discount"}, "own_reward_weight": {"credit": "per_step"}}.get(
         name, {}
     )
+    settings = settings if name != "gae_lambda" else {"advantage": "gae", "critic": "shared"}
     if 0 <= value <= 1:
         assert getattr(config(**settings, **{name: value}), name) == value
     else:

@@ -68,7 +68,7 @@ def add_adapters(
             "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
         )
     for agent in agents:
-        _check_config(agent, configs[agent.adapter], alone=len(configs) == 1)
+        check_adapter_config(agent, configs[agent.adapter], alone=len(configs) == 1)
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
     options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
@@ -100,7 +100,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
     for agent in agents:
-        _check_config(agent, model.peft_config[agent.adapter], alone=True)
+        check_adapter_config(agent, model.peft_config[agent.adapter], alone=True)
     return model
 
 
@@ -114,7 +114,8 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
             )
 
 
-def _check_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
+def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
+    """Raise unless an adapter of this config can live on the base, beside others unless it is `alone`."""
     if config is None:
         raise ValueError(
             f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "

@@ -39,7 +39,8 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         if args.credit == "counterfactual":
             others = self._counterfactual_rewards(episodes)
             return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
-        team = [functional.equal_credit(r, count, as_rewards) for r, count in zip(rewards, counts, strict=True)]
+        steps = [torch.tensor(joint_steps(episode.turns)) for episode in episodes]
+        team = [functional.equal_credit(r, its, as_rewards) for r, its in zip(rewards, steps, strict=True)]
         if args.credit == "equal":
             return team
         weight = args.own_reward_weight
@@ -52,9 +53,8 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         own_mean = self._mean_over_processes(scores)
         if own_mean is not None:
             self._metrics["train"]["own_reward"].append(own_mean)
-        if as_rewards:  # the turn of an agent without functions adds nothing to the stream
-            silent = {name for name in self._specs if not self._turn_rewards.has_functions(name)}
-            scores = scores.where(torch.tensor([turn.agent not in silent for _, turn in pairs]), 0.0)
+        if as_rewards:  # a turn that nothing scored adds nothing to the stream, and hides nothing of it
+            scores = scores.nan_to_num(nan=0.0)
         return list(scores.split([len(episode.turns) for episode in episodes]))
 
     def _mean_over_processes(self, values: torch.Tensor) -> float | None:

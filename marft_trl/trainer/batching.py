@@ -95,8 +95,8 @@ class Slice:
         tokens_per_slice (`dict[str, float]`): loss tokens of an adapter in an average slice of all processes.
         tokens (`dict[str, int]`): loss tokens of an adapter in this slice, over all processes.
         adapters (`frozenset[str]`): adapters that have a row with a token in this slice on any process.
-        value_targets (`dict[str, int]`): positions that each part of the critic learns from in this slice, over all
-            processes.
+        value_targets (`dict[str, float]`): positions that each part of the critic learns from in an average slice of
+            all processes.
     """
 
     rows: list[Row]
@@ -104,7 +104,7 @@ class Slice:
     tokens_per_slice: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
-    value_targets: dict[str, int] = field(default_factory=dict)
+    value_targets: dict[str, float] = field(default_factory=dict)
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
@@ -166,7 +166,7 @@ def weigh(
                 tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
                 tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
                 adapters=frozenset([*spoken, *(critic for critic, count in targets.items() if count)]),
-                value_targets=targets,
+                value_targets={critic: average[first + c][3] for c, critic in enumerate(critics)},
             )
         )
     return weighed
@@ -242,8 +242,9 @@ def collate(
     Rows as the tensors that TRL's loss takes: prompts padded on the left, completions on the right. `B` rows, prompts
     up to `P`, completions up to `T` tokens.
 
-    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask` `(B, T)`, `advantages` `(B,)` or
-    `(B, T)` and, where the rows have them, `old_per_token_logps`, `ref_per_token_logps` `(B, T)`. Masks: 1 counts.
+    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask`, `completion_attention`
+    `(B, T)`, `advantages` `(B,)` or `(B, T)` and, where the rows have them, `old_per_token_logps` and
+    `ref_per_token_logps` `(B, T)`. Masks: 1 counts; in `completion_attention` also tokens that the loss leaves out.
     """
 
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
@@ -257,6 +258,7 @@ def collate(
         "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], 0, "left"),
         "completion_ids": padded(completions, pad_token_id, "right"),
         "completion_mask": padded(masks, 0, "right"),
+        "completion_attention": padded([torch.ones_like(ids) for ids in completions], 0, "right"),
         "advantages": _advantages(rows, padded, device),
     }
     for name in ("old_per_token_logps", "ref_per_token_logps"):

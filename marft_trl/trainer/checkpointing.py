@@ -167,7 +167,7 @@ def load_rollouts(
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     if state["slices"] is None:
-        return state["step"], None, state["extra"]
+        return state["step"], None, state.get("extra", {})
     tensors = load_file(stem.with_suffix(".safetensors"))
     slices = []
     for s, described in enumerate(state["slices"]):
@@ -176,4 +176,4 @@ def load_rollouts(
             names = [name for name in _ROW_TENSORS if f"{s}.{r}.{name}" in tensors]
             rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
         slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
-    return state["step"], slices, state["extra"]
+    return state["step"], slices, state.get("extra", {})

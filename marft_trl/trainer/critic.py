@@ -94,7 +94,7 @@ class Critic:
         width = ids.size(1)
         if self.level == "token":
             ids = torch.cat([ids, tensors["completion_ids"]], dim=1)
-            mask = torch.cat([mask, tensors["completion_mask"]], dim=1)
+            mask = torch.cat([mask, tensors["completion_attention"]], dim=1)
         if self.kind == "frozen":
             with torch.no_grad(), self._policies.base():
                 hidden = self._hidden(ids, mask)

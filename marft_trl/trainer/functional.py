@@ -172,20 +172,21 @@ def _cell_stds(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor)
 # ---- Credit: the reward of an episode -> rewards of its turns ----
 
 
-def equal_credit(reward: float, num_turns: int, as_rewards: bool) -> torch.Tensor:
+def equal_credit(reward: float, steps: torch.Tensor, as_rewards: bool) -> torch.Tensor:
     """
     The team's reward for an episode, for each of its `K` turns.
 
     Args:
         reward (`float`): reward of the episode.
-        num_turns (`int`): `K`.
+        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn.
         as_rewards (`bool`): whether the result is a stream of rewards, which something adds up: all of it at the last
-            turn. Otherwise it is the return of each turn: all of it at every turn.
+            turn of the last joint step, so that it reaches every turn. Otherwise it is the return of each turn: all of
+            it at every turn.
     """
     if not as_rewards:
-        return torch.full((num_turns,), float(reward))
-    credit = torch.zeros(num_turns)
-    credit[-1] = reward
+        return torch.full((len(steps),), float(reward))
+    credit = torch.zeros(len(steps))
+    credit[(steps == steps.max()).nonzero()[-1]] = float(reward)
     return credit
 
 

@@ -116,6 +116,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
         check_rewards(reward_funcs, train_dataset, eval_dataset)
+        setup.check_stream(args, train_dataset)
         turn_rewards = setup.turn_reward_funcs(args, self.agents, self.workflow)
         check_turn_rewards(turn_rewards, train_dataset)
         check_references(self._eval_metrics, eval_dataset, args.eval_reference_column)
@@ -211,6 +212,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         self._log_step_metrics()
         if self.accelerator.sync_gradients:
             self._finish_gradients()
+        self.policies.activate(self.agents[0].name)  # whoever uses the model next gets an agent, not the critic
         return loss
 
     def compute_loss(self, model, inputs: Slice, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:
@@ -275,7 +277,10 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             yield
         finally:
             self.__dict__.update(outer)
-        self._step_metrics.add(batch.agent, own["train"], batch.num_loss_tokens)
+        turns = sum(row.num_loss_tokens > 0 for row in batch.rows)
+        self._step_metrics.add(
+            batch.agent, own["train"], turns if self.args.level == "action" else batch.num_loss_tokens
+        )
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -375,7 +380,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         for batch in self._micro_batches(rows):
             tensors = self._collate(batch.rows)
             ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-            mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
+            mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
             self._act(batch.agent)
             model, as_reference = self.model, contextlib.nullcontext()
             if is_reference and self.ref_model is not None:

@@ -137,7 +137,7 @@ class TeamPersistence(GRPOTrainer):
         restored = checkpointing.load_rollouts(checkpoint, self.args.process_index, self.args.world_size)
         if restored is not None:
             self._step, self._buffered_inputs, extra = restored
-            self._entropy_control = {name: tuple(pair) for name, pair in extra["entropy_control"].items()}
+            self._entropy_control |= {name: tuple(pair) for name, pair in extra.get("entropy_control", {}).items()}
 
     def _load_critic(self, folder: str) -> None:
         if self.critic is None:

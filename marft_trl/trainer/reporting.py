@@ -223,7 +223,9 @@ class TeamReporting(GRPOTrainer):
     def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
             return tensor
-        everywhere = self.accelerator.gather(tensor.float().to(self.accelerator.device).unsqueeze(0)).cpu()
+        device = self.accelerator.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # sums of squares need the digits
+        everywhere = self.accelerator.gather(tensor.to(device, dtype).unsqueeze(0)).cpu()
         return everywhere.sum(dim=0) if how == "sum" else everywhere.max(dim=0).values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
+from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
@@ -18,7 +19,7 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 from ..agents import AgentSpec, as_reward_funcs
 from ..configs import MARFTConfig
 from ..workflows import Workflow
-from .adapters import Policies
+from .adapters import Policies, check_adapter_config
 from .critic import Critic
 
 
@@ -193,6 +194,21 @@ def turn_reward_funcs(
     return functions
 
 
+def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
+    """
+    Raise for updates that use a batch more often than TRL repeats a streamed one.
+
+    Raises:
+        ValueError: sequential updates of a stream.
+    """
+    if args.update_order == "sequential" and isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            "`update_order='sequential'` uses every generation batch once per agent, but TRL repeats the rows of a "
+            "streamed `train_dataset` a fixed number of times, so most of them would be skipped. Pass a `Dataset`, or "
+            "set `update_order='resampled'`."
+        )
+
+
 def check_learning(args: MARFTConfig, policies: Policies) -> None:
     """
     Raise for settings that need adapters where there are none.
@@ -230,4 +246,7 @@ def make_critic(
     if peft_config is None:
         peft_config = copy.deepcopy(model.peft_config[agents[0].adapter])
         peft_config.inference_mode = False
+        if hasattr(peft_config, "init_lora_weights"):
+            peft_config.init_lora_weights = True  # others may change the base, on which the policies are
+    check_adapter_config(AgentSpec("critic"), peft_config, alone=False)
     return Critic(policies, model, args.critic, args.level, agents, peft_config, autocast)

@@ -32,10 +32,6 @@ class TurnRewards:
         self._trainer = trainer
         self._functions = {name: [checked_reward(func) for func in its] for name, its in functions.items()}
 
-    def has_functions(self, agent: str) -> bool:
-        """Whether an agent's turns have rewards of their own."""
-        return bool(self._functions[agent])
-
     def of_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """The team's reward for each episode `(E,)`, NaN where nothing scored it."""
         if not episodes:

@@ -101,7 +101,7 @@ class TeamValues(GRPOTrainer):
             row.features = features[: self._num_values(row)].cpu().clone()
 
     def _value_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
-        """Mean over all value targets of a part in the slice, of all processes."""
+        """Every value target of a part weighs the same, whichever slice or process has it; a mean over all of them."""
         part, rows, device = batch.agent, batch.rows, self.accelerator.device
 
         def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
