@@ -298,6 +298,19 @@ def test_values_are_read_before_each_sampled_token(model_folder, tmp_path):
             torch.testing.assert_close(row.old_values, want, rtol=1e-4, atol=1e-4)
 
 
+def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
+    def values(is_masked):
+        settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
+        trainer = team_trainer(model_folder, tmp_path, settings=settings)
+        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 7]] * len(agents)  # without an end
+        trainer.model.train()
+        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        assert {row.num_loss_tokens for row in slice_.rows} == {0 if is_masked else 3}
+        return torch.stack([row.old_values for row in slice_.rows])
+
+    torch.testing.assert_close(values(True), values(False))
+
+
 def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path):
     def features(beta):
         settings = {**PPO, "critic": "frozen", "beta": beta, "max_tokens_per_micro_batch": 500}
@@ -464,6 +477,11 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
         build(settings={}, agents=[AgentSpec("solver", reward_funcs=own)])
     with pytest.raises(ValueError, match=r"`critic_peft_config` was passed, but `critic=None`"):
         build(settings={}, critic_peft_config=lora())
+    with pytest.raises(ValueError, match=r"`init_lora_weights='pissa'` of agent 'critic' changes the weights"):
+        build(settings=PPO, critic_peft_config=lora(init_lora_weights="pissa"))
+    with pytest.raises(ValueError, match=r"streamed `train_dataset`"):
+        stream = tiny_dataset(64).to_iterable_dataset()
+        build(settings={"update_order": "sequential"}, train_dataset=stream)
     with pytest.raises(ValueError, match=r"`update_order='sequential'` lets agents learn in turn, but only"):
         build(settings={"update_order": "sequential"}, agents=[AgentSpec("solver")])
     with pytest.raises(ValueError, match=r"needs \['missing'\]"):
