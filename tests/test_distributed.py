@@ -31,7 +31,9 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
     ("kind", "loss_type"),
     [
         *[("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")],
-        *[("ppo", "dapo"), ("sequential", "grpo"), ("counterfactual", "dapo"), ("candidates", "grpo")],
+        *[("ppo", "dapo"), ("sequential", "grpo")],
+        pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),
+        pytest.param("candidates", "grpo", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):

@@ -30,7 +30,14 @@ def test_equal_credit_is_unbiased(tmp_path, workflow, settings, factor):
 
 
 @pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
+@pytest.mark.parametrize(
+    "critic",
+    [
+        *("shared", "frozen"),
+        pytest.param("per_agent", marks=pytest.mark.slow),
+        pytest.param("multi_head", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("level", ["token", "action"])
 def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, workflow, critic, level):
     settings = {"advantage": "gae", "critic": critic, "level": level, "num_generations": 1}
