@@ -44,7 +44,7 @@ def canned(trainer):
 PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
 LEARNING = {
     "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 4},
-    "sequential": {**PPO, "critic": "frozen", "level": "action", "update_order": "sequential", "max_steps": 4},
+    "sequential": {**PPO, "critic": "frozen", "level": "action", "update_order": "sequential", "max_steps": 6},
     "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
     "candidates": {"advantage": "turn", "turn_candidates": 2},
 }
@@ -91,7 +91,8 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     if trainer.accelerator.is_main_process:
         tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
+        # none in a step whose turn to learn was that of an agent that never spoke
+        entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
         start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
