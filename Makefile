@@ -24,7 +24,7 @@ test: $(READY)  ## the tests, in under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q -m "not slow"
 
 test-slow: $(READY)  ## longer checks
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -n 2 -q -m slow
 
 quality: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -30,8 +30,9 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        *[("uneven", "dapo"), ("uneven", "grpo"), ("uneven", "bnpo"), ("chain", "dapo"), ("full", "grpo")],
-        *[("ppo", "dapo"), ("sequential", "grpo")],
+        *[("uneven", "dapo"), ("chain", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
+        pytest.param("uneven", "grpo", marks=pytest.mark.slow),
+        pytest.param("uneven", "bnpo", marks=pytest.mark.slow),
         pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),
         pytest.param("candidates", "grpo", marks=pytest.mark.slow),
     ],

@@ -38,7 +38,7 @@ def run(command, tmp_path, timeout=280):
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_math_duo_on_real_records(model_folder, tmp_path, kind):
     data = SAMPLE
     if kind == "parquet":

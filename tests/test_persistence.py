@@ -149,7 +149,7 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("at", [1, 2, 3, 5])
+@pytest.mark.parametrize("at", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings, at):
     prompts = 4 if "critic" in settings else 3
 
