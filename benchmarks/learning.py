@@ -3,7 +3,7 @@ Every preset on the embedded team, over several seeds: start, end, area under th
 
     make benchmark-learning
     python benchmarks/learning.py --presets marft-t grpo --seeds 2 --batches 20
-    python benchmarks/learning.py --presets reinforce++ --batches 100 --prompts 32 --set lr_scheduler_type=linear
+    python benchmarks/learning.py --presets reinforce++ --set lr_scheduler_type=linear learning_rate=3e-3
 
 All runs start from the quickstart's model and see the same number of episodes: `--batches` generation batches of
 `--prompts` questions with 8 episodes each (8 times as many questions where a preset has one episode of each).

@@ -1,6 +1,8 @@
 """Credit, critics and schedules inside the trainer: what arrives where, what moves and what does not."""
 
 import math
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from datasets import Dataset
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.tiny import tiny_dataset
+from marft_trl.trainer.advantages import TeamAdvantages
 
 from .helpers import lora, moved, team_trainer, weights
 
@@ -491,3 +494,56 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
         )
     with pytest.raises(TypeError, match=r"`reward_funcs` of agent 'solver' must be a function"):
         AgentSpec("solver", reward_funcs="a/model")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # Two prompts; the first has episodes of one, three and one turns, the second episodes of one turn each.
+        ("leave_one_out", [0.75, -0.75, -0.75, -0.75, 0.0, 0.0, 0.0, 0.0]),
+        ("group", [0.5, -0.5, -0.5, -0.5, 0.0, 0.0, 0.0, 0.0]),
+        # mean 0.75, and a standard deviation of the six rewards of sqrt(0.175)
+        ("batch", [a / (0.175**0.5 + 1e-4) for a in (0.25, -0.75, -0.75, -0.75, -0.25, 0.25, 0.25, 0.25)]),
+    ],
+)
+def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, expected):
+    returns = [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+    episodes = [0, 1, 1, 1, 2, 3, 4, 5]
+    samples = [(episode, 0, node, worth) for node, (episode, worth) in enumerate(zip(episodes, returns, strict=True))]
+    trainer = SimpleNamespace(args=SimpleNamespace(advantage=advantage), _specs={"reasoner": None})
+    advantages = TeamAdvantages._compare(trainer, samples, group_size=3, scale="none")
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+
+
+def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_path):
+    settings = {**PPO, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
+    trainer = team_trainer(model_folder, tmp_path, agents=team(), reward_funcs=solved, settings=settings)
+    generate, asked = trainer._generator.generate, []
+
+    def spy(agents, prompt_ids, by_reference=False):
+        asked.extend((agent, by_reference) for agent in agents)
+        return generate(agents, prompt_ids, by_reference=by_reference)
+
+    trainer._generator.generate = spy
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._generate_and_score_completions([{"prompt": "x"}] * 8)
+    by_reference = Counter(agent for agent, by_reference in asked if by_reference)
+    assert by_reference == dict.fromkeys(TEAM, 8 * 2)
+    # Besides the episodes: the judge after another planner and another solver, the solver after another planner
+    assert Counter(agent for agent, by_reference in asked if not by_reference) == {
+        "planner": 8,
+        "solver": 8 + 8 * 2,
+        "judge": 8 + 8 * 4,
+    }
+
+    prompt = [list(trainer._tokenizer("How many?")["input_ids"])] * 8
+    torch.manual_seed(0)
+    start = generate(["solver"] * 8, prompt)
+    for name, parameter in trainer.model.named_parameters():
+        if ".solver." in name:
+            parameter.data.normal_()
+    torch.manual_seed(0)
+    assert generate(["solver"] * 8, prompt, by_reference=True) == start
+    torch.manual_seed(0)
+    assert generate(["solver"] * 8, prompt) != start
