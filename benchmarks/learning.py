@@ -9,7 +9,8 @@ All runs start from the quickstart's model and see the same number of episodes: 
 `--prompts` questions with 8 episodes each (8 times as many questions where a preset has one episode of each).
 Learning rates are this task's, the same for all presets unless named in `TUNED`; all else is the preset's, and `--set`
 changes any of it. Accuracy is that of sampled answers (temperature 1) on 400 held-out questions, the area that of the
-training reward over generation batches, explained variance the mean over the last quarter of them. Writes `learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
+training reward over generation batches, explained variance the mean over the last quarter of them. Writes
+`learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
 """
 
 import argparse
