@@ -7,10 +7,12 @@ PPO for a team of three on mathematics: a shared critic, GAE through the chain, 
         --output_dir ppo-team --critic per_agent --level action --action_logprob token
 
 Records have `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field of
-`MARFTConfig` is an option and wins over the defaults of `main`; `docs/algorithms.md` explains them.
+`MARFTConfig` is an option and wins over `SETTINGS`; `--preset grpo` takes a preset's in place of all of them.
+`docs/algorithms.md` explains the fields.
 """
 
 import re
+import sys
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
@@ -24,6 +26,18 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 PLANNER = "You are the planner of a team. Write at most four numbered steps that solve the problem. Do not compute."
 SOLVER = "You are the solver of a team. Follow the planner's steps and put the answer in \\boxed{}."
 VERIFIER = "You are the verifier of a team. Check the solution, and give the final answer in \\boxed{}."
+
+
+SETTINGS = {
+    "advantage": "gae",
+    "critic": "shared",
+    "credit": "per_step",
+    "own_reward_weight": 0.5,  # half from the turn itself, half from the team's answer
+    "num_generations": 1,
+    "num_iterations": 2,
+    "critic_warmup_steps": 4,
+    "target_kl": 0.05,
+}
 
 
 @dataclass
@@ -52,27 +66,19 @@ def right_answer(completions, solution, **columns):
     return accuracy_reward(completions, solution=solution)
 
 
-def team() -> list[AgentSpec]:
+def team(own_rewards: bool) -> list[AgentSpec]:
+    planned, right = (numbered_steps, right_answer) if own_rewards else (None, None)
     return [
-        AgentSpec("planner", system_prompt=PLANNER, reward_funcs=numbered_steps),
-        AgentSpec("solver", system_prompt=SOLVER, reward_funcs=right_answer),
-        AgentSpec("verifier", system_prompt=VERIFIER, reward_funcs=right_answer),
+        AgentSpec("planner", system_prompt=PLANNER, reward_funcs=planned),
+        AgentSpec("solver", system_prompt=SOLVER, reward_funcs=right),
+        AgentSpec("verifier", system_prompt=VERIFIER, reward_funcs=right),
     ]
 
 
 def main():
     parser = TrlParser((ScriptArguments, MARFTConfig, ModelConfig))
-    parser.set_defaults(
-        advantage="gae",
-        critic="shared",
-        credit="per_step",
-        own_reward_weight=0.5,  # half from the turn itself, half from the team's answer
-        num_generations=1,
-        num_iterations=2,
-        critic_warmup_steps=4,
-        target_kl=0.05,
-        use_peft=True,
-    )
+    has_preset = any(argument.split("=")[0] == "--preset" for argument in sys.argv)
+    parser.set_defaults(use_peft=True, **({} if has_preset else SETTINGS))
     script_args, training_args, model_args = parser.parse_args_and_config()
     if (script_args.dataset_name is None) == (script_args.dataset_file is None):
         raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
@@ -84,7 +90,7 @@ def main():
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = MARFTTrainer(
         model=model_args.model_name_or_path,
-        agents=team(),
+        agents=team(own_rewards=training_args.credit == "per_step"),
         reward_funcs=accuracy_reward,
         args=training_args,
         train_dataset=dataset,

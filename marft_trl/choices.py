@@ -30,31 +30,44 @@ _AT_LEAST_ZERO = (
     *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
     *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
     *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
 )
 _ABOVE_ZERO = (
     *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
-    *("counterfactual_samples", "turn_candidates", "num_iterations"),
+    *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
+    *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
 )
 _SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
 _INTEGERS = ("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates")
-
-
-_NEEDED = (*_SHARES, "critic_learning_rate", *_INTEGERS)
+_INTEGERS_OR_NONE = (
+    *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
+    "max_tokens_per_micro_batch",
+)
+_NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", *_INTEGERS)
+# What `None` means where it is worth saying.
+_NONE_MEANS = {"value_clip": "no clipping", "target_kl": "no early stop"}
 
 # Fields that do nothing unless another one has a certain value.
-_DEPENDENT = {
-    "action_logprob": ("level", "action"),
-    "normalize_advantages": ("advantage", "gae"),
-    "counterfactual_samples": ("credit", "counterfactual"),
-    "turn_candidates": ("advantage", "turn"),
-    "continue_from": ("advantage", "turn"),
-    "credit_discount": ("credit", "step_discount"),
-    "own_reward_weight": ("credit", "per_step"),
-    "critic_learning_rate": ("advantage", "gae"),
-    "value_clip": ("advantage", "gae"),
-    "value_loss": ("advantage", "gae"),
-    "gae_lambda": ("advantage", "gae"),
-}
+_DEPENDENT = [
+    ("action_logprob", "level", "action"),
+    ("normalize_advantages", "advantage", "gae"),
+    ("counterfactual_samples", "credit", "counterfactual"),
+    ("turn_candidates", "advantage", "turn"),
+    ("continue_from", "advantage", "turn"),
+    ("credit_discount", "credit", "step_discount"),
+    ("own_reward_weight", "credit", "per_step"),
+    ("critic_learning_rate", "advantage", "gae"),
+    ("critic_max_grad_norm", "advantage", "gae"),
+    ("value_clip", "advantage", "gae"),
+    ("value_loss", "advantage", "gae"),
+    ("gae_lambda", "advantage", "gae"),
+    ("token_gamma", "advantage", "gae"),
+    ("token_gae_lambda", "advantage", "gae"),
+    ("token_gamma", "level", "token"),
+    ("token_gae_lambda", "level", "token"),
+    ("gamma", "credit_kind", "rewards"),
+    ("gae_lambda", "credit_kind", "rewards"),
+]
 
 
 def check_numbers(args: Any) -> None:
@@ -64,15 +77,12 @@ def check_numbers(args: Any) -> None:
     Raises:
         ValueError: names the field, the value and the range.
     """
-    if args.num_generations is not None and args.num_generations < 1:
-        raise ValueError(f"`num_generations` ({args.num_generations}) must be at least 1.")
-    for name in _NEEDED:
+    for name in (*_NEEDED, *_INTEGERS_OR_NONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO):
         value = getattr(args, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number and (value is not None or name in _NEEDED):
             raise ValueError(f"`{name}` must be a number, got {value!r}.")
-    for name in _INTEGERS:
-        value = getattr(args, name)
-        if not isinstance(value, int) or isinstance(value, bool):
+        if name in (*_INTEGERS, *_INTEGERS_OR_NONE) and value is not None and not isinstance(value, int):
             raise ValueError(f"`{name}` must be an integer, got {value!r}.")
     ranges = [
         (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
@@ -82,18 +92,22 @@ def check_numbers(args: Any) -> None:
     for names, holds, bound in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is None or isinstance(value, str):
-                continue
-            if not (math.isfinite(value) and holds(value)):
-                raise ValueError(f"`{name}` must be a finite number {bound}, got {value!r}.")
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                instead = f", or None for {_NONE_MEANS[name]}" if name in _NONE_MEANS else ""
+                raise ValueError(f"`{name}` must be a finite number {bound}{instead}; got {value!r}.")
+    for weight in args.reward_weights or []:
+        if not math.isfinite(weight):
+            raise ValueError(f"`reward_weights` must be finite numbers, got {args.reward_weights!r}.")
 
 
-def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
     """Raise unless the value is among the known ones; the message has the nearest."""
     known = list(known)
     if value in known:
         return
-    near = difflib.get_close_matches(str(value), known, n=1)
+    if None in known and str(value).lower() in ("none", ""):
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
+    near = difflib.get_close_matches(str(value), [name for name in known if name is not None], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
 
@@ -105,11 +119,11 @@ def check_choices(args: Any) -> None:
     Raises:
         ValueError: names the field, the known values and the nearest of them.
     """
-    choices = {
+    choices: dict[str, tuple] = {
         "advantage": ADVANTAGES,
         "level": LEVELS,
         "action_logprob": ACTION_LOGPROBS,
-        "critic": CRITICS,
+        "critic": (None, *CRITICS),
         "credit": CREDITS,
         "credit_kind": CREDIT_KINDS,
         "normalize_advantages": NORMALIZATIONS,
@@ -123,9 +137,7 @@ def check_choices(args: Any) -> None:
         "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     }
     for name, known in choices.items():
-        value = getattr(args, name)
-        if not (name == "critic" and value is None):
-            check_choice(name, value, known)
+        check_choice(name, getattr(args, name), known)
 
 
 def check_combinations(args: Any) -> None:
@@ -139,17 +151,22 @@ def check_combinations(args: Any) -> None:
     for holds, message in refused:
         if holds:
             raise ValueError(message)
-    for name, (other, needed) in _DEPENDENT.items():
+    for name, other, needed in _DEPENDENT:
         is_set = name in args._given and getattr(args, name) != type(args).__dataclass_fields__[name].default
         if is_set and getattr(args, other) != needed:
+            is_open = not (
+                other == "credit_kind" and args.credit == "counterfactual"
+            )  # whose returns are not added up
+            fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
             raise ValueError(
-                f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. Set "
-                f"`{other}={needed!r}`, or leave `{name}` out."
+                f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
             )
 
 
 def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
     generations = args.num_generations
+    is_lone = args.generation_batch_size == 1
+    normalizes = args.advantage == "gae" and args.level == "action" and args.normalize_advantages != "none"
     compares = args.advantage in ("group", "agent", "leave_one_out")
     return [
         (
@@ -174,6 +191,18 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
             args.advantage == "turn" and args.turn_candidates < 2,
             f"`advantage='turn'` compares candidates for a turn with one another, but `turn_candidates` is "
             f"{args.turn_candidates}. Set 2 or more.",
+        ),
+        (
+            is_lone and (args.advantage == "batch" or normalizes),
+            "With one episode in a generation batch (`per_device_train_batch_size` 1) there is nothing to compare it "
+            f"with, so with `advantage={args.advantage!r}` nothing would be learned. Raise "
+            "`per_device_train_batch_size`"
+            + (", or set `normalize_advantages='none'`." if args.advantage == "gae" else "."),
+        ),
+        (
+            0 < args.max_steps < args.critic_warmup_steps,
+            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is more than `max_steps` ({args.max_steps}): no "
+            "agent would ever learn. Lower it, or raise `max_steps`.",
         ),
     ]
 
@@ -255,6 +284,11 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
             one_by_one and args.agent_iteration_interval > 0,
             f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
             "both say who learns when. Leave one of them out.",
+        ),
+        (
+            0 < args.max_steps <= args.agent_iteration_interval,
+            f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
+            f"({args.max_steps}) to the second agent. Lower it, or raise `max_steps`.",
         ),
         (
             one_by_one and micro_steps % args.gradient_accumulation_steps != 0,

@@ -45,11 +45,11 @@ _MARFT_V1 = {
 PRESETS: dict[str, Preset] = {
     "marft-a": Preset(
         "MARFT (arXiv 2504.16129), action level, with the values of the original repository",
-        {**_MARFT_V1, "level": "action", "action_logprob": "sum", "loss_type": "grpo"},
+        {**_MARFT_V1, "level": "action", "action_logprob": "sum"},
     ),
     "marft-t": Preset(
         "MARFT (arXiv 2504.16129), token level, with the values of the original repository",
-        {**_MARFT_V1, "level": "token", "loss_type": "dapo", "token_gamma": 0.99, "token_gae_lambda": 0.95},
+        {**_MARFT_V1, "level": "token", "token_gamma": 0.99, "token_gae_lambda": 0.95},
     ),
     "grpo": Preset(
         "GRPO (arXiv 2402.03300): one group of episodes per prompt, KL in the loss",
@@ -79,7 +79,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "rloo": Preset(
         "RLOO (arXiv 2402.14740): the mean of the other episodes as baseline, a completion as one action",
-        {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum", "loss_type": "grpo"},
+        {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum"},
     ),
     "mappo": Preset(
         "MAPPO (arXiv 2103.01955): a shared critic, GAE, clipped Huber value loss; an action is a turn",
@@ -88,7 +88,6 @@ PRESETS: dict[str, Preset] = {
             "critic": "shared",
             "level": "action",
             "action_logprob": "sum",
-            "loss_type": "grpo",
             "num_generations": 1,
             "gamma": 0.99,
             "gae_lambda": 0.95,

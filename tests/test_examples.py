@@ -87,6 +87,15 @@ def test_ppo_team_on_real_records(model_folder, tmp_path):
     assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == ["planner", "solver", "verifier"]
 
 
+@pytest.mark.slow
+def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_path):
+    arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--output_dir", "out"]
+    arguments += ["--max_completion_length", "8", "--max_steps", "1", "--report_to", "none", "--lora_r", "4"]
+    output = run([str(ROOT / "examples" / "ppo_team.py"), *arguments, "--preset", "rloo"], tmp_path)
+    assert "'reward'" in output and "critic/" not in output and "own_reward" not in output
+    assert not (tmp_path / "out" / "_critic").exists()
+
+
 def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
     code = (
         "import sys, marft_trl.tiny\n"

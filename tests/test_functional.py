@@ -89,13 +89,21 @@ def test_cell_advantages_equal_a_loop(samples, is_scaled):
             assert advantages[index] == 0
             continue
         # a weight of 2 is the same as the turn being there twice; deviations are from the pool's own mean
-        want = worth - statistics.fmean(
-            [s[0] for s in samples for _ in range(s[3]) if s[0] is not None and s[1] == cell]
-        )
+        peers = [s[0] for s in samples for _ in range(s[3]) if s[0] is not None and s[1] == cell]
+        want = worth - statistics.fmean(peers)
         if is_scaled:
             others = [s[0] for s in samples for _ in range(s[3]) if s[0] is not None and s[2] == pool]
-            want /= (statistics.stdev(others) if len(others) > 1 else 0.0) + STD_EPS
+            want = want / (statistics.stdev(others) + STD_EPS) if len(others) > 1 else 0.0
+        want = want if len(peers) > 1 else 0.0
         assert advantages[index].item() == pytest.approx(want, abs=1e-6, rel=1e-6)
+
+
+def test_turns_of_one_episode_alone_are_compared_with_nothing():
+    # One scored episode in the first cell, whose turns have different returns; in the second none
+    returns = torch.tensor([0.0, 0.5, 1.0, NAN, NAN])
+    cells, weights = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
+    for pools in (None, cells, cells * 0):
+        assert cell_advantages(returns, cells, weights, pools).tolist() == [0.0] * 5
 
 
 @given(

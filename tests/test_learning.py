@@ -9,14 +9,16 @@ import torch
 from datasets import Dataset
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.tiny import tiny_dataset
+from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 from marft_trl.trainer.advantages import TeamAdvantages
 
 from .helpers import lora, moved, team_trainer, weights
 
 
+NAN = math.nan
 TEAM = ["planner", "solver", "judge"]
-PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none", "gae_lambda": 1.0}
+BY_RETURNS = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none"}
+PPO = {**BY_RETURNS, "gae_lambda": 1.0}
 
 
 def team(**changes):
@@ -97,15 +99,15 @@ REWARDED = {name: {"reward_funcs": own} for name in TEAM}
         ({**PPO, "gamma": 0.5}, Apart, (1, 1, 1)),
         ({**PPO, "credit": "step_discount", "credit_discount": 0.5}, None, (1.75, 1.5, 1)),
         (
-            {**PPO, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
+            {**BY_RETURNS, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
             None,
             (0.25, 0.5, 1),
         ),
         ({**PPO, "credit": "per_step"}, None, (1, 1, 0)),
-        ({**PPO, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
+        ({**BY_RETURNS, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
         ({**PPO, "credit": "per_step", "own_reward_weight": 0.25}, None, (1, 1, 0.75)),
-        ({**PPO, "credit": "counterfactual"}, Apart, (0, 1, 0)),
-        ({**PPO, "credit": "counterfactual"}, None, (1, 1, 0)),
+        ({**BY_RETURNS, "credit": "counterfactual"}, Apart, (0, 1, 0)),
+        ({**BY_RETURNS, "credit": "counterfactual"}, None, (1, 1, 0)),
         ({"advantage": "none"}, None, (1, 1, 1)),
         ({"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}, None, (0.25, 0.5, 1)),
         (
@@ -145,7 +147,7 @@ def test_unscored_turns_have_no_advantage_and_teach_the_critic_nothing(model_fol
     agents = team(
         **{name: {"reward_funcs": lambda completion_ids, **_: [None] * len(completion_ids)} for name in TEAM}
     )
-    settings = {**PPO, "credit": "per_step", "credit_kind": "returns", "normalize_advantages": "batch"}
+    settings = {**BY_RETURNS, "credit": "per_step", "credit_kind": "returns", "normalize_advantages": "batch"}
     _, slice_, advantages = arrived(model_folder, tmp_path, agents=agents, **settings)
     assert advantages == dict.fromkeys(TEAM, [0.0] * 4)
     assert slice_.value_targets == {"_critic": 0} and "_critic" not in slice_.adapters
@@ -515,8 +517,50 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head"])
+def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(tmp_path, critic):
+    settings = {
+        **{**PPO, "critic": critic, "level": "action", "value_clip": None, "critic_learning_rate": 3e-3},
+        **{"per_device_train_batch_size": 256, "num_iterations": 4, "max_steps": 48, "critic_warmup_steps": 48},
+        **{"max_completion_length": None, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
+    }
+    trainer = team_trainer(
+        tiny_team_model(tmp_path / "model", steps=300),  # its mistakes depend on the numbers, not on chance alone
+        tmp_path / "out",
+        reward_funcs=exact_answer,
+        settings=settings,
+        train_dataset=tiny_dataset(8000),
+        peft_config=lora(r=16),
+    )
+    trainer.train()
+    explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
+    print(critic, explained)
+    assert len(explained) == 12 and sum(explained[-6:]) / 6 > 0.0, explained
+
+
+@pytest.mark.parametrize("advantage", ["group", "agent", "leave_one_out", "batch"])
+def test_turns_that_nothing_scored_take_no_weight_from_their_episode(advantage):
+    # Two episodes of a prompt; each has a turn of "reasoner", scored, and two of "actor", frozen and unscored
+    samples = [(e, a, n, r) for e, r in ((0, 1.0), (1, 0.0)) for n, (a, r) in enumerate([(0, r), (1, NAN), (1, NAN)])]
+    trainer = SimpleNamespace(args=SimpleNamespace(advantage=advantage), _specs={"reasoner": None, "actor": None})
+    advantages = TeamAdvantages._compare(trainer, samples, group_size=2, scale="group")
+    large = 1.0 if advantage == "leave_one_out" else 0.5 / (0.5**0.5 + 1e-4)
+    torch.testing.assert_close(advantages, torch.tensor([large, 0, 0, -large, 0, 0]))
+
+
+@pytest.mark.parametrize("advantage", ["group", "agent"])
+def test_rewards_are_discounted_without_a_critic_too(model_folder, tmp_path, advantage):
+    settings = {"credit_kind": "rewards", "gamma": 0.5, "scale_rewards": "none"}
+    _, _, advantages = arrived(model_folder, tmp_path, advantage=advantage, num_generations=4, **settings)
+    solved_one = [advantages[name][0] for name in TEAM]
+    mean = [0.25 / 4, 0.5 / 4, 1 / 4] if advantage == "agent" else [(0.25 + 0.5 + 1) / 3 / 4] * 3
+    assert solved_one == pytest.approx([0.25 - mean[0], 0.5 - mean[1], 1 - mean[2]])
+
+
 def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_path):
-    settings = {**PPO, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
+    settings = {**BY_RETURNS, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
     trainer = team_trainer(model_folder, tmp_path, agents=team(), reward_funcs=solved, settings=settings)
     generate, asked = trainer._generator.generate, []
 
@@ -547,3 +591,16 @@ def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_pa
     assert generate(["solver"] * 8, prompt, by_reference=True) == start
     torch.manual_seed(0)
     assert generate(["solver"] * 8, prompt) != start
+
+
+@pytest.mark.parametrize("limit", [None, 0.0, 1e-9])
+def test_the_critics_gradient_is_clipped_by_its_own_norm_and_by_none_at_zero(model_folder, tmp_path, limit):
+    settings = {**PPO, "max_steps": 1, "max_grad_norm": 0.0, "critic_max_grad_norm": limit, "optim": "sgd"}
+    settings |= {"critic_learning_rate": 1e-2, "level": "action"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    heads = {name: parameter.detach().clone() for name, parameter in trainer.critic.heads.named_parameters()}
+    trainer.train()
+    change = max(
+        (parameter - heads[name]).abs().max().item() for name, parameter in trainer.critic.heads.named_parameters()
+    )
+    assert (change < 1e-10) == (limit == 1e-9)

@@ -11,6 +11,10 @@ from marft_trl import MARFTConfig
 from marft_trl.presets import PRESETS
 
 
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+LONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+
+
 def config(**settings) -> MARFTConfig:
     return MARFTConfig("x", use_cpu=True, **settings)
 
@@ -47,9 +51,8 @@ def test_without_a_preset_the_config_prints_as_ever():
 
 def test_what_is_left_unset_follows_the_rest():
     assert (config().loss_type, config(level="action").loss_type) == ("dapo", "grpo")
-    ppo = {"advantage": "gae", "critic": "shared", "num_generations": 1}
-    assert config(**ppo).credit_kind == "rewards"
-    assert config(**ppo, credit="counterfactual").credit_kind == "returns"
+    assert config(**PPO).credit_kind == "rewards"
+    assert config(**PPO, credit="counterfactual").credit_kind == "returns"
     assert config().credit_kind == "returns"
     assert config(advantage="turn", num_generations=1).num_generations == 1
 
@@ -65,7 +68,24 @@ def test_what_is_left_unset_follows_the_rest():
         ({"advantage": "gae"}, r"`advantage='gae'` needs a critic, but `critic` is None"),
         ({"critic": "frozen"}, r"`critic='frozen'` predicts values that `advantage='group'`"),
         ({"critic_warmup_steps": 3}, r"`critic_warmup_steps=3` needs a critic"),
-        ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
+        ({"num_generations": 0}, r"`num_generations` must be a finite number above 0; got 0"),
+        ({"steps_per_generation": 0}, r"`steps_per_generation` must be a finite number above 0; got 0"),
+        ({"num_iterations": 1.5}, r"`num_iterations` must be an integer, got 1.5"),
+        ({"value_clip": "0.2"}, r"`value_clip` must be a number, got '0.2'"),
+        ({"target_kl": True}, r"`target_kl` must be a number, got True"),
+        ({"value_clip": 0}, r"`value_clip` must be a finite number above 0, or None for no clipping; got 0"),
+        ({"epsilon": None}, r"`epsilon` must be a number, got None"),
+        ({"reward_weights": [1.0, float("nan")]}, r"`reward_weights` must be finite numbers"),
+        ({"critic": "none"}, r"`critic` must be one of None, 'shared', .*; got the text 'none'"),
+        ({"gamma": 0.9}, r"`gamma=0.9` has no effect with `credit_kind='returns'`. Set `credit_kind='rewards'`"),
+        ({"token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `advantage='group'`"),
+        ({**PPO, "level": "action", "token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `level='action'`"),
+        ({**PPO, "credit_kind": "returns", "gae_lambda": 0.9}, r"`gae_lambda=0.9` has no effect with `credit_kind="),
+        ({"critic_max_grad_norm": 1.0}, r"`critic_max_grad_norm=1.0` has no effect with `advantage='group'`"),
+        ({**PPO, "critic_warmup_steps": 9, "max_steps": 8}, r"no agent would ever learn"),
+        ({"agent_iteration_interval": 8, "max_steps": 8}, r"leaves no step of `max_steps` \(8\) to the second"),
+        ({**PPO, **LONE, "level": "action"}, r"one episode in a generation batch .* or set `normalize_advantages="),
+        ({**LONE, "advantage": "batch", "num_generations": 1}, r"one episode in a generation batch"),
         ({"num_generations": 1, "advantage": "leave_one_out"}, r"`num_generations` \(1\) needs a critic"),
         ({"advantage": "turn", "turn_candidates": 1}, r"`turn_candidates` is 1"),
         ({"level": "action", "loss_type": "dapo"}, r"`loss_type='dapo'` weighs a turn by its tokens"),
@@ -109,7 +129,7 @@ def test_discounts_are_shares(name, value):
     settings = {"credit_discount": {"credit": "step_discount"}, "own_reward_weight": {"credit": "per_step"}}.get(
         name, {}
     )
-    settings = settings if name != "gae_lambda" else {"advantage": "gae", "critic": "shared"}
+    settings = settings if "gamma" not in name and "lambda" not in name else {"advantage": "gae", "critic": "shared"}
     if 0 <= value <= 1:
         assert getattr(config(**settings, **{name: value}), name) == value
     else:
@@ -122,3 +142,21 @@ def test_discounts_are_shares(name, value):
 def test_coefficients_are_finite_and_not_negative(name, value):
     with pytest.raises(ValueError, match=rf"`{name}` must be a finite number"):
         config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sapo_temperature_neg", "sapo_temperature_pos", "off_policy_mask_threshold", "top_p", "repetition_penalty"),
+        *("weight_decay", "adam_epsilon", "router_aux_loss_coef", "min_p"),
+    ],
+)
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_trls_coefficients_are_checked_too(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a finite number"):
+        config(**{name: value})
+
+
+def test_a_level_beside_a_preset_brings_its_loss():
+    assert config(preset="marft-t", level="action").loss_type == "grpo"
+    assert config(preset="marft-t").loss_type == "dapo"

@@ -81,7 +81,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
         by_episode, std = functional.group_advantages(rewards, group_size, scale)
         first = self.accelerator.process_index * len(rollout.episodes)
-        if self.args.advantage == "group" and self.args.credit == "equal":
+        if self._is_one_advantage_for_all:
             for index, its_rows in enumerate(rows):  # TRL's own arithmetic, to the bit
                 for row in its_rows:
                     row.advantage = by_episode[first + index].item()
@@ -98,6 +98,12 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         for (row, _), advantage in zip(samples, advantages[start : start + len(samples)].tolist(), strict=True):
             row.advantage = advantage
         return std
+
+    @property
+    def _is_one_advantage_for_all(self) -> bool:
+        """Whether all turns of an episode have one return, and it is compared with those of its group: as in TRL."""
+        args = self.args
+        return args.advantage == "group" and args.credit == "equal" and args.credit_kind == "returns"
 
     def _returns_of(self, episode: Episode, credit: torch.Tensor) -> torch.Tensor:
         if self.args.credit_kind == "returns":
@@ -123,7 +129,8 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         episodes, agents, nodes = (torch.tensor([sample[i] for sample in samples]) for i in range(3))
         returns = torch.tensor([sample[3] for sample in samples], dtype=torch.float32)
         alone = torch.ones_like(returns)
-        per_episode = 1 / torch.bincount(episodes)[episodes].float()  # every episode counts once
+        scored = torch.bincount(episodes[~returns.isnan()], minlength=int(episodes.max()) + 1)
+        per_episode = 1 / scored.clamp(min=1)[episodes].float()  # every episode counts once
         prompts, everything = episodes // group_size, torch.zeros_like(episodes)
         kind = self.args.advantage
         if kind == "none":
@@ -188,8 +195,9 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         totals = self._reduce(totals, "sum")
         for row in rows:
             advantage = torch.as_tensor(row.advantage, dtype=torch.float32)
-            if how != "none":
-                advantage = functional.standardized(advantage, totals[names.index(row.agent) if how == "agent" else 0])
+            total = totals[names.index(row.agent) if how == "agent" else 0]
+            if how != "none" and total[0] > 0:
+                advantage = functional.standardized(advantage, total)
             advantage = advantage.nan_to_num(nan=0.0)
             row.advantage = advantage if self.args.level == "token" else advantage.item()
 

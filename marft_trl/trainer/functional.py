@@ -113,14 +113,18 @@ def cell_advantages(
         pools (`torch.Tensor` of shape `(N,)`, *optional*): index of the set of turns whose standard deviation divides.
             No division unless given.
 
-    Returns: advantages `(N,)`, 0 where nothing scored the turn.
+    Returns: advantages `(N,)`, 0 where nothing scored the turn, and where the scored weights of its cell or pool add
+        up to 1 or less: there is nothing to compare with.
 
     Source: with cells of one prompt GRPO (2402.03300), with cells of one prompt and agent Dr.MAS (2602.08847), with
     cells of one observation AT-GRPO (2510.11062), with one cell for all REINFORCE++ (2501.03262).
     """
+    weights = weights.masked_fill(returns.isnan(), 0.0)
     advantages = returns - _cell_means(returns, cells, weights)[cells]
+    advantages = advantages.masked_fill(_sums(weights, cells)[cells] <= _ALONE, 0.0)
     if pools is not None:
         advantages = advantages / (_cell_stds(returns, pools, weights)[pools] + STD_EPS)
+        advantages = advantages.masked_fill(_sums(weights, pools)[pools] <= _ALONE, 0.0)
     return torch.nan_to_num(advantages, nan=0.0)
 
 
@@ -148,6 +152,10 @@ def leave_one_out_advantages(
     has_others = others > 1e-9
     mean = (cell_sums[cells] - own_sums[episodes]) / others.where(has_others, torch.ones_like(others))
     return torch.nan_to_num((returns - mean).masked_fill(~has_others, 0.0), nan=0.0)
+
+
+# A cell whose weights add up to this or less holds one episode (rounding included).
+_ALONE = 1 + 1e-4
 
 
 def _sums(values: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:

@@ -351,7 +351,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             turns = [[] for _ in rollout.episodes]
             for node in rollout.nodes:
                 turns[node.episode] += node.turns
-        elif self.critic is None and self.args.advantage == "group" and self.args.credit == "equal":
+        elif self.critic is None and self._is_one_advantage_for_all:
             turns = [[turn for turn in its if self._is_trained(turn.agent)] for its in turns]
         return [
             [

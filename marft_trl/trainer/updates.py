@@ -138,14 +138,17 @@ class TeamUpdates(GRPOTrainer):
     # ---- Clipping ----
 
     def _clip_grad_norm(self, model) -> torch.Tensor:
-        own = self.args.critic_max_grad_norm
-        return self._clip_adapters(self.args.max_grad_norm, self.args.max_grad_norm if own is None else own)
+        return self._clip_adapters(self.args.max_grad_norm, self._critic_max_norm)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if grad_norm is not None:
             return grad_norm
+        return self._clip_adapters(math.inf, self._critic_max_norm)
+
+    @property
+    def _critic_max_norm(self) -> float:
         own = self.args.critic_max_grad_norm
-        return self._clip_adapters(math.inf, math.inf if own is None else own)
+        return (self.args.max_grad_norm if own is None else own) or math.inf  # 0: no clipping, as for `max_grad_norm`
 
     def _clip_adapters(self, max_norm: float, critic_max_norm: float) -> torch.Tensor:
         """Clip each adapter by its own norm, and leave out of the update those whose gradient is not finite."""
