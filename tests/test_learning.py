@@ -519,10 +519,11 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head"])
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
 def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(tmp_path, critic):
     settings = {
-        **{**PPO, "critic": critic, "level": "action", "value_clip": None, "critic_learning_rate": 3e-3},
+        **{**PPO, "critic": critic, "level": "action", "value_clip": None},
+        "critic_learning_rate": 1e-3 if critic == "frozen" else 3e-3,
         **{"per_device_train_batch_size": 256, "num_iterations": 4, "max_steps": 48, "critic_warmup_steps": 48},
         **{"max_completion_length": None, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
     }
