@@ -91,6 +91,8 @@ class AgentSpec:
         reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
             Score the agent's own turns under `credit="per_step"`; several are added up. TRL's signature, with one
             completion per turn, plus `turn` (the [`Turn`] that is scored) and `turns` (those of its episode).
+        view (`Callable`, *optional*):
+            `view(agent, prompt, seen)` returns the messages that the agent is shown, in place of the trainer's `view`.
     """
 
     name: str
@@ -107,6 +109,7 @@ class AgentSpec:
     stop: str | Sequence[str] | None = None
     description: str | None = None
     reward_funcs: Callable | Sequence[Callable] | None = None
+    view: Callable | None = None
 
     def __post_init__(self):
         check_name(self.name, "an agent")
@@ -125,6 +128,8 @@ class AgentSpec:
             value = getattr(self, field_name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(self._complaint(field_name, "a string or None"))
+        if self.view is not None and not callable(self.view):
+            raise TypeError(self._complaint("view", "a function `view(agent, prompt, seen)` or None"))
         if not isinstance(self.trainable, bool):
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):

@@ -19,7 +19,7 @@ NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
 CONTINUATIONS = ("best", "sampled")
-CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn")
+CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")
 

@@ -121,7 +121,8 @@ class MARFTConfig(GRPOConfig):
         context_overflow (`str`, *optional*, defaults to `"raise"`):
             What happens when what an agent sees, plus its `max_completion_length`, is longer than the model's window:
             `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in
-            `context/dropped_turns`) and raising only where the prompt alone does not fit.
+            `context/dropped_turns`) and raising only where the prompt alone does not fit, or `"end_episode"`, which
+            ends the episode with the turns it has (counted in `context/ended_episodes`).
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that metrics of the `evaluate` package get as `references`.
     """
@@ -277,8 +278,8 @@ class MARFTConfig(GRPOConfig):
     context_overflow: str = field(
         default="raise",
         metadata={
-            "help": "What happens when what an agent sees does not fit the model's window: 'raise' or "
-            "'drop_oldest_turn'.",
+            "help": "What happens when what an agent sees does not fit the model's window: 'raise', "
+            "'drop_oldest_turn' or 'end_episode'.",
             "choices": list(CONTEXT_OVERFLOWS),
         },
     )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +39,11 @@ class Turn:
             teammates are shown.
         truncated (`bool`):
             Whether the turn ran into its length limit instead of ending by itself.
+        hears (`tuple[int, ...]`):
+            Positions, among the feedback of its episode, of what was shown to it.
+        fed (`int`):
+            How many entries of its episode's `fed` had gone into the environment when it was asked for: it depends on
+            those turns, whether or not it was shown them.
     """
 
     agent: str
@@ -48,6 +55,8 @@ class Turn:
     completion_ids: Sequence[int] = field(default=(), repr=False)
     raw_text: str = None  # type: ignore[assignment]  # set below
     truncated: bool = False
+    hears: tuple[int, ...] = ()
+    fed: int = 0
 
     def __post_init__(self):
         if self.raw_text is None:
@@ -56,10 +65,40 @@ class Turn:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
-Speak = Callable[["Episode", str, Sequence[Turn]], Awaitable[Turn]]
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """
+    What an environment or a tool says. Agents are shown it like a teammate's words.
+
+    Args:
+        text (`str`): what it says.
+        agent (`str`): name of the source, shown in the place of an agent's.
+        index (`int`): position among the feedback of its episode.
+    """
+
+    text: str
+    agent: str = "environment"
+    index: int = 0
+
+    @property
+    def raw_text(self) -> str:
+        return self.text
 
 
-@dataclass(eq=False)
+# What a turn can be shown: what agents said, and what an environment said.
+Seen = Turn | Feedback
+Speak = Callable[["Episode", str, Sequence[Seen]], Awaitable[Turn]]
+
+
+class EndOfEpisode(BaseException):
+    """
+    Raised inside a workflow, out of `episode.turn`, to end its episode with the turns it has: an observation no longer
+    fits the model's window and the policy is to end the episode. Not an `Exception`, so that a workflow's own error
+    handling does not swallow it.
+    """
+
+
+@dataclass(eq=False, repr=False)
 class Episode:
     """
     One run of the workflow on one prompt.
@@ -83,13 +122,28 @@ class Episode:
     speak: Speak
     agents: tuple[str, ...]
     turns: list[Turn] = field(default_factory=list)
-    # For each turn, the positions of the turns that the workflow asked to show, whether or not they fitted
-    asked: list[tuple[int, ...]] = field(default_factory=list)
-    # Where a horizon ended the episode: who would have acted next, and the turns it would have seen
-    horizon: tuple[str, tuple[Turn, ...]] | None = None
+    # For each turn, what the workflow asked to show, whether or not it fitted
+    asked: list[tuple[Seen, ...]] = field(default_factory=list)
+    # What the environment said; turns and feedback in the order in which they came
+    feedback: list[Feedback] = field(default_factory=list)
+    history: list[Seen] = field(default_factory=list)
+    # Positions of the turns that went into the environment, in that order
+    fed: list[int] = field(default_factory=list)
+    # What the environment gave for each turn, by position; 0 where it is missing
+    earned: Counter[int] = field(default_factory=Counter)
+    # Where a horizon ended the episode: who would have acted next, and what it would have seen
+    horizon: tuple[str, tuple[Seen, ...]] | None = None
+    # What the workflow counts, for the metrics
+    counts: Counter[str] = field(default_factory=Counter)
+    # Whether the context overflowed and the episode was ended for it
+    overflowed: bool = False
     _answer: Turn | None = None
 
-    async def turn(self, agent: str, sees: Sequence[Turn] | None = None) -> Turn:
+    def __repr__(self) -> str:
+        # asyncio writes out what its tasks return, and every turn names all that it saw
+        return f"Episode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
+
+    async def turn(self, agent: str, sees: Sequence[Seen] | None = None) -> Turn:
         """
         Let an agent speak and wait for what it says.
 
@@ -97,7 +151,7 @@ class Episode:
             agent (`str`):
                 Name of the agent.
             sees (`Sequence[Turn]`, *optional*):
-                Earlier turns of this episode to show it, in this order. All turns so far unless given.
+                Earlier turns of this episode, and feedback, to show it, in this order. All so far unless given.
 
         Raises:
             ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
@@ -106,7 +160,68 @@ class Episode:
         self.horizon = None  # it goes on after all
         return await self.speak(self, agent, seen)
 
-    def cut(self, agent: str, sees: Sequence[Turn] | None = None) -> None:
+    def observe(
+        self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"
+    ) -> Feedback | None:
+        """
+        Record that turns went into an environment (or a tool) and what it answered. Turns asked for from now on depend
+        on them, and see the feedback unless told otherwise.
+
+        Args:
+            text (`str`, *optional*):
+                What the environment says. With `None` or an empty text there is nothing to show.
+            after (`Sequence[Turn]`, *optional*):
+                The turns that went into it.
+            reward (`float`, *optional*, defaults to `0.0`):
+                What it gives for them: earned by the last of these turns.
+            source (`str`, *optional*, defaults to `"environment"`):
+                Name under which agents are shown the text.
+
+        Returns: the [`Feedback`], to be named in `sees`; `None` if there is no text.
+
+        Raises:
+            ValueError: a turn of another episode, a reward that is not finite, or a reward for no turn.
+        """
+        self._check_own(after, "observe")
+        if reward and not after:
+            raise ValueError(f"`episode.observe` got the reward {reward!r} and no turn that earned it: set `after=`.")
+        if after:
+            self.earn(after[-1], reward)
+        self.fed += [turn.index for turn in after]
+        if not text:
+            return None
+        if not isinstance(text, str):
+            raise TypeError(f"What {source!r} says has to be a text, got {text!r} of type {type(text).__name__}.")
+        said = Feedback(text, source, len(self.feedback))
+        self.feedback.append(said)
+        self.history.append(said)
+        return said
+
+    def earn(self, turn: Turn, reward: float) -> None:
+        """
+        Give a turn a reward of its own, on top of what reward functions give the episode.
+
+        Raises:
+            ValueError: the reward is not a finite number, or the turn is not one of this episode.
+        """
+        self._check_own([turn], "earn")
+        try:
+            value = float(reward)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
+        if not math.isfinite(value):
+            raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
+        self.earned[turn.index] += value  # type: ignore[assignment]  # a Counter of floats
+
+    def count(self, name: str, by: float = 1) -> None:
+        """Count something for the metrics: `workflow/<name>` is its mean over episodes."""
+        self.counts[name] += by  # type: ignore[assignment]
+
+    def joint_steps(self) -> list[int]:
+        """The joint step of each turn, see [`joint_steps`]."""
+        return joint_steps(self.turns, self.fed)
+
+    def cut(self, agent: str, sees: Sequence[Seen] | None = None) -> None:
         """
         Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
         next and adds it to the return; without a critic it changes nothing.
@@ -115,27 +230,38 @@ class Episode:
             agent (`str`):
                 Name of the agent that would have acted next.
             sees (`Sequence[Turn]`, *optional*):
-                Turns it would have been shown. All turns so far unless given.
+                Turns and feedback it would have been shown. All so far unless given.
         """
         self.horizon = agent, tuple(self._seen(agent, sees, "cut"))
 
-    def _seen(self, agent: str, sees: Sequence[Turn] | None, method: str) -> list[Turn]:
+    def add(self, turn: Turn, seen: Sequence[Seen]) -> None:
+        """Append a finished turn. Called by what runs the episode, not by workflows."""
+        self.turns.append(turn)
+        self.history.append(turn)
+        self.asked.append(tuple(seen))
+
+    def _seen(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
         if agent not in self.agents:
             raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
-        seen = list(self.turns) if sees is None else list(sees)
-        for turn in seen:
-            if not isinstance(turn, Turn):
+        if sees is None:
+            return list(self.history)
+        self._check_own(sees, f"{method}({agent!r})")
+        return list(sees)
+
+    def _check_own(self, seen: Sequence[Seen], method: str) -> None:
+        for item in seen:
+            if not isinstance(item, (Turn, Feedback)):
                 raise TypeError(
-                    f"`sees` of `episode.{method}({agent!r})` takes turns, as returned by `episode.turn`; got a "
-                    f"{type(turn).__name__}."
+                    f"`episode.{method}` takes turns, as returned by `episode.turn`, and feedback; got a "
+                    f"{type(item).__name__}."
                 )
-            if turn.index >= len(self.turns) or self.turns[turn.index] is not turn:
+            known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
+            if item.index >= len(known) or known[item.index] is not item:
                 raise ValueError(
-                    f"`sees` of `episode.{method}({agent!r})` holds a turn of {turn.agent!r} from another episode. "
+                    f"`episode.{method}` got a turn of {item.agent!r} from another episode. "
                     "Keep turns in local variables of `run`, not on the workflow: one workflow object runs many "
                     "episodes at once."
                 )
-        return seen
 
     @property
     def answer(self) -> Turn | None:
@@ -163,14 +289,22 @@ def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
     return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"
 
 
-def joint_steps(turns: Sequence[Turn]) -> list[int]:
+def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:
     """
     The joint step of each turn, 0, 1, ...: turns that do not depend on one another act simultaneously.
 
-    A turn comes one step after the latest turn it sees. In a chain every turn is a step of its own; two solvers that
-    both see the planner alone share step 1.
+    A turn comes one step after the latest turn it sees or that had gone into its environment. In a chain every turn is
+    a step of its own; two solvers that both see the planner alone share step 1.
+
+    Args:
+        turns (`Sequence[Turn]`): turns of an episode.
+        fed (`Sequence[int]`, *optional*): positions of the turns that went into the environment, in that order.
     """
     steps: list[int] = []
+    latest_fed = [-1]  # for each number of entries of `fed` the latest step among them
     for turn in turns:
+        while len(latest_fed) <= turn.fed:
+            latest_fed.append(max(latest_fed[-1], steps[fed[len(latest_fed) - 1]]))
         steps.append(1 + max((steps[index] for index in turn.sees), default=-1))
+        steps[-1] = max(steps[-1], 1 + latest_fed[turn.fed])
     return steps

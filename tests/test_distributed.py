@@ -31,6 +31,7 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
     ("kind", "loss_type"),
     [
         *[("uneven", "dapo"), ("chain", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
+        ("orchestrated", "dapo"),
         pytest.param("uneven", "grpo", marks=pytest.mark.slow),
         pytest.param("uneven", "bnpo", marks=pytest.mark.slow),
         pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),

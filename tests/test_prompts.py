@@ -154,7 +154,7 @@ def test_what_does_not_fit_the_window_raises_or_drops_whole_turns(tokenizer):
     assert not builder(tokenizer, window=window, reserved={"actor": 5}).build([(agent, "Q", turns)])[0].dropped
     with pytest.raises(ValueError, match="'actor'.*window"):
         builder(tokenizer, window=window - 1, reserved={"actor": 5}).build([(agent, "Q", turns)])
-    tight = builder(tokenizer, window=window - 1, reserved={"actor": 5}, drop_oldest_turn=True)
+    tight = builder(tokenizer, window=window - 1, reserved={"actor": 5}, overflow="drop_oldest_turn")
     (cut,) = tight.build([(agent, "Q", turns)])
     assert cut.dropped == 1 and cut.seen == [turns[1]] and "steps" not in tokenizer.decode(cut.ids)
     with pytest.raises(ValueError, match="window"):

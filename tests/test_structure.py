@@ -16,8 +16,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"episodes", "trainer.functional"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
-    {"manifest", "workflows.base", "configs"},
-    {"workflows.sequential"},
+    {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail"},
+    {"rewards.code", "rewards.math"},
+    {"rewards.steps"},
+    {"manifest", "workflows.base", "configs", "rewards"},
+    {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
+    | {"workflows.environment"},
     {"workflows"},
     {"rollout", "rollout.replay", "rollout.prompts", "rollout.transformers_generator"},
     {"rollout.collector"},
@@ -74,7 +78,13 @@ def test_imports_run_one_way():
                 assert level[other] < level[mine] or mine == "", f"{mine} imports {other}"
 
 
-@pytest.mark.parametrize("module", ["episodes", "agents", "transcripts", "workflows.base", "workflows.sequential"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("episodes", "agents", "transcripts", "rewards.environment", "workflows.base", "workflows.sequential"),
+        *("workflows.graph", "workflows.ready_made", "workflows.orchestrated", "workflows.environment"),
+    ],
+)
 def test_leaves_need_no_torch(module):
     heavy = {"!torch", "!trl", "!transformers", "!datasets", "!accelerate"}
     assert not heavy & imports((PACKAGE / Path(*module.split("."))).with_suffix(".py"))

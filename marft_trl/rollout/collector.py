@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..episodes import Episode, Messages, Turn
+from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
 from ..workflows.base import Workflow
 from .replay import Replay
 
 
 # Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
 # runs on at once; only `asyncio.gather` and futures need a round or two to start or resume what they hold.
-_QUIET_ROUNDS = 3
+_QUIET_ROUNDS = 4
 
 
 @dataclass(eq=False)
@@ -25,13 +25,15 @@ class Request:
 
     episode: Episode
     agent: str
-    seen: tuple[Turn, ...]
+    seen: tuple[Seen, ...]
     reply: asyncio.Future
     by_reference: bool = False  # the agent's reference answers
+    fed: int = 0  # entries of the episode's `fed` when it was asked
 
 
-# Answers requests, in order. The turns it returns need no right `index`; the collector numbers them.
-Answer = Callable[[Sequence[Request]], Sequence[Turn]]
+# Answers requests, in order. The turns it returns need no right `index`; the collector numbers them. An `EndOfEpisode`
+# in place of a turn ends that episode.
+Answer = Callable[[Sequence[Request]], Sequence["Turn | EndOfEpisode"]]
 
 
 class EpisodeError(RuntimeError):
@@ -82,15 +84,16 @@ def collect(
 async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
     waiting: list[Request] = []
 
-    async def speak(episode: Episode, agent: str, seen: Sequence[Turn]) -> Turn:
+    async def speak(episode: Episode, agent: str, seen: Sequence[Seen]) -> Turn:
         by_reference = False
         if replays is not None:
             known, by_reference = replays[episode.index].reply(episode, agent, seen)
             if known is not None:
-                _append(episode, known, seen)
+                object.__setattr__(known, "fed", len(episode.fed))
+                episode.add(known, seen)
                 return known
         future = asyncio.get_running_loop().create_future()
-        request = Request(episode, agent, tuple(seen), future, by_reference)
+        request = Request(episode, agent, tuple(seen), future, by_reference, len(episode.fed))
         waiting.append(request)
         return await request.reply
 
@@ -117,6 +120,12 @@ async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
 async def _run_one(workflow: Workflow, episode: Episode) -> None:
     try:
         await workflow.run(episode)
+    except EndOfEpisode as end:
+        episode.overflowed = True
+        if not episode.turns:
+            raise EpisodeError(
+                f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}"
+            ) from None
     except Exception as error:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
@@ -147,16 +156,15 @@ async def _settle(tasks, waiting) -> None:
         quiet = 0
 
 
-def _reply(batch: Sequence[Request], turns: Sequence[Turn]) -> None:
+def _reply(batch: Sequence[Request], turns: Sequence[Turn | EndOfEpisode]) -> None:
     for request, turn in zip(batch, turns, strict=True):
+        if isinstance(turn, EndOfEpisode):
+            request.reply.set_exception(turn)
+            continue
         object.__setattr__(turn, "index", len(request.episode.turns))
-        _append(request.episode, turn, request.seen)
+        object.__setattr__(turn, "fed", request.fed)
+        request.episode.add(turn, request.seen)
         request.reply.set_result(turn)
-
-
-def _append(episode: Episode, turn: Turn, seen: Sequence[Turn]) -> None:
-    episode.turns.append(turn)
-    episode.asked.append(tuple(other.index for other in seen))
 
 
 def _brief(prompt: str | Messages, limit: int = 80) -> str:

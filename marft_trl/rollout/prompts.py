@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..agents import AgentSpec
-from ..episodes import Messages, Turn
+from ..episodes import Messages, Seen, Turn
 
 
 # `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
-View = Callable[[AgentSpec, Messages, Sequence[Turn]], Messages]
+View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
 # A line like "[solver]" opens what a teammate says. The same line inside a teammate's text is quoted, so that no agent
 # can put words into another's mouth.
@@ -28,16 +28,16 @@ _SPEAKER_LINE = re.compile(r"^(\s*\[[a-z][a-z0-9_-]{0,47}\]\s*)$", re.MULTILINE)
 _SEPARATOR = "\n\n"
 
 
-def speaker(turn: Turn) -> str:
-    """What a teammate is shown of a turn: a line that names the speaker, then its words."""
+def speaker(turn: Seen) -> str:
+    """What a teammate is shown of a turn, or anybody of feedback: a line that names the speaker, then its words."""
     return f"[{turn.agent}]\n" + _SPEAKER_LINE.sub(r"> \1", turn.raw_text)
 
 
-def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Turn]) -> Messages:
+def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
     The default view of an agent: its system prompt, the prompt of the dataset, then the turns it sees, its own as
-    `assistant` and those of others as `user` messages that name the speaker. Neighbours of one role are merged, so
-    that templates which demand alternating roles work.
+    `assistant` and those of others, like feedback, as `user` messages that name the speaker. Neighbours of one role
+    are merged, so that templates which demand alternating roles work.
 
     Args:
         agent ([`AgentSpec`]):
@@ -45,7 +45,7 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Turn]) -> Messa
         prompt (`list[dict]`):
             Messages of the dataset row.
         seen (`Sequence[Turn]`):
-            The turns it is shown, in order.
+            The turns and the feedback it is shown, in order.
 
     Returns: `list[dict]` with `role` and `content`.
     """
@@ -53,7 +53,7 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Turn]) -> Messa
     if agent.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": agent.system_prompt})
     for turn in seen:
-        own = turn.agent == agent.name
+        own = isinstance(turn, Turn) and turn.agent == agent.name
         messages.append(
             {"role": "assistant", "content": turn.raw_text} if own else {"role": "user", "content": speaker(turn)}
         )
@@ -152,14 +152,16 @@ class Observation:
     Args:
         content (`str` or `list[dict]`): as text or messages.
         ids (`list[int]`): in tokens.
-        seen (`list[Turn]`): the turns that are shown.
-        dropped (`int`): how many turns were left out to fit the model's window.
+        seen (`list[Turn]`): the turns and the feedback that are shown.
+        dropped (`int`): how many of them were left out to fit the model's window.
+        problem (`str`, *optional*): why it does not fit, where its episode is to end for that.
     """
 
     content: str | Messages
     ids: list[int]
-    seen: list[Turn]
+    seen: list[Seen]
     dropped: int = 0
+    problem: str | None = None
 
 
 class PromptBuilder:
@@ -184,8 +186,9 @@ class PromptBuilder:
             Tokens that the model can attend to; no limit unless given.
         reserved (`dict[str, int]`, *optional*):
             Tokens that each agent may still generate.
-        drop_oldest_turn (`bool`, *optional*, defaults to `False`):
-            Whether to leave out whole turns, from the oldest on, where the observation does not fit the window.
+        overflow (`str`, *optional*, defaults to `"raise"`):
+            What happens where an observation does not fit the window: `"raise"`, `"drop_oldest_turn"` (whole turns are
+            left out, from the oldest on) or `"end_episode"` (the observation says so in `problem`).
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class PromptBuilder:
         plain: bool = False,
         window: int | None = None,
         reserved: dict[str, int] | None = None,
-        drop_oldest_turn: bool = False,
+        overflow: str = "raise",
     ):
         self._tokenizer = tokenizer
         self._tokenize = tokenize
@@ -208,10 +211,10 @@ class PromptBuilder:
         self._template_ids: dict[str, list[int]] = {}
         self._window = window
         self._reserved = reserved or {}
-        self._drop_oldest_turn = drop_oldest_turn
+        self._overflow = overflow
         self._folds_system = not self._plain and not self._renders_system()
 
-    def build(self, requests: Sequence[tuple[AgentSpec, str | Messages, Sequence[Turn]]]) -> list[Observation]:
+    def build(self, requests: Sequence[tuple[AgentSpec, str | Messages, Sequence[Seen]]]) -> list[Observation]:
         """
         Args:
             requests (`Sequence`):
@@ -227,8 +230,10 @@ class PromptBuilder:
         for conversational in (True, False):
             fresh = [
                 index
-                for index, (_, _, seen) in enumerate(requests)
-                if not seen and self.view is team_view and isinstance(contents[index], list) == conversational
+                for index, (agent, _, seen) in enumerate(requests)
+                if not seen
+                and self._view_of(agent) is team_view
+                and isinstance(contents[index], list) == conversational
             ]
             if fresh:
                 tokenized = self._tokenize([contents[index] for index in fresh])
@@ -243,20 +248,27 @@ class PromptBuilder:
         reserved = self._reserved.get(agent.name, 0)
         if self._window is None or len(observation.ids) + reserved <= self._window:
             return observation
-        if not (self._drop_oldest_turn and observation.seen):
-            raise ValueError(
+        if self._overflow != "drop_oldest_turn" or not observation.seen:
+            problem = (
                 f"What agent {agent.name!r} is shown has {len(observation.ids)} tokens and it may generate {reserved} "
                 f"more, but the model's window is {self._window} tokens ({len(observation.seen)} turns shown). Lower "
-                "`max_completion_length`, show fewer turns (`sees=`), set `context_overflow='drop_oldest_turn'`, or "
-                f"shorten the prompt {str(prompt)[:80]!r}."
+                "`max_completion_length`, show fewer turns (`sees=`), set `context_overflow='drop_oldest_turn'` or "
+                f"'end_episode', or shorten the prompt {str(prompt)[:80]!r}."
             )
+            if self._overflow != "end_episode":
+                raise ValueError(problem)
+            observation.problem = problem
+            return observation
         (shorter,) = self.build([(agent, prompt, observation.seen[1:])])
         shorter.dropped += 1
         return shorter
 
-    def _observe(self, agent: AgentSpec, prompt: str | Messages, seen: Sequence[Turn]) -> str | Messages:
+    def _view_of(self, agent: AgentSpec) -> View:
+        return agent.view or self.view
+
+    def _observe(self, agent: AgentSpec, prompt: str | Messages, seen: Sequence[Seen]) -> str | Messages:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = self.view(agent, asked, seen)
+        messages = self._view_of(agent)(agent, asked, seen)
         if self._plain and isinstance(prompt, str):
             return _SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages

@@ -11,7 +11,8 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from ..configs import MARFTConfig
-from ..episodes import Episode, joint_steps
+from ..episodes import Episode
+from ..rewards import environment_reward
 from . import functional
 from .batching import Row
 from .rollouts import Rollout, TeamRollouts
@@ -30,30 +31,41 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         episodes = rollout.episodes
         first = self.accelerator.process_index * len(episodes)
         rewards = rollout.rewards[first : first + len(episodes)].tolist()
-        counts = [len(episode.turns) for episode in episodes]
-        if args.credit == "step_discount":
-            return [
-                functional.step_discount_credit(reward, count, args.credit_discount)
-                for reward, count in zip(rewards, counts, strict=True)
-            ]
         if args.credit == "counterfactual":
             others = self._counterfactual_rewards(episodes)
             return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
-        steps = [torch.tensor(joint_steps(episode.turns)) for episode in episodes]
-        team = [functional.equal_credit(r, its, as_rewards) for r, its in zip(rewards, steps, strict=True)]
-        if args.credit == "equal":
-            return team
-        weight = args.own_reward_weight
-        own = self._own_rewards(episodes, as_rewards)
-        return [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
+        # As a stream, and for turns scored by themselves, what an environment gave stays where it was earned.
+        earned = [torch.zeros(len(episode.turns)) for episode in episodes]
+        if as_rewards or args.credit == "per_step":
+            earned = [self._earned(episode) for episode in episodes]
+            rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
+        if args.credit == "step_discount":
+            discounts = [args.credit_discount] * len(episodes)
+            counts = [len(episode.turns) for episode in episodes]
+            team = list(map(functional.step_discount_credit, rewards, counts, discounts))
+        else:
+            steps = [torch.tensor(episode.joint_steps()) for episode in episodes]
+            team = [functional.equal_credit(r, its, as_rewards) for r, its in zip(rewards, steps, strict=True)]
+        if args.credit == "per_step":
+            weight = args.own_reward_weight
+            own = self._own_rewards(episodes, as_rewards or self.workflow.earns)
+            team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
+        return [its + gained for its, gained in zip(team, earned, strict=True)]
 
-    def _own_rewards(self, episodes: Sequence[Episode], as_rewards: bool) -> list[torch.Tensor]:
+    def _earned(self, episode: Episode) -> torch.Tensor:
+        """What the environment gave for each turn `(K,)`, times the weight of [`environment_reward`]."""
+        if not episode.earned:
+            return torch.zeros(len(episode.turns))
+        weight = self.reward_weights[self.reward_func_names.index(environment_reward.__name__)].item()
+        return weight * torch.tensor([episode.earned[turn.index] for turn in episode.turns], dtype=torch.float32)
+
+    def _own_rewards(self, episodes: Sequence[Episode], is_sum: bool) -> list[torch.Tensor]:
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
         scores = self._turn_rewards.of_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
         own_mean = self._mean_over_processes(scores)
         if own_mean is not None:
             self._metrics["train"]["own_reward"].append(own_mean)
-        if as_rewards:  # a turn that nothing scored adds nothing to the stream, and hides nothing of it
+        if is_sum:  # a turn that nothing scored adds nothing, and hides nothing of what it is added to
             scores = scores.nan_to_num(nan=0.0)
         return list(scores.split([len(episode.turns) for episode in episodes]))
 
@@ -108,7 +120,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
     def _returns_of(self, episode: Episode, credit: torch.Tensor) -> torch.Tensor:
         if self.args.credit_kind == "returns":
             return credit
-        return functional.returns_to_go(credit, torch.tensor(joint_steps(episode.turns)), self.args.gamma)
+        return functional.returns_to_go(credit, torch.tensor(episode.joint_steps()), self.args.gamma)
 
     def _samples(self, rollout, rows, returns, first) -> Iterator[tuple[Row, tuple[Any, ...]]]:
         """Rows with what they are compared by: episode, agent, node and return."""
@@ -157,7 +169,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         for episode, its_rows, credit, last_value in zip(
             rollout.episodes, rows, self._credit(rollout), last_values, strict=True
         ):
-            steps = torch.tensor(joint_steps(episode.turns))
+            steps = torch.tensor(episode.joint_steps())
             if self.args.credit_kind == "returns":  # every turn is the last of an episode of its own
                 for k, row in enumerate(its_rows):
                     self._estimate([row], credit[k : k + 1], steps[:1] * 0, 0.0)

@@ -52,8 +52,9 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             The base of all agents. With a `PeftModel`, adapters that bear the name of an agent's are trained on, and
             agents without one start from a copy of its adapter `default`.
         reward_funcs:
-            Score the team's answer, as in `GRPOTrainer`. Functions also get `turns`: for each episode its list of
-            [`Turn`].
+            Score the team's answer, as in `GRPOTrainer`. Functions also get `turns`, for each episode its list of
+            [`Turn`], and `earned`, what its turns earned from an environment. May be left out where the workflow
+            earns rewards.
         args ([`MARFTConfig`], *optional*):
             Training arguments; a `GRPOConfig` works too.
         train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers,
@@ -112,9 +113,10 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         setup.refuse_unsupported(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         self.agents = check_team(agents)
         self.workflow = setup.check_workflow(workflow or Sequential(), self.agents)
+        self.agents = setup.prompted(self.agents, self.workflow)
         self._eval_metrics = check_eval_metrics(eval_metrics)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
-        reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
+        reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
         check_rewards(reward_funcs, train_dataset, eval_dataset)
         setup.check_stream(args, train_dataset)
         turn_rewards = setup.turn_reward_funcs(args, self.agents, self.workflow)
@@ -174,7 +176,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             plain=len(self.agents) == 1 and self.agents[0].system_prompt is None,
             window=setup.context_window(self.model),
             reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
-            drop_oldest_turn=args.context_overflow == "drop_oldest_turn",
+            overflow=args.context_overflow,
         )
         base = self.model.get_base_model() if self.policies.has_adapters else self.model
         self._temperature = ScoringTemperature(

@@ -15,15 +15,15 @@ from trl import GRPOTrainer
 
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
-from ..episodes import Episode, Turn
+from ..episodes import EndOfEpisode, Episode, Turn
 from ..rollout.collector import Request, collect
-from ..rollout.prompts import PromptBuilder
+from ..rollout.prompts import Observation, PromptBuilder
 from ..rollout.replay import Replay
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
 from ..workflows import Workflow
 from .adapters import Policies
 from .functional import team_rewards
-from .turn_rewards import TurnRewards, score
+from .turn_rewards import TurnRewards, as_row, score
 from .validation import check_prompts
 
 
@@ -97,29 +97,42 @@ class TeamRollouts(GRPOTrainer):
         branches = self.args.advantage == "turn" and self.model.training
         answer = self._answer_with_candidates if branches else self._answer
         episodes = collect(self.workflow, inputs, list(self._specs), answer)
-        dropped = sum(gather_object([self._dropped_turns]))
-        self._metrics["train" if self.model.training else "eval"]["context/dropped_turns"].append(float(dropped))
-        rows = [{**row, "turns": episode.turns} for row, episode in zip(inputs, episodes, strict=True)]
+        self._log_episodes(episodes)
+        if not self.workflow.earns and any(any(episode.earned.values()) for episode in episodes):
+            raise ValueError(
+                f"Turns earned rewards inside the workflow `{type(self.workflow).__name__}`, but nothing would count "
+                "them, since its `earns` is False. Set `earns = True` on the class."
+            )
+        rows = [as_row(episode) for episode in episodes]
         rewards_per_func = score(self, rows, [episode.answer for episode in episodes])
         self._check_rewards(rewards_per_func)
         rewards = team_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
         return Rollout(episodes, rewards_per_func, rewards, nodes=self._nodes)
 
-    def _answer(self, requests: Sequence[Request]) -> list[Turn]:
+    def _log_episodes(self, episodes: Sequence[Episode]) -> None:
+        """What workflows counted, and what did not fit the window."""
+        counts: Counter[str] = Counter()
+        for episode in episodes:
+            counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})
+        ended = sum(episode.overflowed for episode in episodes)
+        everywhere = gather_object([(dict(counts), self._dropped_turns, ended, len(episodes))])
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["context/dropped_turns"].append(float(sum(dropped for _, dropped, _, _ in everywhere)))
+        if self.args.context_overflow == "end_episode":
+            metrics["context/ended_episodes"].append(float(sum(ended for _, _, ended, _ in everywhere)))
+        total: Counter[str] = Counter()
+        for its_counts, *_ in everywhere:
+            total.update(its_counts)
+        for name in sorted(total):
+            metrics[name].append(total[name] / sum(number for *_, number in everywhere))
+
+    def _answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
         """Turns for all waiting requests: observe, generate, decode."""
         agents = [request.agent for request in requests]
         observations = self._prompts.build(
             [(self._specs[request.agent], request.episode.prompt, request.seen) for request in requests]
         )
-        completions: list[list[int]] = [[] for _ in requests]
-        for by_reference in (False, True):
-            mine = [index for index, request in enumerate(requests) if request.by_reference == by_reference]
-            if mine:
-                prompt_ids = [observations[index].ids for index in mine]
-                options = {"by_reference": True} if by_reference else {}
-                sampled = self._generator.generate([agents[index] for index in mine], prompt_ids, **options)
-                for index, ids in zip(mine, sampled, strict=True):
-                    completions[index] = ids
+        completions = self._generate_for(requests, observations)
         texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
         self._dropped_turns += sum(observation.dropped for observation in observations)
         return [
@@ -127,15 +140,35 @@ class TeamRollouts(GRPOTrainer):
                 agent=agent,
                 text=text,
                 index=-1,
-                sees=tuple(turn.index for turn in observation.seen),
+                sees=tuple(item.index for item in observation.seen if isinstance(item, Turn)),
+                hears=tuple(item.index for item in observation.seen if not isinstance(item, Turn)),
                 observation=observation.content,
                 prompt_ids=observation.ids,
                 completion_ids=ids,
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
                 truncated=self._is_truncated(agent, ids),
             )
+            if observation.problem is None
+            else EndOfEpisode(observation.problem)
             for agent, text, observation, ids in zip(agents, texts, observations, completions, strict=True)
         ]
+
+    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[list[int]]:
+        """Sampled tokens for each request; none where its episode ends instead."""
+        completions: list[list[int]] = [[] for _ in requests]
+        for by_reference in (False, True):
+            mine = [
+                index
+                for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
+                if request.by_reference == by_reference and observation.problem is None
+            ]
+            if mine:
+                prompt_ids = [observations[index].ids for index in mine]
+                options = {"by_reference": True} if by_reference else {}
+                sampled = self._generator.generate([requests[index].agent for index in mine], prompt_ids, **options)
+                for index, ids in zip(mine, sampled, strict=True):
+                    completions[index] = ids
+        return completions
 
     def _is_truncated(self, agent: str, ids: list[int]) -> bool:
         ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
@@ -162,16 +195,17 @@ class TeamRollouts(GRPOTrainer):
 
     # ---- Branches: episodes that are run again from a turn on ----
 
-    def _answer_with_candidates(self, requests: Sequence[Request]) -> list[Turn]:
+    def _answer_with_candidates(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
         """Several candidates for each turn of a trained agent, of which one is spoken; all are kept as nodes."""
         count = self.args.turn_candidates
         learns = [self.policies.adapter_of(request.agent) in self.policies.trained for request in requests]
         asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
         turns = iter(self._answer(asked))
-        candidates = [[next(turns) for _ in range(count if its else 1)] for its in learns]
-        branching = [index for index, its in enumerate(learns) if its]
+        drawn = [[next(turns) for _ in range(count if its else 1)] for its in learns]
+        candidates = [[turn for turn in its if isinstance(turn, Turn)] for its in drawn]
+        branching = [index for index, its in enumerate(learns) if its and candidates[index]]
         returns = self._candidate_returns(requests, candidates, branching)
-        chosen = [its[0] for its in candidates]
+        chosen = [its[0] for its in drawn]
         for index in branching:
             self._nodes.append(Node(requests[index].episode.index, candidates[index], returns[index]))
             self._count_extra(candidates[index][1:])
@@ -226,17 +260,18 @@ class TeamRollouts(GRPOTrainer):
         return rewards
 
     def _branch(self, rows: Sequence[dict[str, Any]], replays: Sequence[Replay]) -> list[Episode]:
-        def answer(requests: Sequence[Request]) -> list[Turn]:
+        def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
             turns = self._answer(requests)
             self._count_extra(turns)
             return turns
 
         return collect(self.workflow, rows, list(self._specs), answer, replays)
 
-    def _count_extra(self, turns: Sequence[Turn]) -> None:
+    def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:
         """Generation beyond the episodes themselves, for the metrics."""
-        self._extra["turns"] += len(turns)
-        self._extra["tokens"] += sum(len(turn.completion_ids) for turn in turns)
+        spoken = [turn for turn in turns if isinstance(turn, Turn)]
+        self._extra["turns"] += len(spoken)
+        self._extra["tokens"] += sum(len(turn.completion_ids) for turn in spoken)
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:
@@ -244,7 +279,7 @@ def _pending_before(requests: Sequence[Request]) -> list[int]:
     seen: Counter[tuple] = Counter()
     counts = []
     for request in requests:
-        place = request.episode.index, request.agent, tuple(turn.index for turn in request.seen)
+        place = request.episode.index, request.agent, tuple((type(item), item.index) for item in request.seen)
         counts.append(seen[place])
         seen[place] += 1
     return counts

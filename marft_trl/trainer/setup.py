@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..agents import AgentSpec, as_reward_funcs
 from ..configs import MARFTConfig
+from ..rewards import environment_reward
 from ..workflows import Workflow
 from .adapters import Policies, check_adapter_config
 from .critic import Critic
@@ -169,6 +171,30 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     return workflow
 
 
+def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) -> list:
+    """
+    The functions that score the team, with [`environment_reward`] among them where the workflow earns rewards. It gets
+    the weight 1 in `args.reward_weights`, where there are weights for the others.
+    """
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
+    if workflow.earns and environment_reward not in functions:
+        if args.reward_weights is not None and len(args.reward_weights) == len(functions):
+            args.reward_weights = [*args.reward_weights, 1.0]
+        functions = [*functions, environment_reward]
+    return functions
+
+
+def prompted(agents: Sequence[AgentSpec], workflow: Workflow) -> list[AgentSpec]:
+    """The agents, with the workflow's prompts for those that have none."""
+    prompts = workflow.system_prompts(agents)
+    return [
+        dataclasses.replace(agent, system_prompt=prompts[agent.name])
+        if agent.system_prompt is None and agent.name in prompts
+        else agent
+        for agent in agents
+    ]
+
+
 def turn_reward_funcs(
     args: MARFTConfig, agents: Sequence[AgentSpec], workflow: Workflow
 ) -> dict[str, tuple[Callable, ...]]:
@@ -181,7 +207,7 @@ def turn_reward_funcs(
     general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
     functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
     for agent in agents:
-        if args.credit == "per_step" and agent.trainable and not functions[agent.name]:
+        if args.credit == "per_step" and agent.trainable and not functions[agent.name] and not workflow.earns:
             raise ValueError(
                 f"`credit='per_step'` scores every turn by itself, but nothing scores those of agent {agent.name!r}. "
                 "Set its `AgentSpec(reward_funcs=...)`, or `reward_funcs` of the workflow."

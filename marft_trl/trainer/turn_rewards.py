@@ -36,7 +36,7 @@ class TurnRewards:
         """The team's reward for each episode `(E,)`, NaN where nothing scored it."""
         if not episodes:
             return torch.zeros(0)
-        rows = [{**episode.row, "turns": episode.turns} for episode in episodes]
+        rows = [as_row(episode) for episode in episodes]
         with self._locally():
             per_func = score(self._trainer, rows, [episode.answer for episode in episodes])
         return team_rewards(per_func, self._trainer.reward_weights.to(per_func.device)).cpu()
@@ -62,8 +62,8 @@ class TurnRewards:
 
     @staticmethod
     def _row(episode: Episode, turn: Turn) -> dict[str, Any]:
-        is_candidate = turn not in episode.turns
-        return {**episode.row, "turns": [*episode.turns, turn] if is_candidate else episode.turns, "turn": turn}
+        turns = episode.turns if turn in episode.turns else [*episode.turns, turn]  # else a candidate
+        return {**as_row(episode), "turns": turns, "turn": turn}
 
     @contextlib.contextmanager
     def _swapped(self, functions: list[Callable]) -> Iterator[None]:
@@ -94,6 +94,11 @@ class TurnRewards:
         finally:
             grpo_trainer.gather = gather
             trainer._pending_metrics, trainer._pending_extra_logs = metrics, extra
+
+
+def as_row(episode: Episode) -> dict[str, Any]:
+    """What reward functions get of an episode beside its answer: the dataset row, its turns and what they earned."""
+    return {**episode.row, "turns": episode.turns, "earned": sum(episode.earned.values(), 0.0)}
 
 
 def score(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]], answers: Sequence[Any]) -> torch.Tensor:

@@ -1,6 +1,22 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-from .base import Workflow, rehearse
+from .base import Workflow, rehearse, together
+from .environment import Environment, EnvironmentLoop
+from .graph import Graph
+from .orchestrated import Orchestrated
+from .ready_made import Debate, MixtureOfAgents, UntilApproved
 from .sequential import Sequential
 
 
-__all__ = ["Sequential", "Workflow", "rehearse"]
+__all__ = [
+    "Debate",
+    "Environment",
+    "EnvironmentLoop",
+    "Graph",
+    "MixtureOfAgents",
+    "Orchestrated",
+    "Sequential",
+    "UntilApproved",
+    "Workflow",
+    "rehearse",
+    "together",
+]

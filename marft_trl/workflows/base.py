@@ -8,9 +8,14 @@ import asyncio
 import inspect
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from ..episodes import Episode, Messages, Turn, unknown_agent
+from ..episodes import Episode, Messages, Seen, Turn, unknown_agent
+
+
+if TYPE_CHECKING:
+    from ..agents import AgentSpec
 
 
 class Workflow(ABC):
@@ -32,9 +37,13 @@ class Workflow(ABC):
     Attributes:
         reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
             Score the turns of agents that bring no `reward_funcs` of their own, under `credit="per_step"`.
+        earns (`bool`, defaults to `False`):
+            Whether turns earn rewards inside an episode, with `episode.observe(..., reward=...)` or `episode.earn`.
+            The trainer then counts them as a reward function, `environment_reward`.
     """
 
     reward_funcs: Callable | Sequence[Callable] | None = None
+    earns: bool = False
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -72,15 +81,59 @@ class Workflow(ABC):
         names = [node.value for first in firsts for node in first if isinstance(node, ast.Constant)]
         return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
+    def system_prompts(self, agents: Sequence[AgentSpec]) -> dict[str, str]:
+        """Role prompts for agents whose part follows from the workflow; they hold where the agent has none."""
+        return {}
+
     def describe(self) -> dict:
         """The workflow as JSON-serializable data, for the team's manifest."""
         return {"class": type(self).__name__}
 
 
+async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
+    """Let agents speak side by side: `await together(episode.turn(name, sees=[plan]) for name in names)`."""
+    tasks = [asyncio.ensure_future(turn) for turn in turns]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
+    """
+    A list of agents' names.
+
+    Raises:
+        TypeError: not a list of strings.
+        ValueError: empty.
+    """
+    where = f"`{field}` of `{type(workflow).__name__}`"
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{where} must be a list of names of agents, got {names!r}.")
+    if not names:
+        raise ValueError(f"{where} is empty; name at least one agent.")
+    return list(names)
+
+
+def check_count(field: str, count: object, workflow: Workflow) -> int:
+    """
+    A whole number of at least 1.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        name = type(workflow).__name__
+        raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
+    return count
+
+
 def rehearse(
     workflow: Workflow,
     agents: Sequence[str],
-    reply: Callable[[str, Sequence[Turn]], str],
+    reply: Callable[[str, Sequence[Seen]], str],
     prompt: str | Messages = "",
     **row,
 ) -> Episode:
@@ -93,7 +146,7 @@ def rehearse(
         agents (`Sequence[str]`):
             Names of the agents of the team.
         reply (`Callable`):
-            `reply(agent, seen)` returns the text that the agent says, given the turns it was shown.
+            `reply(agent, seen)` returns the text that the agent says, given the turns and the feedback it was shown.
         prompt (`str` or `list[dict]`, *optional*):
             The prompt of the episode.
         row:
@@ -110,11 +163,18 @@ def rehearse(
     ```
     """
 
-    async def speak(episode: Episode, agent: str, seen: Sequence[Turn]) -> Turn:
-        text = reply(agent, seen)
-        turn = Turn(agent, text, index=len(episode.turns), sees=tuple(turn.index for turn in seen))
-        episode.turns.append(turn)
-        episode.asked.append(turn.sees)
+    async def speak(episode: Episode, agent: str, seen: Sequence[Seen]) -> Turn:
+        fed = len(episode.fed)
+        await asyncio.sleep(0)  # turns that are asked for side by side do not see one another
+        turn = Turn(
+            agent,
+            reply(agent, seen),
+            index=len(episode.turns),
+            sees=tuple(item.index for item in seen if isinstance(item, Turn)),
+            hears=tuple(item.index for item in seen if not isinstance(item, Turn)),
+            fed=fed,
+        )
+        episode.add(turn, seen)
         return turn
 
     workflow.check(agents)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..episodes import Episode
-from .base import Workflow
+from .base import Workflow, check_count, check_names
 
 
 class Sequential(Workflow):
@@ -21,14 +21,8 @@ class Sequential(Workflow):
     """
 
     def __init__(self, agents: Sequence[str] | None = None, rounds: int = 1):
-        if isinstance(agents, str):
-            raise TypeError(f"`agents` of `Sequential` must be a list of names, got the string {agents!r}.")
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-            raise ValueError(f"`rounds` of `Sequential` must be an integer of at least 1, got {rounds!r}.")
-        if agents is not None and not agents:
-            raise ValueError("`agents` of `Sequential` is empty; leave it out for all agents of the team in order.")
-        self.agents = list(agents) if agents is not None else None
-        self.rounds = rounds
+        self.agents = check_names("agents", agents, self) if agents is not None else None
+        self.rounds = check_count("rounds", rounds, self)
 
     async def run(self, episode: Episode) -> None:
         for _ in range(self.rounds):

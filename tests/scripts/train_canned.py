@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.workflows import Orchestrated
 from tests.helpers import lora, team_trainer, varied_reward
 
 
@@ -35,7 +36,11 @@ def canned(trainer):
             key = (trainer.state.global_step, agent, tuple(ids))
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
-            replies.append([draw.randrange(3, 200) for _ in range(draw.randint(1, 9))] + [2])
+            reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
+            if isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
+                tag = draw.choice(["<call>actor</call>", "<call>nobody</call>", "<done/>"])
+                reply = trainer.processing_class(tag)["input_ids"]
+            replies.append([*reply, 2])
         return replies
 
     return generate
@@ -47,6 +52,13 @@ LEARNING = {
     "sequential": {**PPO, "critic": "frozen", "level": "action", "update_order": "sequential", "max_steps": 6},
     "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
     "candidates": {"advantage": "turn", "turn_candidates": 2},
+    "orchestrated": {},
+}
+
+
+WORKFLOWS = {
+    **{"chain": None, "full": None},
+    "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
 
 
@@ -63,7 +75,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         model_folder,
         output + "-run",
         agents=agents,
-        workflow=None if kind in ("chain", "full") else ByPrompt(),
+        workflow=WORKFLOWS.get(kind, ByPrompt()),
         reward_funcs=varied_reward,
         eval_dataset=tiny_dataset(9, seed=1),
         eval_metrics=count,

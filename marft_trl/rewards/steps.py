@@ -1,0 +1,74 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+Rewards of single turns, for `AgentSpec(reward_funcs=...)` under `credit="per_step"`: those of MARFT v2 for planners,
+solvers, coders and verifiers. Each is made from the reward of the outcome, e.g. `math_reward` or `code_reward`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..episodes import Turn
+from .code import last_python_block
+from .math import boxed
+
+
+Reward = Callable[..., Sequence["float | None"]]
+_NUMBERED = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.)]|[Ss]tep \d{1,3})", re.MULTILINE)
+
+
+def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
+    """
+    Half for a plan of at least `steps` numbered steps, in proportion if it has fewer, half for the episode's outcome.
+
+    Args:
+        outcome (`Callable`): scores the last turn of the episode, in TRL's signature.
+        steps (`int`, *optional*, defaults to `2`): numbered steps that are enough; MARFT v2 has 2 for mathematics and
+            3 for code.
+    """
+
+    def planner_reward(turn: Sequence[Turn], turns: Sequence[Sequence[Turn]], **columns: Any) -> list[float | None]:
+        plans = [min(len(_NUMBERED.findall(one.text)) / steps, 1.0) for one in turn]
+        ends = _outcomes(outcome, [its[-1] for its in turns], columns)
+        return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
+
+    return planner_reward
+
+
+def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
+    """The outcome of the turn itself, at least `floor` where it has a `\\boxed{}` answer."""
+
+    def solver_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+        return _at_least(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
+
+    return solver_reward
+
+
+def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
+    """The outcome of the turn itself, at least `floor` where it has a Python block."""
+
+    def coder_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+        return _at_least(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
+
+    return coder_reward
+
+
+def get_verifier_reward(outcome: Reward) -> Reward:
+    """The outcome of the turn itself."""
+
+    def verifier_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+        return list(_outcomes(outcome, turn, columns))
+
+    return verifier_reward
+
+
+def _at_least(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:
+    ends = _outcomes(outcome, turn, columns)
+    return [max(end, floor) if holds and end is not None else end for end, holds in zip(ends, has_form, strict=True)]
+
+
+def _outcomes(outcome: Reward, turns: Sequence[Turn], columns: dict[str, Any]) -> Sequence[float | None]:
+    own = {"completions": [one.text for one in turns], "completion_ids": [list(one.completion_ids) for one in turns]}
+    return outcome(**{**columns, **own})

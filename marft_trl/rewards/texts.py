@@ -1,0 +1,12 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What reward functions read of a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def last_text(completion: str | Sequence[dict[str, Any]]) -> str:
+    """The text of a completion, which is a text or a list of messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,163 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A directed acyclic graph: who sees whom, with branches that run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import graphlib
+from collections.abc import Collection, Mapping, Sequence
+
+from ..episodes import Episode, Turn, unknown_agent
+from .base import Workflow
+
+
+class Graph(Workflow):
+    """
+    A directed acyclic graph (DAG) of turns. Each node is one turn and sees the prompt and the turns of the nodes it
+    names; nodes that do not depend on one another speak side by side and share batches.
+
+    Args:
+        sees (`Mapping[str, Sequence[str]]`):
+            For each node the nodes it sees, in the order they are shown.
+        agents (`Mapping[str, str]`, *optional*):
+            Which agent speaks at a node. The one of the node's name unless given, so an agent that speaks at several
+            nodes needs an entry for each.
+        answer (`str`, *optional*):
+            Node that answers for the team. The only node that no other sees unless given.
+
+    Raises:
+        ValueError: the graph has a cycle, names unknown nodes, or has nodes that cannot reach the answer; all
+            problems are named at once.
+
+    Example:
+
+    ```python
+    Graph({"planner": [], "solver_a": ["planner"], "solver_b": ["planner"], "judge": ["solver_a", "solver_b"]})
+    Graph({"draft": [], "review": ["draft"], "final": ["draft", "review"]}, {"draft": "writer", "final": "writer"})
+    ```
+    """
+
+    def __init__(
+        self,
+        sees: Mapping[str, Sequence[str]],
+        agents: Mapping[str, str] | None = None,
+        answer: str | None = None,
+    ):
+        self.sees = {node: _names(node, others) for node, others in _mapping("sees", sees).items()}
+        self.agents = {node: node for node in self.sees} | dict(_mapping("agents", agents or {}))
+        sinks = [node for node in self.sees if not any(node in others for others in self.sees.values())]
+        problems = [
+            *self._unknown_nodes(),
+            *self._repeated(),
+            *_cycles(self.sees),
+            *self._answer_problems(answer, sinks),
+        ]
+        if problems:
+            raise ValueError("`Graph` cannot run:\n" + "\n".join(f"- {problem}" for problem in problems))
+        self.answer = answer if answer is not None else sinks[0]
+        self._order = list(graphlib.TopologicalSorter(self.sees).static_order())
+
+    async def run(self, episode: Episode) -> None:
+        tasks: dict[str, asyncio.Task[Turn]] = {}
+        for node in self._order:
+            tasks[node] = asyncio.ensure_future(self._speak(episode, node, tasks))
+        try:
+            for node in self._order:
+                await tasks[node]
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        episode.answer = tasks[self.answer].result()
+
+    async def _speak(self, episode: Episode, node: str, tasks: Mapping[str, asyncio.Task[Turn]]) -> Turn:
+        # A finished task returns without a round of the event loop, so that neighbours ask in the same round.
+        seen = [await tasks[other] for other in self.sees[node]]
+        return await episode.turn(self.agents[node], sees=seen)
+
+    def check(self, agents: Sequence[str]) -> None:
+        unknown = [(node, agent) for node, agent in self.agents.items() if agent not in agents]
+        if unknown:
+            where = [f"`Graph`, at the node {node!r}," for node, _ in unknown]
+            lines = [unknown_agent(agent, agents, text) for text, (_, agent) in zip(where, unknown, strict=True)]
+            raise ValueError("\n".join(lines))
+
+    def named_agents(self) -> list[str]:
+        return list(dict.fromkeys(self.agents[node] for node in self._order))
+
+    def describe(self) -> dict:
+        renamed = {node: agent for node, agent in self.agents.items() if node != agent}
+        return {"class": "Graph", "sees": self.sees, "agents": renamed or None, "answer": self.answer}
+
+    # ---- Problems of a graph ----
+
+    def _unknown_nodes(self) -> list[str]:
+        named = [(f"the node {node!r} sees", other) for node, others in self.sees.items() for other in others]
+        named += [("`agents` names", node) for node in self.agents if node not in self.sees]
+        return [
+            f"{where} {other!r}, which is not a node.{_hint(other, self.sees)}"
+            for where, other in named
+            if other not in self.sees
+        ]
+
+    def _repeated(self) -> list[str]:
+        return [
+            f"the node {node!r} names {other!r} {others.count(other)} times"
+            for node, others in self.sees.items()
+            for other in dict.fromkeys(others)
+            if others.count(other) > 1
+        ]
+
+    def _answer_problems(self, answer: str | None, sinks: list[str]) -> list[str]:
+        if not self.sees:
+            return ["it has no node"]
+        if answer is None and len(sinks) > 1:
+            return [
+                f"no other node sees {', '.join(map(repr, sinks))}, so it is open which of them answers. Name it with "
+                "`answer=`, and let it see the others"
+            ]
+        if answer is not None and answer not in self.sees:
+            return [f"`answer` names {answer!r}, which is not a node.{_hint(answer, self.sees)}"]
+        if answer is None and not sinks:
+            return []  # a cycle, which is named
+        idle = sorted(set(self.sees) - _ancestors(self.sees, answer if answer is not None else sinks[0]))
+        return [f"the answer does not depend on {', '.join(map(repr, idle))}"] if idle else []
+
+
+def _mapping(name: str, value: object) -> Mapping:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"`{name}` of `Graph` must be a mapping, got {value!r}.")
+    wrong = [key for key in value if not isinstance(key, str)]
+    if wrong:
+        raise TypeError(f"Nodes of `Graph` are named by strings; `{name}` has {wrong[0]!r}.")
+    return value
+
+
+def _names(node: str, others: object) -> list[str]:
+    if isinstance(others, str) or not isinstance(others, Collection) or not all(isinstance(o, str) for o in others):
+        raise TypeError(f"`sees` of `Graph` needs a list of node names for {node!r}, got {others!r}.")
+    return list(others)
+
+
+def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(sees).prepare()
+    except graphlib.CycleError as error:
+        return ["it has the cycle " + " -> ".join(map(repr, error.args[1]))]
+    return []
+
+
+def _ancestors(sees: Mapping[str, Sequence[str]], node: str) -> set[str]:
+    """The node and all that it depends on."""
+    found, waiting = {node}, [node]
+    while waiting:
+        fresh = [other for other in sees.get(waiting.pop(), ()) if other not in found]
+        found.update(fresh)
+        waiting += fresh
+    return found
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,172 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""An agent decides who acts next and when to stop; its routing is trained like everything else it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..episodes import Episode, Turn
+from .base import Workflow, check_count, check_names
+
+
+if TYPE_CHECKING:
+    from ..agents import AgentSpec
+
+# Bounded, without nesting or alternatives that overlap: linear in the text, whatever a model writes.
+_TAG = re.compile(r"<call>([^<>]{0,64})</call>|<done ?/>")
+
+PROMPT = """You lead a team. Decide who acts next. Your teammates:
+{team}
+To let a teammate act, write <call>name</call> with one of these names, after any instructions for it. When the task \
+is solved, write <done/>. Write exactly one tag."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """
+    What an orchestrator decided.
+
+    Args:
+        agent (`str`, *optional*): who acts next; `None` to finish.
+        problem (`str`, *optional*): why its text is no decision: `"no_tag"`, `"several_tags"` or `"unknown_agent"`.
+    """
+
+    agent: str | None = None
+    problem: str | None = None
+
+
+def parse_route(text: str, agents: Sequence[str]) -> Route:
+    """
+    Read the one tag of an orchestrator's text, in linear time. Never raises, whatever the text.
+
+    Args:
+        text (`str`): what the orchestrator said.
+        agents (`Sequence[str]`): names that it may call.
+    """
+    tags = _TAG.finditer(text)
+    first, second = next(tags, None), next(tags, None)
+    if first is None:
+        return Route(problem="no_tag")
+    if second is not None:
+        return Route(problem="several_tags")
+    if first[1] is None:
+        return Route()
+    name = first[1].strip()
+    return Route(name) if name in agents else Route(problem="unknown_agent")
+
+
+class Orchestrated(Workflow):
+    """
+    An orchestrator speaks, and the agent that it calls speaks, until it is done. Everybody sees everything so far. The
+    last turn of a called agent answers, or the orchestrator's where it called nobody.
+
+    Its decisions are tags in its text: `<call>solver</call>` or `<done/>`, exactly one. Anything else is counted
+    (`workflow/routing/no_tag`, `several_tags`, `unknown_agent`) and `fallback` applies.
+
+    Args:
+        orchestrator (`str`):
+            Agent that decides.
+        agents (`Sequence[str]`, *optional*):
+            Agents it may call; all others of the team unless given.
+        max_turns (`int`, *optional*, defaults to `10`):
+            Largest number of turns of an episode, the orchestrator's included. An episode that reaches it ends there
+            and is counted (`workflow/routing/out_of_turns`).
+        max_tokens (`int`, *optional*):
+            Sampled tokens after which no further turn begins (`workflow/routing/out_of_tokens`). No limit unless
+            given.
+        fallback (`str`, *optional*, defaults to `"finish"`):
+            What happens where the orchestrator's text is no decision: `"finish"` ends the episode, the name of an
+            agent lets that one act.
+        penalty (`float`, *optional*, defaults to `0.0`):
+            Reward, zero or negative, that the orchestrator's turn earns where its text is no decision.
+    """
+
+    def __init__(
+        self,
+        orchestrator: str,
+        agents: Sequence[str] | None = None,
+        max_turns: int = 10,
+        max_tokens: int | None = None,
+        fallback: str = "finish",
+        penalty: float = 0.0,
+    ):
+        (self.orchestrator,) = check_names("orchestrator", [orchestrator], self)
+        self.agents = check_names("agents", agents, self) if agents is not None else None
+        self.max_turns = check_count("max_turns", max_turns, self)
+        self.max_tokens = check_count("max_tokens", max_tokens, self) if max_tokens is not None else None
+        if not isinstance(penalty, (int, float)) or not -float("inf") < penalty <= 0:
+            raise ValueError(f"`penalty` of `Orchestrated` must be a finite number of at most 0, got {penalty!r}.")
+        self.fallback, self.penalty = fallback, penalty
+        self.earns = penalty != 0
+        if self.agents is not None and self.orchestrator in self.agents:
+            raise ValueError(f"`Orchestrated` cannot let {self.orchestrator!r} call itself; leave it out of `agents`.")
+
+    async def run(self, episode: Episode) -> None:
+        callable_agents = self._callable(episode.agents)
+        sampled = 0
+        while True:
+            decision = await episode.turn(self.orchestrator)
+            sampled += len(decision.completion_ids)
+            route = parse_route(decision.text, callable_agents)
+            if route.problem is not None:
+                route = self._fall_back(episode, decision, route.problem)
+            if route.agent is None or self._is_over(episode, sampled):
+                break
+            episode.answer = answer = await episode.turn(route.agent)
+            sampled += len(answer.completion_ids)
+            if self._is_over(episode, sampled):
+                break
+
+    def _fall_back(self, episode: Episode, decision: Turn, problem: str) -> Route:
+        episode.count(f"routing/{problem}")
+        if self.penalty:
+            episode.earn(decision, self.penalty)
+        return Route() if self.fallback == "finish" else Route(self.fallback)
+
+    def _is_over(self, episode: Episode, sampled: int) -> bool:
+        if len(episode.turns) >= self.max_turns:
+            episode.count("routing/out_of_turns")
+            return True
+        if self.max_tokens is not None and sampled >= self.max_tokens:
+            episode.count("routing/out_of_tokens")
+            return True
+        return False
+
+    def _callable(self, team: Sequence[str]) -> list[str]:
+        return self.agents or [name for name in team if name != self.orchestrator]
+
+    def check(self, agents: Sequence[str]) -> None:
+        super().check(agents)
+        known = self._callable(agents)
+        if not known:
+            raise ValueError(
+                f"`Orchestrated` needs an agent that {self.orchestrator!r} can call; the team has no other."
+            )
+        if self.fallback != "finish" and self.fallback not in known:
+            raise ValueError(
+                f"`fallback` of `Orchestrated` must be 'finish' or an agent that {self.orchestrator!r} can call "
+                f"({', '.join(map(repr, known))}), got {self.fallback!r}."
+            )
+
+    def named_agents(self) -> list[str]:
+        return [self.orchestrator, *(self.agents or [])]
+
+    def system_prompts(self, agents: Sequence[AgentSpec]) -> dict[str, str]:
+        known = self._callable([agent.name for agent in agents])
+        team = [f"- {agent.name}" + (f": {agent.description}" if agent.description else "") for agent in agents]
+        lines = [line for line, agent in zip(team, agents, strict=True) if agent.name in known]
+        return {self.orchestrator: PROMPT.format(team="\n".join(lines))}
+
+    def describe(self) -> dict:
+        return {
+            "class": "Orchestrated",
+            "orchestrator": self.orchestrator,
+            "agents": self.agents,
+            "max_turns": self.max_turns,
+            "max_tokens": self.max_tokens,
+            "fallback": self.fallback,
+            "penalty": self.penalty or None,
+        }

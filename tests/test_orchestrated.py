@@ -1,0 +1,152 @@
+"""An agent that decides who acts next: its tags, what follows from them, and what it learns."""
+
+import string
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl import AgentSpec
+from marft_trl.tiny import tiny_dataset
+from marft_trl.workflows import Orchestrated, rehearse
+from marft_trl.workflows.orchestrated import Route, parse_route
+
+from .helpers import moved, team_trainer, weights
+
+
+TEAM = ["boss", "solver", "critic"]
+
+
+def play(replies, workflow=None, team=TEAM):
+    left = iter(replies)
+    return rehearse(workflow or Orchestrated("boss"), team, lambda agent, seen: next(left))
+
+
+@pytest.mark.parametrize(
+    ("text", "route"),
+    [
+        ("Let us see. <call>solver</call> Add them.", Route("solver")),
+        ("<call> critic </call>", Route("critic")),
+        ("all right <done/>", Route()),
+        ("<done />", Route()),
+        ("", Route(problem="no_tag")),
+        ("call solver", Route(problem="no_tag")),
+        ("<call>solver", Route(problem="no_tag")),
+        ("<CALL>solver</CALL>", Route(problem="no_tag")),
+        ("<call>boss</call>", Route(problem="unknown_agent")),
+        ("<call></call>", Route(problem="unknown_agent")),
+        ("<call>solver</call><done/>", Route(problem="several_tags")),
+        ("<call>solver</call> or <call>solver</call>", Route(problem="several_tags")),
+        ("<call>" * 3 + "solver" + "</call>" * 3, Route("solver")),
+        (f"<call>{'x' * 65}</call>", Route(problem="no_tag")),
+    ],
+)
+def test_tags(text, route):
+    assert parse_route(text, ["solver", "critic"]) == route
+
+
+PIECES = st.sampled_from(
+    ["<call>", "</call>", "<done/>", "<done />", "<", ">", "</", "solver", "boss", "<|im_end|>", "\x00", "\ud800", "é"]
+)
+
+
+@settings(max_examples=10_000)
+@given(st.lists(st.one_of(PIECES, st.text(string.printable, max_size=5), st.characters()), max_size=20).map("".join))
+def test_no_text_makes_the_parser_raise(text):
+    route = parse_route(text, ["solver"])
+    assert route.agent in (None, "solver")
+    assert route.problem in (None, "no_tag", "several_tags", "unknown_agent")
+    if route.agent is None and route.problem is None:
+        assert "<done" in text
+
+
+@pytest.mark.parametrize("piece", ["<call>", "<call>" + "a" * 64, "<done", "</call>", "<", "<call>a", "\n"])
+def test_a_megabyte_is_read_in_under_a_second(piece):
+    text = piece * (1_000_000 // len(piece))
+    start = time.process_time()
+    parse_route(text, ["solver"])
+    assert time.process_time() - start < 1
+
+
+def test_an_orchestrated_episode():
+    episode = play(["<call>solver</call>", "7", "<call>critic</call>", "fine", "<done/>"])
+    assert [turn.agent for turn in episode.turns] == ["boss", "solver", "boss", "critic", "boss"]
+    assert episode.answer.text == "fine" and not episode.counts
+    assert episode.joint_steps() == [0, 1, 2, 3, 4]
+
+
+def test_who_calls_nobody_answers_itself():
+    assert play(["It is 7. <done/>"]).answer.agent == "boss"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("hm", "no_tag"), ("<call>nobody</call>", "unknown_agent"), ("<done/><done/>", "several_tags")],
+)
+def test_fallbacks_are_counted(text, problem):
+    episode = play([text])
+    assert len(episode.turns) == 1 and episode.counts == {f"routing/{problem}": 1} and not episode.earned
+    episode = play([text, "7", "<done/>"], Orchestrated("boss", fallback="solver", penalty=-0.5))
+    assert [turn.agent for turn in episode.turns] == ["boss", "solver", "boss"]
+    assert episode.earned == {0: -0.5} and episode.counts == {f"routing/{problem}": 1}
+
+
+def test_budgets_end_an_episode_that_never_ends():
+    def forever(agent, seen):
+        return "<call>solver</call>"
+
+    for max_turns in (1, 2, 5):
+        episode = rehearse(Orchestrated("boss", max_turns=max_turns), TEAM, forever)
+        assert len(episode.turns) == max_turns and episode.counts == {"routing/out_of_turns": 1}
+
+
+def test_the_default_prompt_lists_the_team():
+    agents = [
+        AgentSpec("boss"),
+        AgentSpec("solver", description="solves {hard} sums"),
+        AgentSpec("critic", system_prompt="x"),
+    ]
+    (prompt,) = Orchestrated("boss").system_prompts(agents).values()
+    assert "- solver: solves {hard} sums\n- critic\n" in prompt and "- boss" not in prompt
+    assert "<call>name</call>" in prompt and "<done/>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Orchestrated("boss", max_turns=0), "`max_turns` of `Orchestrated` must be an integer of at least 1"),
+        (
+            lambda: Orchestrated("boss", penalty=1.0),
+            "`penalty` of `Orchestrated` must be a finite number of at most 0",
+        ),
+        (lambda: Orchestrated("boss", penalty=float("nan")), "`penalty` of `Orchestrated` must be a finite number"),
+        (lambda: Orchestrated("boss", ["boss"]), "cannot let 'boss' call itself"),
+        (lambda: Orchestrated("boss").check(["boss"]), "needs an agent that 'boss' can call"),
+        (lambda: Orchestrated("bos").check(TEAM), "names the agent 'bos', .* Did you mean 'boss'"),
+        (lambda: Orchestrated("boss", fallback="solvr").check(TEAM), "must be 'finish' or an agent .* got 'solvr'"),
+    ],
+)
+def test_nonsense_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_orchestrated_team_trains(model_folder, tmp_path):
+    agents = [AgentSpec(name, description=f"the {name}", max_completion_length=6) for name in ("boss", "solver")]
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        agents=agents,
+        workflow=Orchestrated("boss", max_turns=3, fallback="solver", penalty=-0.5),
+        train_dataset=tiny_dataset(64),
+        settings={"max_steps": 2, "learning_rate": 1e-3},
+    )
+    assert "- solver: the solver" in trainer.agents[0].system_prompt
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert any(".boss." in name for name in changed) and any(".solver." in name for name in changed)
+    (log, *_) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert log["workflow/routing/no_tag"] == pytest.approx(2.0, abs=1.0)  # the tiny model knows no tags
+    assert log["rewards/environment_reward/mean"] == pytest.approx(-0.5 * log["workflow/routing/no_tag"])

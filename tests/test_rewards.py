@@ -1,0 +1,268 @@
+"""Rewards: programs behind a fence, code, mathematics, single turns."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marft_trl import Turn
+from marft_trl.rewards import (
+    JailError,
+    Limits,
+    boxed,
+    code_reward,
+    get_code_reward,
+    get_coder_reward,
+    get_planner_reward,
+    get_solver_reward,
+    get_verifier_reward,
+    in_background,
+    last_python_block,
+    math_answer,
+    math_reward,
+    run_python,
+)
+from marft_trl.rewards import jail as jail_module
+from marft_trl.rewards.code import pass_rate, same_output
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
+QUICK = Limits(seconds=1, memory=1 << 28)
+OUTSIDE = "/tmp/marft-outside"
+
+# name: program, how it ends, what its error says
+HOSTILE = {
+    "endless loop": ("while True: pass", "timeout", ""),
+    "sleeper": ("import time; time.sleep(60)", "timeout", ""),
+    "sleeper without alarm": ("import signal, time; signal.setitimer(0, 0); time.sleep(60)", "timeout", ""),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "error", "MemoryError"),
+    "fork bomb": ("import os\nwhile True: os.fork()", "error", "PermissionError"),
+    "program": ("import subprocess; subprocess.run(['ls'])", "error", "PermissionError"),
+    "shell": ("import os, sys; sys.exit(os.system('ls') and 9)", "error", ""),
+    "pool": ("import multiprocessing as m; m.Process(target=print).start()", "error", "PermissionError"),
+    "1 GB of output": ("for _ in range(1000): print('x' * 1_000_000)", "error", "File too large"),
+    "large file": ("open('f', 'w').write('x' * 10_000_000)", "error", "File too large"),
+    "many files": ("x = [open('f', 'w') for _ in range(100)]", "error", "Too many open files"),
+    "writes outside": (f"open({OUTSIDE!r}, 'w').write('x')", "error", "Permission"),
+    "makes a folder outside": (f"import os; os.mkdir({OUTSIDE!r})", "error", "Permission"),
+    "moves outside": (f"import os; open('f', 'w'); os.rename('f', {OUTSIDE!r})", "error", "Error"),
+    "removes": ("import os; os.remove(os.__file__)", "error", "Error"),
+    "reads outside": (f"open({__file__!r}).read()", "error", "PermissionError"),
+    "network": ("import socket; socket.create_connection(('127.0.0.1', 80))", "error", "PermissionError"),
+    "reads the parent's environment": (
+        "import os; open(f'/proc/{os.getppid()}/environ').read()",
+        "error",
+        "PermissionError",
+    ),
+    "kills the parent": ("import os; os.kill(os.getppid(), 9)", "error", "PermissionError"),
+    "_exit": ("import os; os._exit(7)", "error", ""),
+    "exit": ("import sys; sys.exit('bye')", "error", "bye"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "killed", ""),
+    "abort": ("import os; os.abort()", "killed", ""),
+    "recursion": ("def f(): f()\nf()", "error", "RecursionError"),
+    "no program": ("print(", "error", "SyntaxError"),
+    "locked folder": ("import os; os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0); os.chmod('.', 0)", "ok", ""),
+    "surrogates": ("print('\ud800')", "ok", ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_survive_nothing_and_are_reported(name):
+    program, status, says = HOSTILE[name]
+    outcome = run_python(program, limits=QUICK)
+    assert (outcome.status, says in outcome.stderr) == (status, True), outcome
+    assert outcome.seconds < 10 and not os.path.exists(OUTSIDE)
+    assert len(outcome.stdout) <= QUICK.output
+
+
+def test_what_a_program_may_do():
+    program = (
+        "import threading, os\nopen('a', 'w').write('4')\n"
+        "t = threading.Thread(target=lambda: print(open('a').read() + input())); t.start(); t.join()\n"
+        "print(sorted(os.environ))"
+    )
+    outcome = run_python(program, stdin="2\n")
+    assert outcome.status == "ok", outcome
+    assert outcome.stdout.splitlines()[0] == "42"
+    assert "HOME" not in outcome.stdout and "PATH" not in outcome.stdout
+
+
+def test_two_hundred_hostile_programs_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(jail_module.tempfile, "tempdir", str(tmp_path))
+    fast = [program for program, status, _ in HOSTILE.values() if status != "timeout"]
+    programs = [fast[index % len(fast)] for index in range(200)]
+    run_python("print(1)")
+    before = set(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(4) as pool:
+        statuses = [
+            outcome.status for outcome in pool.map(lambda program: run_python(program, limits=QUICK), programs)
+        ]
+    assert len(statuses) == 200 and "timeout" not in statuses
+    assert not os.listdir(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [line for line in _processes() if "fence.py" in line and "marft-jail" in line]
+
+
+def _processes():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield path.read_text()
+        except OSError:
+            continue
+
+
+def test_a_machine_that_cannot_fence_in_is_refused(tmp_path, monkeypatch):
+    weak = tmp_path / "fence.py"
+    source = jail_module._FENCE.read_text()
+    weak.write_text(source.replace("abi = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)", "abi = -1"))
+    monkeypatch.setattr(jail_module, "_FENCE", weak)
+    with pytest.raises(JailError, match=r"it lacks Landlock. Run in a container .* `strict=False`"):
+        run_python("print(1)")
+    assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+
+
+# ---- Code ----
+
+
+ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 8], "function": "add"}
+
+
+def block(code):
+    return f"I think\n```python\n{code}\n```\nis right."
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "rate"),
+    [
+        ("print(sum(map(int, input().split())))", ADD, 1.0),
+        ("print(sum(map(int, input().split())))", json.dumps(ADD), 1.0),
+        ("print(3)", ADD, 0.5),
+        ("import os; print(3, flush=True); os._exit(1)", ADD, 0.0),
+        ("def add(a, b): return a + b", CALLS, 0.5),
+        ("class Solution:\n    def add(self, a, b): return a + b", CALLS, 0.5),
+        ("def add(a, b): return True", {**CALLS, "outputs": [1, 1]}, 0.0),
+        ("def add(a, b): return (a, b)", {**CALLS, "outputs": [[1, 2], [3, 4]]}, 1.0),
+        ("def add(a, b):\n    if a == 3: raise ValueError\n    return 3", CALLS, 0.5),
+        ("def add(a, b):\n    if a == 3: exit()\n    return 3", CALLS, 0.5),
+        ("def other(a, b): return a + b", CALLS, 0.0),
+        ("print(", ADD, 0.0),
+        ("print(1)", {"inputs": [], "outputs": []}, None),
+        ("print(1)", None, None),
+    ],
+)
+def test_pass_rates(code, tests, rate):
+    conversational = [{"role": "assistant", "content": block(code)}]
+    assert code_reward([block(code), conversational, "no code"], [tests] * 3) == [
+        *[rate] * 2,
+        None if rate is None else 0.0,
+    ]
+
+
+def test_a_solution_that_hangs_costs_its_time_only():
+    start = time.monotonic()
+    reward = get_code_reward(seconds=1)
+    assert reward([block("while True: pass"), block("print(input())")], [{"inputs": ["a"], "outputs": ["a"]}] * 2) == [
+        0.0,
+        1.0,
+    ]
+    assert time.monotonic() - start < 10
+
+
+def test_the_last_closed_block_counts():
+    assert last_python_block("```python\n1\n```\n```py\n2\n```\n```python\n3") == "2"
+    assert last_python_block("```\n1\n```") is None
+    assert last_python_block("```python\nx = '''\n```\n") == "x = '''"
+
+
+@given(st.lists(st.sampled_from(["```", "python", "\n", "x", " ", "```python\n"]), max_size=30).map("".join))
+def test_blocks_never_raise(text):
+    found = last_python_block(text)
+    assert found is None or found in text
+
+
+def test_outputs_are_compared_by_words():
+    assert same_output("1.0  2\n\n", "1 2.00") and same_output("a\nb", "a \nb\n")
+    assert not same_output("a b", "a\nb") and not same_output("1", "1 1") and not same_output("nan", "1")
+    with pytest.raises(ValueError, match="needs `inputs` and `outputs`"):
+        pass_rate("x", {"input": []})
+    with pytest.raises(ValueError, match="has 1 inputs and 2 outputs"):
+        pass_rate("x", {"inputs": ["a"], "outputs": ["a", "b"]})
+
+
+# ---- Mathematics ----
+
+
+@pytest.mark.parametrize(
+    ("text", "solution", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("so \\boxed{72}.", "72", 1.0),
+        ("so \\boxed{72}, not 73", "We get \\boxed{72}.", 1.0),
+        ("that makes 1,072 apples", "1072", 1.0),
+        ("that makes 72.", "72", 1.0),
+        ("that makes 72", "73", 0.0),
+        ("\\boxed{1", "1", 1.0),
+        ("nothing", "1", 0.0),
+        ("", "1", 0.0),
+        ("\\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
+    ],
+)
+def test_math(text, solution, score):
+    pytest.importorskip("math_verify")
+    assert math_reward([text], [solution]) == [score]
+    assert math_reward([[{"role": "assistant", "content": text}]], [solution]) == [score]
+
+
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", ",", ".", "-", "x", "\\frac", "$"]), max_size=30).map("".join)
+)
+def test_answers_never_raise(text):
+    boxed(text)
+    math_answer(text)
+
+
+@pytest.mark.parametrize("piece", ["\\boxed{", "1", "1,", "{", "1.", "-"])
+def test_a_megabyte_is_read_in_under_a_second(piece):
+    start = time.process_time()
+    math_answer(piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 1
+
+
+# ---- Single turns ----
+
+
+def says(text, index=0):
+    return Turn("solver", text, index)
+
+
+def exact(completions, solution, **kwargs):
+    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+
+def test_step_rewards_of_planners_solvers_coders_and_verifiers():
+    plan = says("1. add\n2. halve\n3. check")
+    half = says("1. add\nthen halve")
+    turns = [[plan, says("7", 1)], [half, says("8", 1)]]
+    columns = {"solution": ["7", "7"], "completions": ["x", "y"], "prompts": ["", ""]}
+    assert get_planner_reward(exact)(turn=[plan, half], turns=turns, **columns) == [1.0, 0.25]
+    assert get_planner_reward(exact, steps=3)(turn=[half, plan], turns=turns, **columns) == [0.5 / 3 + 0.5, 0.5]
+    boxes = [says("\\boxed{6}"), says("6")]
+    assert get_solver_reward(exact)(turn=boxes, turns=turns, **columns) == [0.1, 0.0]
+    assert get_solver_reward(exact)(turn=[says("7"), says("7")], turns=turns, **columns) == [1.0, 1.0]
+    blocks = [says(block("1")), says("```\n1\n```")]
+    assert get_coder_reward(exact)(turn=blocks, turns=turns, **columns) == [0.1, 0.0]
+    assert get_verifier_reward(exact)(turn=[says("7"), says("8")], turns=turns, **columns) == [1.0, 0.0]
+
+
+def test_in_background():
+    reward = in_background(exact)
+    assert asyncio.iscoroutinefunction(reward) and reward.__name__ == "exact"
+    assert asyncio.run(reward(completions=["1"], solution=["1"])) == [1.0]

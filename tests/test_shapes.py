@@ -1,0 +1,245 @@
+"""Ready-made workflows: who speaks when, who sees whom, and what is refused."""
+
+import asyncio
+import graphlib
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marft_trl import Turn, Workflow
+from marft_trl.rollout.collector import collect
+from marft_trl.workflows import Debate, Graph, MixtureOfAgents, Sequential, UntilApproved, rehearse, together
+
+
+DIAMOND = {"planner": [], "solver_a": ["planner"], "solver_b": ["planner"], "judge": ["solver_a", "solver_b"]}
+NAMES = list("abcdefg")
+
+
+def echo(waves=None):
+    """Answers requests with who was seen; notes which agents were asked together."""
+
+    def answer(requests):
+        if waves is not None:
+            waves.append([request.agent for request in requests])
+        return [
+            Turn(
+                request.agent,
+                f"{request.agent}({','.join(item.text for item in request.seen)})",
+                index=-1,
+                sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
+                hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
+            )
+            for request in requests
+        ]
+
+    return answer
+
+
+def run(workflow, agents, rows=1, waves=None):
+    return collect(workflow, [{"prompt": f"q{i}"} for i in range(rows)], agents, echo(waves))
+
+
+def test_a_diamond_shares_batches():
+    waves = []
+    episodes = run(Graph(DIAMOND), list(DIAMOND), rows=2, waves=waves)
+    assert waves == [["planner"] * 2, ["solver_a", "solver_b"] * 2, ["judge"] * 2]
+    for episode in episodes:
+        assert episode.answer.text == "judge(solver_a(planner()),solver_b(planner()))"
+        assert episode.joint_steps() == [0, 1, 1, 2]
+
+
+def test_an_agent_may_speak_at_several_nodes():
+    graph = Graph(
+        {"draft": [], "review": ["draft"], "final": ["draft", "review"]}, {"draft": "writer", "final": "writer"}
+    )
+    graph.check(["writer", "review"])
+    (episode,) = run(graph, ["writer", "review"])
+    assert [turn.agent for turn in episode.turns] == ["writer", "review", "writer"]
+    assert graph.named_agents() == ["writer", "review"]
+    assert graph.describe()["agents"] == {"draft": "writer", "final": "writer"}
+
+
+@st.composite
+def dags(draw):
+    """Random graphs whose last node sees all that nobody else sees."""
+    count = draw(st.integers(1, 6))
+    sees = {NAMES[i]: draw(st.lists(st.sampled_from(NAMES[:i]), unique=True)) if i else [] for i in range(count)}
+    seen = {other for others in sees.values() for other in others}
+    sees["g"] = [node for node in sees if node not in seen]
+    order = draw(st.permutations(list(sees)))
+    return {node: sees[node] for node in order}
+
+
+@given(dags(), st.integers(1, 3))
+def test_what_is_recorded_is_what_was_shown_in_any_graph(sees, rows):
+    graph = Graph(sees)
+    episodes = run(graph, NAMES, rows)
+    for episode in episodes:
+        at = {turn.agent: turn.index for turn in episode.turns}
+        assert sorted(at) == sorted(sees) and episode.answer.agent == "g"
+        depth = {}
+        for node in graphlib.TopologicalSorter(sees).static_order():
+            turn = episode.turns[at[node]]
+            assert turn.sees == tuple(at[other] for other in sees[node])
+            assert turn.text == f"{node}({','.join(episode.turns[at[other]].text for other in sees[node])})"
+            depth[node] = 1 + max((depth[other] for other in sees[node]), default=-1)
+        assert episode.joint_steps() == [depth[turn.agent] for turn in episode.turns]
+    (alone,) = run(graph, NAMES, 1)  # batched or not: the same episode
+    assert [(t.agent, t.text, t.sees) for t in alone.turns] == [(t.agent, t.text, t.sees) for t in episodes[-1].turns]
+
+
+@given(dags())
+def test_every_wave_of_a_graph_is_as_wide_as_it_can_be(sees):
+    waves = []
+    (episode,) = run(Graph(sees), NAMES, 1, waves)
+    steps = episode.joint_steps()
+    assert [len(wave) for wave in waves] == [steps.count(step) for step in range(max(steps) + 1)]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.lists(st.sampled_from(NAMES), max_size=3), min_size=1))
+def test_graphs_that_cannot_run_are_refused_and_no_others(sees):
+    def is_fine():
+        if any(other not in sees or others.count(other) > 1 for others in sees.values() for other in others):
+            return False
+        try:
+            order = list(graphlib.TopologicalSorter(sees).static_order())
+        except graphlib.CycleError:
+            return False
+        return len([node for node in order if not any(node in others for others in sees.values())]) == 1
+
+    if is_fine():
+        Graph(sees)
+    else:
+        with pytest.raises(ValueError, match="`Graph` cannot run"):
+            Graph(sees)
+
+
+def test_all_problems_of_a_graph_are_named_at_once():
+    with pytest.raises(ValueError) as error:
+        Graph({"planner": ["judge"], "solver": ["planer"], "judge": ["planner", "planner"], "idle": []}, answer="juge")
+    text = str(error.value)
+    assert "the node 'solver' sees 'planer', which is not a node. Did you mean 'planner'?" in text
+    assert "it has the cycle" in text and "'judge' -> 'planner'" in text
+    assert "the node 'judge' names 'planner' 2 times" in text
+    assert "`answer` names 'juge', which is not a node. Did you mean 'judge'?" in text
+    with pytest.raises(ValueError, match="the answer does not depend on 'b'"):
+        Graph({"a": [], "b": []}, answer="a")
+    with pytest.raises(
+        ValueError, match=r"at the node 'solver_b', names the agent 'solver_b'.* Did you mean 'solver_a'"
+    ):
+        Graph(DIAMOND).check(["planner", "solver_a", "judge"])
+    with pytest.raises(TypeError, match="needs a list of node names for 'b', got 'a'"):
+        Graph({"a": [], "b": "a"})
+    with pytest.raises(TypeError, match="`sees` of `Graph` must be a mapping"):
+        Graph(["a"])
+    with pytest.raises(ValueError, match="`agents` names 'x', which is not a node"):
+        Graph({"a": []}, {"x": "a"})
+    with pytest.raises(ValueError, match="it has no node"):
+        Graph({})
+
+
+def test_an_agent_that_fails_in_a_branch_ends_the_graph():
+    class Broken(Graph):
+        async def _speak(self, episode, node, tasks):
+            if node == "solver_a":
+                raise RuntimeError("no")
+            return await super()._speak(episode, node, tasks)
+
+    with pytest.raises(RuntimeError, match="`Broken` failed in episode 0 .* RuntimeError: no"):
+        run(Broken(DIAMOND), list(DIAMOND))
+
+
+def test_a_debate():
+    waves = []
+    (episode,) = run(Debate(["pro", "con"], rounds=2, judge="judge"), ["pro", "con", "judge"], waves=waves)
+    assert waves == [["pro", "con"], ["pro", "con"], ["judge"]]
+    assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1), (0, 1, 2, 3)]
+    assert episode.answer.agent == "judge" and episode.joint_steps() == [0, 0, 1, 1, 2]
+
+
+def test_a_debate_without_a_judge_answers_with_the_majority():
+    replies = {"a": "4", "b": "5 ", "c": "5"}
+    episode = rehearse(Debate(["a", "b", "c"], rounds=1), ["a", "b", "c"], lambda agent, seen: replies[agent])
+    assert episode.answer.agent == "b"
+
+
+def test_a_mixture_of_agents():
+    waves = []
+    (episode,) = run(MixtureOfAgents([["a", "b"], ["b", "c"]], "d"), list("abcd"), waves=waves)
+    assert waves == [["a", "b"], ["b", "c"], ["d"]]
+    assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1), (2, 3)]
+    assert episode.answer.agent == "d"
+
+
+@pytest.mark.parametrize("approves", ["FINE", lambda review: review.text.endswith("FINE")])
+def test_until_approved(approves):
+    replies = iter(["one", "no", "two", "it is FINE", "three"])
+    workflow = UntilApproved("writer", "critic", rounds=3, approves=approves)
+    episode = rehearse(workflow, ["writer", "critic"], lambda agent, seen: next(replies))
+    assert [turn.text for turn in episode.turns] == ["one", "no", "two", "it is FINE"]
+    assert episode.answer.text == "two"
+    assert [turn.sees for turn in episode.turns] == [(), (0,), (0, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Debate("pro"), "`agents` of `Debate` must be a list of names of agents, got 'pro'"),
+        (lambda: Debate([]), "`agents` of `Debate` is empty"),
+        (lambda: Debate(["a"], rounds=0), "`rounds` of `Debate` must be an integer of at least 1, got 0"),
+        (lambda: MixtureOfAgents([], "a"), "`layers` of `MixtureOfAgents` must be a list of lists"),
+        (lambda: MixtureOfAgents(["ab"], "a"), "`layers` of `MixtureOfAgents` must be a list of names"),
+        (lambda: UntilApproved("a", "b", rounds=True), "`rounds` of `UntilApproved` must be an integer"),
+        (lambda: UntilApproved("a", 1), "of `UntilApproved` must be a list of names"),
+    ],
+)
+def test_nonsense_is_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [Debate(["a", "x"]), MixtureOfAgents([["a"]], "x"), UntilApproved("a", "x"), Graph({"a": [], "x": ["a"]})],
+    ids=lambda workflow: type(workflow).__name__,
+)
+def test_unknown_agents_are_found_at_construction(workflow):
+    with pytest.raises(ValueError, match="names the agent 'x', but the team has 'a', 'b'"):
+        workflow.check(["a", "b"])
+    assert workflow.describe()["class"] == type(workflow).__name__
+
+
+def test_a_thousand_turns():
+    class Long(Workflow):
+        async def run(self, episode):
+            turn = await episode.turn("a", sees=[])
+            for _ in range(999):
+                turn = await episode.turn("a", sees=[turn])
+                episode.observe("on", after=[turn])
+
+    start = time.process_time()
+    (episode,) = run_long(Long())
+    assert episode.joint_steps() == list(range(1000))
+    run_long(Sequential(["a"], rounds=1000))
+    run_long(Graph({str(i): [str(i - 1)] if i else [] for i in range(1000)}, {str(i): "a" for i in range(1000)}))
+    assert time.process_time() - start < 10  # under 2 where nothing else runs
+
+
+def run_long(workflow):
+    def answer(requests):
+        seen = [tuple(item.index for item in request.seen if isinstance(item, Turn)) for request in requests]
+        return [Turn("a", "x", index=-1, sees=sees) for sees in seen]
+
+    return collect(workflow, [{"prompt": "q"}], ["a"], answer)
+
+
+def test_side_by_side_turns_do_not_see_one_another():
+    class Both(Workflow):
+        async def run(self, episode):
+            await together(episode.turn(name) for name in ("a", "b"))
+            await asyncio.gather(episode.turn("a"), episode.turn("b"))
+
+    for episode in (*run(Both(), ["a", "b"]), rehearse(Both(), ["a", "b"], lambda agent, seen: "")):
+        assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1)]
