@@ -2,6 +2,7 @@
 
 import asyncio
 import graphlib
+import re
 import time
 
 import pytest
@@ -10,7 +11,23 @@ from hypothesis import strategies as st
 
 from marft_trl import Turn, Workflow
 from marft_trl.rollout.collector import collect
-from marft_trl.workflows import Debate, Graph, MixtureOfAgents, Sequential, UntilApproved, rehearse, together
+from marft_trl.workflows import (
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    Sequential,
+    UntilApproved,
+    rehearse,
+    together,
+)
+
+
+class Steps:
+    def reset(self, **row): ...
+
+    def step(self, turns): ...
 
 
 DIAMOND = {"planner": [], "solver_a": ["planner"], "solver_b": ["planner"], "judge": ["solver_a", "solver_b"]}
@@ -243,3 +260,29 @@ def test_side_by_side_turns_do_not_see_one_another():
 
     for episode in (*run(Both(), ["a", "b"]), rehearse(Both(), ["a", "b"], lambda agent, seen: "")):
         assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "agents", "arrows"),
+    [
+        (Sequential(), ["a", "b", "c"], {("a", "b"), ("b", "c")}),
+        (Sequential(rounds=2), ["a", "b"], {("a 1", "b 1"), ("b 1", "a 2"), ("a 2", "b 2")}),
+        (Graph(DIAMOND), (), {(o, node) for node, others in DIAMOND.items() for o in others}),
+        (
+            Debate(["a", "b"], judge="c"),
+            (),
+            {(f"{x} 1", f"{y} 2") for x in "ab" for y in "ab"} | {("a 2", "c"), ("b 2", "c")},
+        ),
+        (Orchestrated("a"), ["a", "b"], {("a", "b"), ("b", "a")}),
+        (EnvironmentLoop(Steps, ["a", "b"]), (), {("a", "b"), ("b", "environment"), ("environment", "a")}),
+        (EnvironmentLoop(Steps, ["a"], side_by_side=True), (), {("a", "environment"), ("environment", "a")}),
+        (Sequential(["a"]), (), set()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_pictures(workflow, agents, arrows):
+    lines = workflow.mermaid(agents).splitlines()
+    assert lines[0] == "flowchart LR"
+    names = dict(re.findall(r'(n\d+)\["([^"]+)"\]', "\n".join(lines)))
+    drawn = [tuple(names[key] for key in re.findall(r"n\d+", line)) for line in lines if "-->" in line]
+    assert set(drawn) == arrows and len(drawn) == len(arrows) and names

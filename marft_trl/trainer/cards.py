@@ -40,7 +40,11 @@ A team of {{ num_agents }} LLM agents, trained together with
 
 Workflow: `{{ workflow }}`
 
-{% if figures_table %}## Figures
+{% if picture %}```mermaid
+{{ picture }}
+```
+
+{% endif %}{% if figures_table %}## Figures
 
 {{ figures_table }}
 
@@ -105,6 +109,7 @@ def team_card(
     tags: Sequence[str] = (),
     figures: dict[str, float] | None = None,
     max_rank: int = 16,
+    picture: str | None = None,
 ) -> ModelCard:
     """
     The model card of a team.
@@ -124,6 +129,8 @@ def team_card(
             Metrics to show.
         max_rank (`int`, *optional*, defaults to `16`):
             Largest rank of the adapters.
+        picture (`str`, *optional*):
+            The workflow as a Mermaid flowchart.
     """
     base = manifest.base_model
     repo = repo or model_name
@@ -148,6 +155,7 @@ def team_card(
         num_agents=len(manifest.agents),
         agents_table=_agents_table(manifest),
         workflow=_workflow_line(manifest.workflow),
+        picture=picture,
         figures_table=_figures_table(figures or {}),
         usage=use.format(base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
         paper_title=PAPER["title"],

@@ -79,6 +79,7 @@ class TeamPersistence(GRPOTrainer):
             tags=[*tags, *self._tag_names],
             figures=figures,
             max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
+            picture=self.workflow.mermaid([agent.name for agent in self.agents]),
         )
 
     def _get_train_sampler(self, dataset: Dataset | None = None):

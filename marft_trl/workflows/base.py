@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import textwrap
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,9 +86,57 @@ class Workflow(ABC):
         """Role prompts for agents whose part follows from the workflow; they hold where the agent has none."""
         return {}
 
+    def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
+        """
+        Who is shown to whom, as pairs of node names, for [`mermaid`]. The default runs the workflow with empty replies
+        and leaves out what follows from the rest; a node is an agent, numbered where it speaks more than once.
+        """
+        try:
+            turns = rehearse(self, agents, lambda agent, seen: "").turns
+        except Exception:  # it needs columns, an environment or real replies
+            return []
+        return _reduced(turns)
+
+    def mermaid(self, agents: Sequence[str] = ()) -> str:
+        """
+        The workflow as a [Mermaid](https://mermaid.js.org) flowchart, as Markdown viewers draw it.
+
+        Args:
+            agents (`Sequence[str]`, *optional*): names of the team's agents; those the workflow names unless given.
+        """
+        names = list(agents) or self.named_agents()
+        pairs = self.links(names)
+        nodes = list(dict.fromkeys([node for pair in pairs for node in pair] or names))
+        keys = {node: f"n{index}" for index, node in enumerate(nodes)}
+        boxes = [f'    {keys[node]}["{_label(node)}"]' for node in nodes]
+        arrows = [f"    {keys[start]} --> {keys[end]}" for start, end in pairs]
+        return "\n".join(["flowchart LR", *boxes, *arrows])
+
     def describe(self) -> dict:
         """The workflow as JSON-serializable data, for the team's manifest."""
         return {"class": type(self).__name__}
+
+
+def _label(name: str) -> str:
+    """A name that cannot end its box in a picture."""
+    return "".join(char if char.isalnum() or char in " _-." else "_" for char in name)
+
+
+def _reduced(turns: Sequence[Turn]) -> list[tuple[str, str]]:
+    """Links between turns, without those that a longer way makes plain."""
+    counts = Counter(turn.agent for turn in turns)
+    spoken: Counter[str] = Counter()
+    names: list[str] = []
+    for turn in turns:
+        spoken[turn.agent] += 1
+        names.append(turn.agent if counts[turn.agent] == 1 else f"{turn.agent} {spoken[turn.agent]}")
+    behind: list[set[int]] = []  # all that a turn depends on
+    pairs: list[tuple[str, str]] = []
+    for index, turn in enumerate(turns):
+        around = set().union(*(behind[other] for other in turn.sees)) if turn.sees else set()
+        pairs += [(names[other], names[index]) for other in turn.sees if other not in around]
+        behind.append(around | set(turn.sees))
+    return pairs
 
 
 async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -124,6 +125,13 @@ class EnvironmentLoop(Workflow):
 
     def named_agents(self) -> list[str]:
         return list(self.agents or [])
+
+    def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
+        speakers = self.agents or list(agents)
+        if self.side_by_side:
+            return [pair for name in speakers for pair in ((name, self.source), (self.source, name))]
+        chain = [*speakers, self.source, speakers[0]]
+        return list(itertools.pairwise(chain))
 
     def describe(self) -> dict:
         name = getattr(self.environment, "__name__", type(self.environment).__name__)

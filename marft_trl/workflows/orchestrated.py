@@ -160,6 +160,10 @@ class Orchestrated(Workflow):
         lines = [line for line, agent in zip(team, agents, strict=True) if agent.name in known]
         return {self.orchestrator: PROMPT.format(team="\n".join(lines))}
 
+    def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
+        called = self._callable(agents)
+        return [pair for name in called for pair in ((self.orchestrator, name), (name, self.orchestrator))]
+
     def describe(self) -> dict:
         return {
             "class": "Orchestrated",
