@@ -30,8 +30,9 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        *[("uneven", "dapo"), ("chain", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
+        *[("uneven", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
         ("orchestrated", "dapo"),
+        pytest.param("chain", "dapo", marks=pytest.mark.slow),
         pytest.param("uneven", "grpo", marks=pytest.mark.slow),
         pytest.param("uneven", "bnpo", marks=pytest.mark.slow),
         pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),

@@ -251,7 +251,7 @@ def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, c
 @pytest.mark.parametrize(
     "critic",
     [
-        "shared",
+        pytest.param("shared", marks=pytest.mark.slow),
         "frozen",
         pytest.param("per_agent", marks=pytest.mark.slow),
         pytest.param("multi_head", marks=pytest.mark.slow),

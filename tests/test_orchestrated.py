@@ -51,9 +51,22 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=10_000)
-@given(st.lists(st.one_of(PIECES, st.text(string.printable, max_size=5), st.characters()), max_size=20).map("".join))
+TEXTS = st.lists(st.one_of(PIECES, st.text(string.printable, max_size=5), st.characters()), max_size=20).map("".join)
+
+
+@given(TEXTS)
 def test_no_text_makes_the_parser_raise(text):
+    check_route(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(TEXTS)
+def test_none_of_ten_thousand_texts_does(text):
+    check_route(text)
+
+
+def check_route(text):
     route = parse_route(text, ["solver"])
     assert route.agent in (None, "solver")
     assert route.problem in (None, "no_tag", "several_tags", "unknown_agent")
