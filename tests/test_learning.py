@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
+from marft_trl.tiny import tiny_dataset
 from marft_trl.trainer.advantages import TeamAdvantages
 
 from .helpers import lora, moved, team_trainer, weights
@@ -222,131 +221,6 @@ def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
 # ---- Critics ----
 
 
-@pytest.mark.parametrize("level", ["token", "action"])
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
-def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, critic, level):
-    settings = {**PPO, "critic": critic, "level": level, "max_steps": 1, "beta": 0.1}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-    parts = trainer._trained_parameters()
-    policies = set(trainer.policies.trained)
-    for name in parts:
-        for parameters in parts.values():
-            for parameter in parameters.values():
-                parameter.grad = None
-        trainer._learning = lambda name=name: frozenset([name])
-        trainer.compute_loss(trainer.model, slice_).backward()
-        touched = {
-            part for part, its in parts.items() if any(p.grad is not None and p.grad.any() for p in its.values())
-        }
-        assert touched == {name}
-    assert policies == {"actor", "reasoner"}
-    assert len(parts) - 2 == (2 if critic == "per_agent" else 1)
-    base = [n for n, p in trainer.model.named_parameters() if "lora_" not in n and p.requires_grad]
-    assert not base
-
-
-@pytest.mark.parametrize(
-    "critic",
-    [
-        pytest.param("shared", marks=pytest.mark.slow),
-        "frozen",
-        pytest.param("per_agent", marks=pytest.mark.slow),
-        pytest.param("multi_head", marks=pytest.mark.slow),
-    ],
-)
-def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
-    worth = {"Ann has 7 apples.": 1.0, "and": -1.0, "How many are left?": 3.0, "Ben loses 2.": 0.0}
-    if critic == "frozen":  # the features of a hardly trained base tell few prompts apart
-        worth = dict(list(worth.items())[:2])
-
-    steps = 80 if critic == "frozen" else 56
-
-    def known(completions, prompts, **kwargs):
-        return [worth[prompt] for prompt in prompts]
-
-    settings = {
-        **{**PPO, "critic": critic, "level": "action", "value_clip": None, "learning_rate": 0.0},
-        **{"critic_learning_rate": 5e-3 if critic != "frozen" else 1e-3, "critic_max_grad_norm": 10.0},
-        **{"per_device_train_batch_size": 64, "num_iterations": 8, "max_steps": steps, "critic_warmup_steps": steps},
-        **{"max_completion_length": 1, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
-    }
-    prompts = Dataset.from_dict({"prompt": list(worth) * 64})
-    trainer = team_trainer(model_folder, tmp_path, reward_funcs=known, settings=settings, train_dataset=prompts)
-    before = weights(trainer)
-    trainer.train()
-    explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
-    assert abs(explained[0]) < 0.5  # it starts with next to nothing
-    assert explained[-1] > 0.95
-    assert not any("_critic" not in name for name in moved(before, weights(trainer)))
-
-
-def test_values_are_read_before_each_sampled_token(model_folder, tmp_path):
-    for level in ("token", "action"):
-        trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "level": level})
-        with torch.no_grad():
-            for parameter in trainer.critic.parameters("_critic").values():
-                parameter.normal_(std=0.2)
-        trainer.model.train()
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-        head = trainer.critic.heads["_critic"]
-        for row in slice_.rows:
-            trainer.policies.activate_adapter("_critic")
-            ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
-            with torch.no_grad():
-                hidden = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state[0]
-                first = len(row.prompt_ids) - 1
-                count = len(row.completion_ids) if level == "token" else 1
-                want = head(hidden[first : first + count]).squeeze(-1)
-            torch.testing.assert_close(row.old_values, want, rtol=1e-4, atol=1e-4)
-
-
-def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
-    def values(is_masked):
-        settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
-        trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 7]] * len(agents)  # without an end
-        trainer.model.train()
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-        assert {row.num_loss_tokens for row in slice_.rows} == {0 if is_masked else 3}
-        return torch.stack([row.old_values for row in slice_.rows])
-
-    torch.testing.assert_close(values(True), values(False))
-
-
-def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path):
-    def features(beta):
-        settings = {**PPO, "critic": "frozen", "beta": beta, "max_tokens_per_micro_batch": 500}
-        trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        passes = []
-        backbone = trainer.model.get_base_model().model
-        backbone.register_forward_hook(lambda *_: passes.append(1))
-        torch.manual_seed(0)
-        trainer.model.train()
-        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 2]] * len(agents)
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-        return torch.stack([row.features for row in slice_.rows]), len(passes)
-
-    alone, passes_alone = features(0.0)
-    shared, passes_shared = features(0.1)
-    assert passes_shared <= passes_alone + 2  # split by agent; no second pass for the critic
-    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_warm_up_teaches_the_critic_alone(model_folder, tmp_path):
-    settings = {**PPO, "critic_warmup_steps": 2, "max_steps": 2, "lr_scheduler_type": "constant"}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
-    assert changed and all("._critic." in name for name in changed)
-
-
-# ---- Schedules ----
-
-
 def steps_of(trainer) -> list[set[str]]:
     """The adapters that moved in each optimizer step."""
     from transformers import TrainerCallback
@@ -420,22 +294,6 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
     assert sorted(map(sorted, (agents[0], agents[2]))) == [["actor"], ["reasoner"]]
     assert ["_critic" in step for step in history] == [True, True, False, False] * 2
     assert max(abs(factor - 1) for factor in factors) > 1e-3
-
-
-def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
-    # heads are no part of the model whose gradients the Trainer clears
-    settings = {**PPO, "update_order": "sequential", "max_steps": 2, "lr_scheduler_type": "constant", "optim": "sgd"}
-    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "critic_learning_rate": 1e-2})
-    heads = []
-    original = trainer._open_window
-    trainer._open_window = lambda: (
-        heads.append([p.detach().clone() for p in trainer.critic.heads.parameters()]),
-        original(),
-    )
-    trainer.train()
-    end = list(trainer.critic.heads.parameters())
-    assert not all(torch.equal(a, b) for a, b in zip(heads[0], heads[1], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(heads[1], end, strict=True))
 
 
 def test_an_agent_that_moved_too_far_is_left_out_of_the_update(model_folder, tmp_path):
@@ -517,30 +375,6 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
-def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(tmp_path, critic):
-    settings = {
-        **{**PPO, "critic": critic, "level": "action", "value_clip": None},
-        "critic_learning_rate": 1e-3 if critic == "frozen" else 3e-3,
-        **{"per_device_train_batch_size": 256, "num_iterations": 4, "max_steps": 48, "critic_warmup_steps": 48},
-        **{"max_completion_length": None, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
-    }
-    trainer = team_trainer(
-        tiny_team_model(tmp_path / "model", steps=300),  # its mistakes depend on the numbers, not on chance alone
-        tmp_path / "out",
-        reward_funcs=exact_answer,
-        settings=settings,
-        train_dataset=tiny_dataset(8000),
-        peft_config=lora(r=16),
-    )
-    trainer.train()
-    explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
-    print(critic, explained)
-    assert len(explained) == 12 and sum(explained[-6:]) / 6 > 0.0, explained
-
-
 @pytest.mark.parametrize("advantage", ["group", "agent", "leave_one_out", "batch"])
 def test_turns_that_nothing_scored_take_no_weight_from_their_episode(advantage):
     # Two episodes of a prompt; each has a turn of "reasoner", scored, and two of "actor", frozen and unscored
@@ -592,16 +426,3 @@ def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_pa
     assert generate(["solver"] * 8, prompt, by_reference=True) == start
     torch.manual_seed(0)
     assert generate(["solver"] * 8, prompt) != start
-
-
-@pytest.mark.parametrize("limit", [None, 0.0, 1e-9])
-def test_the_critics_gradient_is_clipped_by_its_own_norm_and_by_none_at_zero(model_folder, tmp_path, limit):
-    settings = {**PPO, "max_steps": 1, "max_grad_norm": 0.0, "critic_max_grad_norm": limit, "optim": "sgd"}
-    settings |= {"critic_learning_rate": 1e-2, "level": "action"}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    heads = {name: parameter.detach().clone() for name, parameter in trainer.critic.heads.named_parameters()}
-    trainer.train()
-    change = max(
-        (parameter - heads[name]).abs().max().item() for name, parameter in trainer.critic.heads.named_parameters()
-    )
-    assert (change < 1e-10) == (limit == 1e-9)
