@@ -187,6 +187,7 @@ def one(completions, **kwargs):
         ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, [0.5, 1.5, 0.5, 2.5]),
         ({"advantage": "none", "reward_weights": [1.0, 0.5]}, [2.5] * 4),
         ({"advantage": "none", "credit_kind": "rewards", "reward_weights": [2.0]}, [5.0, 5.0, 4.0, 4.0]),
+        ({"advantage": "none", "credit_kind": "rewards", "reward_weights": [1.0, 0.5]}, [2.5, 2.5, 2.0, 2.0]),
     ],
     ids=str,
 )
@@ -197,6 +198,21 @@ def test_rewards_arrive_where_they_were_earned(model_folder, tmp_path, settings,
     assert trainer.reward_func_names == ["one", "environment_reward"]
     assert trainer._metrics["train"]["rewards/environment_reward/mean"] == [3.0]
     assert trainer._metrics["train"]["workflow/rounds"] == [2.0]
+
+
+def test_a_rerun_in_an_environment_repeats_what_has_not_changed(model_folder, tmp_path):
+    trainer, _ = rollout(model_folder, tmp_path, None, advantage="none", credit="counterfactual")
+    generate, asked = trainer._generator.generate, []
+
+    def spy(agents, prompt_ids, by_reference=False):
+        asked.extend([by_reference] * len(agents))
+        return generate(agents, prompt_ids, by_reference=by_reference)
+
+    trainer._generator.generate = spy
+    trainer._generate_and_score_completions([ROWS[0]] * 4)
+    samples = trainer.args.counterfactual_samples
+    assert asked.count(True) == 4 * 4 * samples  # each of four turns of four episodes
+    assert asked.count(False) == 4 * (4 + (3 + 2 + 1) * samples)  # the episodes, and what came after the changed turn
 
 
 def test_reward_functions_may_be_left_out_where_the_environment_rewards(model_folder, tmp_path):
