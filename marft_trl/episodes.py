@@ -182,7 +182,7 @@ class Episode:
         Raises:
             ValueError: a turn of another episode, a reward that is not finite, or a reward for no turn.
         """
-        self._check_own(after, "observe")
+        self._check_own(after, "observe", Turn)
         if reward and not after:
             raise ValueError(f"`episode.observe` got the reward {reward!r} and no turn that earned it: set `after=`.")
         if after:
@@ -204,7 +204,7 @@ class Episode:
         Raises:
             ValueError: the reward is not a finite number, or the turn is not one of this episode.
         """
-        self._check_own([turn], "earn")
+        self._check_own([turn], "earn", Turn)
         try:
             value = float(reward)
         except (TypeError, ValueError) as error:
@@ -248,11 +248,12 @@ class Episode:
         self._check_own(sees, f"{method}({agent!r})")
         return list(sees)
 
-    def _check_own(self, seen: Sequence[Seen], method: str) -> None:
+    def _check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
         for item in seen:
-            if not isinstance(item, (Turn, Feedback)):
+            if not isinstance(item, kind):
+                feedback = "" if kind is Turn else ", and feedback"
                 raise TypeError(
-                    f"`episode.{method}` takes turns, as returned by `episode.turn`, and feedback; got a "
+                    f"`episode.{method}` takes turns, as returned by `episode.turn`{feedback}; got a "
                     f"{type(item).__name__}."
                 )
             known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
@@ -277,6 +278,7 @@ class Episode:
                 f"`episode.answer` has to be a turn, as returned by `episode.turn`; got a {type(turn).__name__}. "
                 "Rewards score the tokens of a turn, so a text made by the workflow cannot answer."
             )
+        self._check_own([turn], "answer", Turn)
         self._answer = turn
 
 

@@ -52,7 +52,8 @@ def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
     assert "2504.16129" in card and "base_model:" not in card and model_folder not in card
     assert "| reasoner | [`reasoner`](./reasoner) | yes | Write the steps. |" in card
     assert "vllm serve" in card and 'subfolder="reasoner"' in card and "marft_trl" in card
-    assert '```mermaid\nflowchart LR\n    n0["reasoner"]\n    n1["actor"]\n    n0 --> n1\n```\n' in card
+    assert '```mermaid\nflowchart LR\n    n0["reasoner 1"]\n    n1["actor 1"]\n' in card
+    assert "    n0 --> n1\n    n1 --> n2\n    n2 --> n3\n```\n" in card
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def block(code):
         ("def add(a, b):\n    if a == 3: raise ValueError\n    return 3", CALLS, 0.5),
         ("def add(a, b):\n    if a == 3: exit()\n    return 3", CALLS, 0.5),
         ("def other(a, b): return a + b", CALLS, 0.0),
+        ("def add(a, b): return 10**400", {**CALLS, "outputs": [1.5, 2.5]}, 0.0),
         ("print(", ADD, 0.0),
         ("print(1)", {"inputs": [], "outputs": []}, None),
         ("print(1)", None, None),

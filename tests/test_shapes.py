@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_trl import Turn, Workflow
+from marft_trl.episodes import EndOfEpisode
 from marft_trl.rollout.collector import collect
+from marft_trl.rollout.replay import Replay
 from marft_trl.workflows import (
     Debate,
     EnvironmentLoop,
@@ -286,3 +288,61 @@ def test_pictures(workflow, agents, arrows):
     names = dict(re.findall(r'(n\d+)\["([^"]+)"\]', "\n".join(lines)))
     drawn = [tuple(names[key] for key in re.findall(r"n\d+", line)) for line in lines if "-->" in line]
     assert set(drawn) == arrows and len(drawn) == len(arrows) and names
+
+
+def test_a_rerun_repeats_turns_side_by_side_as_they_were():
+    class Both(Workflow):
+        async def run(self, episode):
+            await together([episode.turn("a"), episode.turn("b")])
+            await episode.turn("c")
+
+    (episode,) = run(Both(), ["a", "b", "c"])
+    for changed in range(3):
+        asked = []
+
+        def answer(requests, asked=asked):
+            asked.extend((request.agent, request.by_reference) for request in requests)
+            return echo()(requests)
+
+        replay = Replay(episode, changed=changed)
+        (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [replay])
+        name = "abc"[changed]
+        assert asked == [(name, True)] + ([("c", False)] if changed < 2 else [])
+        assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
+
+
+def test_an_episode_that_ends_in_one_branch_ends_in_all():
+    class Chains(Workflow):
+        async def run(self, episode):
+            await together([self.chain(episode, "a"), self.chain(episode, "b")])
+
+        async def chain(self, episode, agent):
+            for _ in range(3):
+                turn = await episode.turn(agent, sees=[])
+            return turn
+
+    def answer(requests):
+        turns = echo()(requests)
+        ends = [one.agent == "a" and len(one.episode.turns) >= 2 and one.episode.index == 0 for one in requests]
+        return [EndOfEpisode("full") if end else turn for end, turn in zip(ends, turns, strict=True)]
+
+    first, second = collect(Chains(), [{"prompt": "q"}] * 2, ["a", "b"], answer)
+    assert first.overflowed and len(first.turns) == 3 and not second.overflowed and len(second.turns) == 6
+
+
+def test_a_picture_of_a_loop_that_waits_for_words():
+    class Endless(Workflow):
+        async def run(self, episode):
+            while "OK" not in (await episode.turn("a")).text:
+                pass
+
+    assert Endless().mermaid() == 'flowchart LR\n    n0["a"]'
+
+
+def test_turns_of_another_episode_and_feedback_are_no_answers():
+    first, second = run(Sequential(["a"]), ["a"], rows=2)
+    with pytest.raises(ValueError, match=r"`episode.answer` got a turn of 'a' from another episode"):
+        first.answer = second.turns[0]
+    said = first.observe("hm", after=[first.turns[0]])
+    with pytest.raises(TypeError, match=r"`episode.earn` takes turns, as returned by `episode.turn`; got a Feedback"):
+        first.earn(said, 1.0)

@@ -125,5 +125,8 @@ def _same(got: Any, wanted: Any) -> bool:
         return len(got) == len(wanted) and all(map(_same, got, wanted))
     if isinstance(got, float) or isinstance(wanted, float):
         numbers = all(isinstance(one, (int, float)) for one in (got, wanted))
-        return numbers and abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted))
+        try:
+            return numbers and abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted))
+        except OverflowError:  # an integer beyond all floats
+            return False
     return type(got) is type(wanted) and got == wanted

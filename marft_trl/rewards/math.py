@@ -44,7 +44,10 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
 
     Needs `math-verify` (`pip install "marft-trl[math]"`).
     """
-    return [_score(last_text(one), str(right)) for one, right in zip(completions, solution, strict=True)]
+    return [
+        None if right is None else _score(last_text(one), str(right))
+        for one, right in zip(completions, solution, strict=True)
+    ]
 
 
 def _score(text: str, solution: str) -> float | None:

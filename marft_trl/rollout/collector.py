@@ -11,7 +11,7 @@ from typing import Any
 
 from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
 from ..workflows.base import Workflow
-from .replay import Replay
+from .replay import Found, Replay
 
 
 # Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
@@ -29,6 +29,7 @@ class Request:
     reply: asyncio.Future
     by_reference: bool = False  # the agent's reference answers
     fed: int = 0  # entries of the episode's `fed` when it was asked
+    found: Found | None = None  # a recorded reply
 
 
 # Answers requests, in order. The turns it returns need no right `index`; the collector numbers them. An `EndOfEpisode`
@@ -85,15 +86,8 @@ async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
     waiting: list[Request] = []
 
     async def speak(episode: Episode, agent: str, seen: Sequence[Seen]) -> Turn:
-        by_reference = False
-        if replays is not None:
-            known, by_reference = replays[episode.index].reply(episode, agent, seen)
-            if known is not None:
-                object.__setattr__(known, "fed", len(episode.fed))
-                episode.add(known, seen)
-                return known
         future = asyncio.get_running_loop().create_future()
-        request = Request(episode, agent, tuple(seen), future, by_reference, len(episode.fed))
+        request = Request(episode, agent, tuple(seen), future, fed=len(episode.fed))
         waiting.append(request)
         return await request.reply
 
@@ -105,9 +99,11 @@ async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
             failed = next((task for task in tasks if task.done() and task.exception()), None)
             if failed is not None:
                 failed.result()  # raises
-            batch = sorted(waiting, key=lambda request: request.episode.index)
+            # A branch that ended its episode has cancelled what other branches of it were waiting for
+            live = [one for one in waiting if not one.reply.done() and not tasks[one.episode.index].done()]
+            batch = sorted(live, key=lambda request: request.episode.index)
             waiting.clear()
-            _reply(batch, answer(batch) if batch else [])
+            _answer_all(batch, answer, replays)
         for task in tasks:
             task.result()
     finally:
@@ -156,8 +152,19 @@ async def _settle(tasks, waiting) -> None:
         quiet = 0
 
 
-def _reply(batch: Sequence[Request], turns: Sequence[Turn | EndOfEpisode]) -> None:
-    for request, turn in zip(batch, turns, strict=True):
+def _answer_all(batch: Sequence[Request], answer: Answer, replays: Sequence[Replay] | None) -> None:
+    """Reply to a wave of requests, from recordings where there are some, so that turns keep the recorded order."""
+    if replays is not None:
+        for request in batch:
+            request.found, request.by_reference = replays[request.episode.index].find(request.agent, request.seen)
+    asked = [request for request in batch if request.found is None]
+    answers = iter(answer(asked)) if asked else iter(())
+    for request in batch:
+        if request.found is None:
+            turn = next(answers)
+        else:
+            replay = replays[request.episode.index]  # type: ignore[index]
+            turn = replay.place(request.found, len(request.episode.turns), request.seen)
         if isinstance(turn, EndOfEpisode):
             request.reply.set_exception(turn)
             continue

@@ -24,7 +24,7 @@ View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
 # A line like "[solver]" opens what a teammate says. The same line inside a teammate's text is quoted, so that no agent
 # can put words into another's mouth.
-_SPEAKER_LINE = re.compile(r"^(\s*\[[a-z][a-z0-9_-]{0,47}\]\s*)$", re.MULTILINE)
+_SPEAKER_LINE = re.compile(r"^([^\S\n]*\[[a-z][a-z0-9_-]{0,47}\][^\S\n]*)$", re.MULTILINE)
 _SEPARATOR = "\n\n"
 
 

@@ -177,6 +177,17 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     the weight 1 in `args.reward_weights`, where there are weights for the others.
     """
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
+    if workflow.earns and args.advantage == "turn" and args.credit == "per_step":
+        raise ValueError(
+            "`advantage='turn'` with `credit='per_step'` scores each candidate by its own reward functions, which know "
+            f"nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set `credit='equal'`, which "
+            "completes the episode from every candidate."
+        )
+    if workflow.earns and args.multi_objective_aggregation == "normalize_then_sum" and args.credit_kind == "rewards":
+        raise ValueError(
+            "`multi_objective_aggregation='normalize_then_sum'` changes what an episode earned in the workflow, so "
+            "with `credit_kind='rewards'` it cannot stay with the turns that earned it. Set `credit_kind='returns'`."
+        )
     if workflow.earns and environment_reward not in functions:
         if args.reward_weights is not None and len(args.reward_weights) == len(functions):
             args.reward_weights = [*args.reward_weights, 1.0]

@@ -95,13 +95,12 @@ class UntilApproved(Workflow):
         self.approves = approves
 
     async def run(self, episode: Episode) -> None:
-        draft = await episode.turn(self.writer)
+        episode.answer = draft = await episode.turn(self.writer)
         for _ in range(self.rounds):
             review = await episode.turn(self.reviewer, sees=[draft])
             if self.approves(review) if callable(self.approves) else self.approves in review.text:
                 break
-            draft = await episode.turn(self.writer, sees=[draft, review])
-        episode.answer = draft
+            episode.answer = draft = await episode.turn(self.writer, sees=[draft, review])
 
     def named_agents(self) -> list[str]:
         return [self.writer, self.reviewer]
