@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ from marft_trl.rewards.code import pass_rate, same_output
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
 QUICK = Limits(seconds=1, memory=1 << 28)
-OUTSIDE = "/tmp/marft-outside"
+OUTSIDE = os.path.join(tempfile.gettempdir(), f"marft-outside-{os.getpid()}")
 
 # name: program, how it ends, what its error says
 HOSTILE = {

@@ -179,9 +179,9 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
     if workflow.earns and args.advantage == "turn" and args.credit == "per_step":
         raise ValueError(
-            "`advantage='turn'` with `credit='per_step'` scores each candidate by its own reward functions, which know "
-            f"nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set `credit='equal'`, which "
-            "completes the episode from every candidate."
+            "`advantage='turn'` with `credit='per_step'` scores each candidate by its own reward functions, which "
+            f"know nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set "
+            "`credit='equal'`, which completes the episode from every candidate."
         )
     if workflow.earns and args.multi_objective_aggregation == "normalize_then_sum" and args.credit_kind == "rewards":
         raise ValueError(
