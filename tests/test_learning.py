@@ -47,9 +47,12 @@ def own(completion_ids, turn, turns, **kwargs):
 def canned(trainer):
     """The solver says 7 in the first episode of each group; re-samples never do."""
 
+    said = []
+
     def generate(agents, prompt_ids, by_reference=False):
         replies = [[5, 2] for _ in agents]
-        if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4:
+        if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4 and not said:
+            said.append(True)  # whatever comes after the episodes is a re-run
             replies[0] = [7, 2]
         return replies
 

@@ -129,6 +129,33 @@ def test_a_machine_that_cannot_fence_in_is_refused(tmp_path, monkeypatch):
     assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
 
 
+def test_a_program_cannot_make_the_machine_look_unfit():
+    forged = (
+        'import os\nfor n in range(3, 20):\n    try: os.write(n, b\'{"missing": ["x"]}\\n\')\n'
+        "    except OSError: pass\nos._exit(3)"
+    )
+    assert run_python(forged, limits=QUICK).status == "error"
+    assert pass_rate(forged, ADD) == 0.0 and pass_rate(forged, CALLS) == 0.0
+
+
+def test_arguments_may_be_long():
+    program = "def add(a): return len(a)"
+    assert run_python(program, function="add", arguments=[[list(range(100_000))]]).returned == [{"value": 100_000}]
+
+
+def test_a_bubblewrap_that_does_not_work_is_left_out(tmp_path, monkeypatch):
+    script = tmp_path / "bwrap"
+    script.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    jail_module._working_bubblewrap.cache_clear()
+    try:
+        assert [run_python("print(1)").stdout for _ in range(2)] == ["1\n"] * 2
+        assert (tmp_path / "runs").read_text() == "run\n"
+    finally:
+        jail_module._working_bubblewrap.cache_clear()
+
+
 # ---- Code ----
 
 

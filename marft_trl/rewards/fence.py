@@ -2,7 +2,7 @@
 """
 Run as a script: fences itself in, then runs a program that is not trusted. Standard library only.
 
-    python -I fence.py '{"folder": ..., "memory": ..., ...}'
+    python -I fence.py 5        # settings as JSON behind the file descriptor 5
 
 On Linux the kernel keeps the fence, without any privilege: resource limits; Landlock, so that nothing can be written
 outside of the folder and nothing read but Python and system libraries; a seccomp filter, so that no process can be
@@ -148,7 +148,8 @@ def call(path: str, name: str, arguments: list, results: int) -> None:
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
+    with open(int(sys.argv[1]), encoding="utf-8") as file:
+        settings = json.load(file)
     os.chdir(settings["folder"])
     missing = fence(settings)
     if missing and settings["strict"]:

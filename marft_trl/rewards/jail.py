@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -90,6 +91,25 @@ def run_python(
         JailError: the machine cannot fence programs in, and `limits.strict` is set.
     """
     limits = limits or Limits()
+    missing = _missing(_FENCE) if limits.strict else ()
+    if missing:
+        raise JailError(
+            f"Programs cannot be fenced in on this machine: it lacks {', '.join(missing)}. Run in a container of your "
+            "own and set `strict=False`, which keeps the limits on time and memory only."
+        )
+    return _in_folder(code, stdin, function, arguments, limits)
+
+
+@functools.cache
+def _missing(fence: Path) -> tuple[str, ...]:
+    """What this machine lacks for the fence. Found out once, by a program that can be trusted."""
+    outcome = _in_folder("", "", None, (), Limits(seconds=60.0))
+    return tuple(outcome.returned[0]["missing"]) if outcome.returned else ()
+
+
+def _in_folder(
+    code: str, stdin: str, function: str | None, arguments: Sequence[Sequence[Any]], limits: Limits
+) -> Outcome:
     folder = tempfile.mkdtemp(prefix="marft-jail-")
     try:
         return _run(Path(folder).resolve(), code, stdin, function, arguments, limits)
@@ -103,7 +123,7 @@ def _run(
     (folder / "main.py").write_text(code, encoding="utf-8", errors="replace")
     with contextlib.ExitStack() as files:
         source = files.enter_context(tempfile.TemporaryFile())
-        output, errors, results = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        wishes, output, errors, results = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         source.write(stdin.encode("utf-8", errors="replace"))
         source.seek(0)
         settings = {
@@ -111,13 +131,15 @@ def _run(
             **{"seconds": limits.seconds, "strict": limits.strict},
             **{"function": function, "arguments": [list(one) for one in arguments], "results": results.fileno()},
         }
+        wishes.write(json.dumps(settings).encode())
+        wishes.seek(0)
         start = time.monotonic()
         process = subprocess.Popen(  # noqa: S603  # the fence is there for just that
-            [*_bubblewrap(folder), sys.executable, "-I", "-B", str(_FENCE), json.dumps(settings)],
+            [*_bubblewrap(folder), sys.executable, "-I", "-B", str(_FENCE), str(wishes.fileno())],
             stdin=source,
             stdout=output,
             stderr=errors,
-            pass_fds=[results.fileno()],
+            pass_fds=[wishes.fileno(), results.fileno()],
             cwd=folder,
             env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
             start_new_session=True,
@@ -132,30 +154,42 @@ def _run(
             code_of_exit = process.wait()
         seconds = time.monotonic() - start
         returned = _lines(_read(results, limits.output))
-        if returned and "missing" in returned[0] and code_of_exit == 3:
-            raise JailError(
-                f"Programs cannot be fenced in on this machine: it lacks {', '.join(returned[0]['missing'])}. Run in "
-                "a container of your own and set `strict=False`, which keeps the limits on time and memory only."
-            )
         return Outcome(
             _status(code_of_exit), _read(output, limits.output), _read(errors, limits.output), returned, seconds
         )
 
 
 def _bubblewrap(folder: Path) -> list[str]:
-    """The command line of bubblewrap, where it is installed: namespaces of its own on top of the fence."""
+    """The command line of bubblewrap, where it works: namespaces of its own on top of the fence."""
+    command = _working_bubblewrap()
+    return [*command, "--bind", str(folder), str(folder), "--chdir", str(folder)] if command else []
+
+
+@functools.cache
+def _working_bubblewrap() -> tuple[str, ...]:
     program = shutil.which("bwrap")
     if program is None:
-        return []
-    return [
-        *(program, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
-        *("--bind", str(folder), str(folder), "--chdir", str(folder)),
-    ]
+        return ()
+    command = (
+        program,
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+    )
+    done = subprocess.run([*command, sys.executable, "-I", "-c", ""], capture_output=True)  # noqa: S603
+    return command if done.returncode == 0 else ()  # containers often forbid the namespaces it needs
 
 
 def _status(code: int) -> str:
     if code == 0:
         return "ok"
+    code = 128 - code if code > 128 else code  # bubblewrap's way to tell a signal
     if code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
         return "timeout"
     return "killed" if code < 0 else "error"
