@@ -90,7 +90,8 @@ class AgentSpec:
             One line on what the agent is for, for people, model cards and orchestrators.
         reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
             Score the agent's own turns under `credit="per_step"`; several are added up. TRL's signature, with one
-            completion per turn, plus `turn` (the [`Turn`] that is scored) and `turns` (those of its episode).
+            completion per turn, plus `turn` (the [`Turn`] that is scored), `turns` (those of its episode) and
+            `answer_turn` (the one that answers for the team; `None` where a candidate is scored).
         view (`Callable`, *optional*):
             `view(agent, prompt, seen)` returns the messages that the agent is shown, in place of the trainer's `view`.
     """

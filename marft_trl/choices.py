@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
+
+from .hints import did_you_mean
 
 
 ADVANTAGES = ("group", "agent", "turn", "leave_one_out", "batch", "none", "gae")
@@ -107,8 +108,7 @@ def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
         return
     if None in known and str(value).lower() in ("none", ""):
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
-    near = difflib.get_close_matches(str(value), [name for name in known if name is not None], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(value, [name for name in known if name is not None])
     raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
 
 

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .hints import did_you_mean
+
 
 Messages = list[dict[str, Any]]
 
@@ -284,10 +286,7 @@ class Episode:
 
 def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
     """The error text for an agent name that the team does not have, with the nearest one that it has."""
-    import difflib
-
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, known)
     return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"
 
 

@@ -2,7 +2,7 @@
 
 from peft import LoraConfig
 
-from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl import MARFTConfig, MARFTTrainer, Turn
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 
@@ -51,3 +51,23 @@ def weights(trainer) -> dict:
 def moved(before: dict, after: dict) -> set[str]:
     """Names of weights that are not bitwise the same."""
     return {name for name in before if not before[name].equal(after[name])}
+
+
+def echo(waves=None):
+    """Answers requests with who was seen; notes which agents were asked together."""
+
+    def answer(requests):
+        if waves is not None:
+            waves.append([request.agent for request in requests])
+        return [
+            Turn(
+                request.agent,
+                f"{request.agent}({','.join(item.text for item in request.seen)})",
+                index=-1,
+                sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
+                hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
+            )
+            for request in requests
+        ]
+
+    return answer

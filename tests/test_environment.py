@@ -7,14 +7,13 @@ import torch
 from datasets import Dataset
 
 from marft_trl import AgentSpec, Turn, Workflow
-from marft_trl.episodes import joint_steps
+from marft_trl.episodes import EndOfEpisode, joint_steps
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.collector import EpisodeError, collect
 from marft_trl.rollout.prompts import speaker
 from marft_trl.workflows import EnvironmentLoop, rehearse
 
-from .helpers import moved, team_trainer, weights
-from .test_shapes import echo
+from .helpers import echo, moved, team_trainer, weights
 
 
 class Countdown:
@@ -69,6 +68,15 @@ def test_rewards_by_agent_and_of_the_whole_episode():
     assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1)]
     assert dict(episode.earned) == {0: 1.0, 1: -1.0, 2: 2.0, 3: -2.0 + 10.0}
     assert episode.joint_steps() == [0, 0, 1, 1]
+
+
+def test_an_episode_that_overflows_gets_its_reward_all_the_same():
+    def answer(requests):
+        return [EndOfEpisode("full")] if len(requests[0].episode.turns) == 3 else echo()(requests)
+
+    (episode,) = collect(EnvironmentLoop(Steered), [{"prompt": "q", "rounds": 9}], ["a", "b"], answer)
+    assert episode.overflowed and dict(episode.earned) == {0: 1.0, 1: -1.0, 2: 10.0}
+    assert episode.counts == {"rounds": 1}
 
 
 def test_each_episode_has_an_environment_of_its_own():

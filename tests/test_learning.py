@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marft_trl import AgentSpec, Workflow
+from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.tiny import tiny_dataset
 from marft_trl.trainer.advantages import TeamAdvantages
 
@@ -429,3 +429,20 @@ def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_pa
     assert generate(["solver"] * 8, prompt, by_reference=True) == start
     torch.manual_seed(0)
     assert generate(["solver"] * 8, prompt) != start
+
+
+def test_rewards_of_turns_get_the_turn_that_answers(model_folder, tmp_path):
+    class PlannerAnswers(Sequential):
+        async def run(self, episode):
+            await super().run(episode)
+            episode.answer = episode.turns[0]
+
+    asked = []
+
+    def note(completions, turn, answer_turn, turns, **columns):
+        asked.extend(zip(turn, answer_turn, turns, strict=True))
+        return [0.0] * len(completions)
+
+    agents = team(**{name: {"reward_funcs": note} for name in TEAM})
+    arrived(model_folder, tmp_path, PlannerAnswers(), agents, **BY_RETURNS, credit="per_step")
+    assert len(asked) == 12 and all(answer is turns[0] and turn in turns for turn, answer, turns in asked)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from marft_trl.rewards import (
     math_reward,
     run_python,
 )
+from marft_trl.rewards import answers as answers_module
 from marft_trl.rewards import jail as jail_module
 from marft_trl.rewards.code import pass_rate, same_output
 
@@ -69,7 +71,21 @@ HOSTILE = {
     "abort": ("import os; os.abort()", "killed", ""),
     "recursion": ("def f(): f()\nf()", "error", "RecursionError"),
     "no program": ("print(", "error", "SyntaxError"),
-    "locked folder": ("import os; os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0); os.chmod('.', 0)", "ok", ""),
+    "locked folder": ("import os; os.mkdir('d', 0); os.mkdir('e'); open('e/f', 'w'); os.mkdir('e/d', 0)", "ok", ""),
+    "changes a mode": ("import os; os.chmod('/tmp', 0)", "error", "PermissionError"),
+    "changes a time": ("import os; os.utime('/tmp')", "error", "PermissionError"),
+    "empties a file": (f"import os; os.truncate({__file__!r}, 0)", "error", "PermissionError"),
+    "the parent's limits": (
+        "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (9, 9))",
+        "error",
+        "PermissionError",
+    ),
+    "has the parent signalled": ("import fcntl, os; fcntl.fcntl(0, 8, os.getppid())", "error", "PermissionError"),
+    "shared memory": (
+        "import ctypes; raise SystemExit('none' if ctypes.CDLL(None).shmget(0, 4096, 0o1666) < 0 else 'some')",
+        "error",
+        "none",
+    ),
     "surrogates": ("print('\ud800')", "ok", ""),
 }
 
@@ -123,10 +139,18 @@ def test_a_machine_that_cannot_fence_in_is_refused(tmp_path, monkeypatch):
     weak = tmp_path / "fence.py"
     source = jail_module._FENCE.read_text()
     weak.write_text(source.replace("abi = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)", "abi = -1"))
-    monkeypatch.setattr(jail_module, "_FENCE", weak)
-    with pytest.raises(JailError, match=r"it lacks Landlock. Run in a container .* `strict=False`"):
-        run_python("print(1)")
-    assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise OSError('no such call')")
+    try:
+        for fence, lack in [(weak, "Landlock"), (broken, r"a Python that runs an empty program \(.*no such call\)")]:
+            jail_module._missing.cache_clear()
+            monkeypatch.setattr(jail_module, "_FENCE", fence)
+            with pytest.raises(JailError, match=rf"(?s)it lacks {lack}. Run in a container .* `strict=False`"):
+                run_python("print(1)")
+        monkeypatch.setattr(jail_module, "_FENCE", weak)
+        assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+    finally:
+        jail_module._missing.cache_clear()
 
 
 def test_a_program_cannot_make_the_machine_look_unfit():
@@ -254,8 +278,9 @@ def test_math(text, solution, score):
     st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", ",", ".", "-", "x", "\\frac", "$"]), max_size=30).map("".join)
 )
 def test_answers_never_raise(text):
-    boxed(text)
-    math_answer(text)
+    inside, answer = boxed(text), math_answer(text)
+    assert inside is None or f"\\boxed{{{inside}}}" in text
+    assert answer is None or answer in text.replace(",", "") or answer == inside
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "1", "1,", "{", "1.", "-"])
@@ -281,14 +306,41 @@ def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     half = says("1. add\nthen halve")
     turns = [[plan, says("7", 1)], [half, says("8", 1)]]
     columns = {"solution": ["7", "7"], "completions": ["x", "y"], "prompts": ["", ""]}
+    columns["answer_turn"] = [says("7", 1), says("8", 1)]
     assert get_planner_reward(exact)(turn=[plan, half], turns=turns, **columns) == [1.0, 0.25]
     assert get_planner_reward(exact, steps=3)(turn=[half, plan], turns=turns, **columns) == [0.5 / 3 + 0.5, 0.5]
+    with pytest.raises(ValueError, match="a candidate turn does not have yet"):
+        get_planner_reward(exact)(turn=[plan], turns=[turns], answer_turn=[None], solution=["7"])
     boxes = [says("\\boxed{6}"), says("6")]
     assert get_solver_reward(exact)(turn=boxes, turns=turns, **columns) == [0.1, 0.0]
     assert get_solver_reward(exact)(turn=[says("7"), says("7")], turns=turns, **columns) == [1.0, 1.0]
     blocks = [says(block("1")), says("```\n1\n```")]
     assert get_coder_reward(exact)(turn=blocks, turns=turns, **columns) == [0.1, 0.0]
     assert get_verifier_reward(exact)(turn=[says("7"), says("8")], turns=turns, **columns) == [1.0, 0.0]
+
+
+def test_mathematics_in_the_background_has_a_time_limit():
+    pytest.importorskip("math_verify")
+    reward = in_background(math_reward)
+    completions = ["\\boxed{9^{9^{9}}}", "\\boxed{7}", "7"]
+    start = time.monotonic()
+    assert asyncio.run(reward(completions=completions, solution=["7", "7", None])) == [0.0, 1.0, None]
+    assert time.monotonic() - start < 60
+
+
+def test_a_pair_that_never_ends_scores_nothing(monkeypatch):
+    pytest.importorskip("math_verify")
+    process, calls = subprocess.Popen, []
+
+    def endless(command, **kwargs):
+        calls.append(command)
+        program = "print(1.0, flush=True)\nwhile True: pass" if len(calls) == 1 else "print(0.5)"
+        return process([sys.executable, "-c", program], **kwargs)
+
+    monkeypatch.setattr(answers_module.subprocess, "Popen", endless)
+    monkeypatch.setattr(answers_module, "_STARTUP_SECONDS", 3)
+    monkeypatch.setattr(answers_module, "_SECONDS", 0)
+    assert answers_module.compare_elsewhere([("1", "1"), ("2", "2"), ("3", "3")]) == [1.0, 0.0, 0.5]
 
 
 def test_in_background():

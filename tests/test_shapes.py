@@ -25,6 +25,8 @@ from marft_trl.workflows import (
     together,
 )
 
+from .helpers import echo
+
 
 class Steps:
     def reset(self, **row): ...
@@ -34,26 +36,6 @@ class Steps:
 
 DIAMOND = {"planner": [], "solver_a": ["planner"], "solver_b": ["planner"], "judge": ["solver_a", "solver_b"]}
 NAMES = list("abcdefg")
-
-
-def echo(waves=None):
-    """Answers requests with who was seen; notes which agents were asked together."""
-
-    def answer(requests):
-        if waves is not None:
-            waves.append([request.agent for request in requests])
-        return [
-            Turn(
-                request.agent,
-                f"{request.agent}({','.join(item.text for item in request.seen)})",
-                index=-1,
-                sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
-                hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
-            )
-            for request in requests
-        ]
-
-    return answer
 
 
 def run(workflow, agents, rows=1, waves=None):

@@ -14,9 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import from its own layer's predecessors only.
 LAYERS = [
-    {"episodes", "trainer.functional"},
+    {"hints", "loops", "trainer.functional"},
+    {"episodes"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
-    {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail"},
+    {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail", "rewards.answers"},
     {"rewards.code", "rewards.math"},
     {"rewards.steps"},
     {"manifest", "workflows.base", "configs", "rewards"},

@@ -135,6 +135,13 @@ def test_collect_works_inside_a_running_loop():
     assert len(asyncio.run(notebook())[0].turns) == 1
 
 
+def test_rehearse_works_inside_a_running_loop():
+    async def notebook_cell():
+        return rehearse(Sequential(), ["a", "b"], lambda agent, seen: agent)
+
+    assert [turn.text for turn in asyncio.run(notebook_cell()).turns] == ["a", "b"]
+
+
 def test_errors_name_the_workflow_the_episode_and_the_prompt():
     class Broken(Workflow):
         async def run(self, episode):

@@ -6,7 +6,7 @@ Run as a script: fences itself in, then runs a program that is not trusted. Stan
 
 On Linux the kernel keeps the fence, without any privilege: resource limits; Landlock, so that nothing can be written
 outside of the folder and nothing read but Python and system libraries; a seccomp filter, so that no process can be
-started, no socket opened and no other process be signalled. What was given up cannot be got back.
+started, no socket opened, no other process reached and no file's mode changed. What was given up cannot be got back.
 """
 
 import ctypes
@@ -20,22 +20,102 @@ import struct
 import sys
 
 
-# What is refused, by machine; the numbers are those of the kernel's `asm/unistd.h`. In each row: to start programs and
-# processes, to open sockets; to signal others; to look into others and to change what one may do.
-_X86_64 = (
-    *(57, 58, 59, 322, 41, 53),  # fork, vfork, execve, execveat, socket, socketpair
-    *(62, 200, 234, 129, 297, 424, 434),  # kill, tkill, tgkill, rt_(tg)sigqueueinfo, pidfd_send_signal, pidfd_open
-    *(101, 310, 311, 272, 308),  # ptrace, process_vm_readv, process_vm_writev, unshare, setns
-    *(425, 321, 250, 165),  # io_uring_setup, bpf, keyctl, mount
-)
-_AARCH64 = (
-    *(221, 281, 198, 199),  # execve, execveat, socket, socketpair
-    *(129, 130, 131, 138, 240, 424, 434),
-    *(117, 270, 271, 97, 268),
-    *(425, 280, 219, 40),
-)
-# Number of the architecture, of clone, and of what is refused
-_MACHINES = {"x86_64": (0xC000003E, 56, _X86_64), "aarch64": (0xC00000B7, 220, _AARCH64)}
+# What is refused, with its number on x86_64 and on aarch64 (the kernel's `asm/unistd.h`; `None`: there is none).
+_REFUSED = {
+    # programs and processes
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    # sockets
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "io_uring_setup": (425, 425),
+    # signals to others
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    # others' memory and priorities
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "ioprio_set": (251, 30),
+    # modes, owners and times of files, which Landlock leaves alone
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "truncate": (76, 45),
+    "open_by_handle_at": (304, 265),
+    # what outlives a process
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # the machine
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "reboot": (169, 142),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+}
+# Architecture, clone, prlimit64 and fcntl
+_MACHINES = {"x86_64": (0xC000003E, 56, 302, 72), "aarch64": (0xC00000B7, 220, 261, 25)}
+_SET_OWNER = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX: who is signalled about a file
 _CLONE3 = 435
 _CLONE_THREAD = 0x10000
 _EPERM, _ENOSYS = 1, 38
@@ -94,23 +174,31 @@ def fence_files(libc, folder: str) -> bool:
 
 
 def fence_calls(libc) -> bool:
-    """Let seccomp refuse calls that start processes, open sockets or reach into other processes."""
-    if platform.machine() not in _MACHINES:
+    """Let seccomp refuse calls that start processes, open sockets or reach what is outside of the folder."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
         return False
-    architecture, clone, refused = _MACHINES[platform.machine()]
+    architecture, clone, prlimit, fcntl = _MACHINES[machine]
+    refused = [numbers[list(_MACHINES).index(machine)] for numbers in _REFUSED.values()]
 
     def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("HBBI", code, yes, no, value)
 
     load, equals, has_bits, answer = 0x20, 0x15, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x00050000 | _ENOSYS, 0x80000000
-    program = [op(load, 4), op(equals, architecture, 1), op(answer, kill), op(load, 0)]
+    number, first, second = 0, 16, 24  # where a call's number and its arguments lie
+    program = [op(load, 4), op(equals, architecture, 1), op(answer, kill), op(load, number)]
     # On x86_64, numbers from 2**30 on are the x32 variants of the same calls
     program += [op(0x35, 0x40000000, 0, 1), op(answer, refuse)]
     program += [op(equals, _CLONE3, 0, 1), op(answer, unknown)]  # the C library then uses clone
-    for number in refused:
-        program += [op(equals, number, 0, 1), op(answer, refuse)]
-    program += [op(equals, clone, 0, 3), op(load, 16), op(has_bits, _CLONE_THREAD, 1), op(answer, refuse)]
+    for call in filter(None, refused):
+        program += [op(equals, call, 0, 1), op(answer, refuse)]
+    # Threads, but no processes; one's own limits, but not another's
+    program += [op(equals, clone, 0, 3), op(load, first), op(has_bits, _CLONE_THREAD, 1), op(answer, refuse)]
+    program += [op(load, number), op(equals, prlimit, 0, 3), op(load, first), op(equals, 0, 1), op(answer, refuse)]
+    program += [op(load, number), op(equals, fcntl, 0, 2 * len(_SET_OWNER) + 1), op(load, second)]
+    for command in _SET_OWNER:
+        program += [op(equals, command, 0, 1), op(answer, refuse)]
     program += [op(answer, allow)]
     code = ctypes.create_string_buffer(b"".join(program))
     filter_ = _Program(len(program), ctypes.cast(code, ctypes.c_void_p).value)

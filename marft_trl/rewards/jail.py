@@ -91,7 +91,7 @@ def run_python(
         JailError: the machine cannot fence programs in, and `limits.strict` is set.
     """
     limits = limits or Limits()
-    missing = _missing(_FENCE) if limits.strict else ()
+    missing = _missing() if limits.strict else ()
     if missing:
         raise JailError(
             f"Programs cannot be fenced in on this machine: it lacks {', '.join(missing)}. Run in a container of your "
@@ -101,10 +101,14 @@ def run_python(
 
 
 @functools.cache
-def _missing(fence: Path) -> tuple[str, ...]:
+def _missing() -> tuple[str, ...]:
     """What this machine lacks for the fence. Found out once, by a program that can be trusted."""
     outcome = _in_folder("", "", None, (), Limits(seconds=60.0))
-    return tuple(outcome.returned[0]["missing"]) if outcome.returned else ()
+    if outcome.returned:
+        return tuple(outcome.returned[0]["missing"])
+    return (
+        () if outcome.status == "ok" else (f"a Python that runs an empty program ({outcome.stderr.strip()[-300:]})",)
+    )
 
 
 def _in_folder(

@@ -24,14 +24,22 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     Half for a plan of at least `steps` numbered steps, in proportion if it has fewer, half for the episode's outcome.
 
     Args:
-        outcome (`Callable`): scores the last turn of the episode, in TRL's signature.
+        outcome (`Callable`): scores the turn that answers for the team, in TRL's signature.
         steps (`int`, *optional*, defaults to `2`): numbered steps that are enough; MARFT v2 has 2 for mathematics and
             3 for code.
     """
 
-    def planner_reward(turn: Sequence[Turn], turns: Sequence[Sequence[Turn]], **columns: Any) -> list[float | None]:
+    def planner_reward(
+        turn: Sequence[Turn], answer_turn: Sequence[Turn | None], turns: Any = None, **columns: Any
+    ) -> list[float | None]:
+        answers = [one for one in answer_turn if one is not None]
+        if len(answers) < len(turn):
+            raise ValueError(
+                "The planner's reward needs the answer of the episode, which a candidate turn does not have yet. With "
+                "`advantage='turn'` set `own_reward_weight=0`, or give the planner a reward of its plan alone."
+            )
         plans = [min(len(_NUMBERED.findall(one.text)) / steps, 1.0) for one in turn]
-        ends = _outcomes(outcome, [its[-1] for its in turns], columns)
+        ends = _outcomes(outcome, answers, columns)
         return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
 
     return planner_reward
@@ -40,7 +48,7 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """The outcome of the turn itself, at least `floor` where it has a `\\boxed{}` answer."""
 
-    def solver_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+    def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _at_least(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
 
     return solver_reward
@@ -49,7 +57,7 @@ def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
 def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """The outcome of the turn itself, at least `floor` where it has a Python block."""
 
-    def coder_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+    def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _at_least(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
 
     return coder_reward
@@ -58,7 +66,7 @@ def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
 def get_verifier_reward(outcome: Reward) -> Reward:
     """The outcome of the turn itself."""
 
-    def verifier_reward(turn: Sequence[Turn], turns: Any = None, **columns: Any) -> list[float | None]:
+    def verifier_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return list(_outcomes(outcome, turn, columns))
 
     return verifier_reward

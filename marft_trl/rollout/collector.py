@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
+from ..loops import run_coroutine
 from ..workflows.base import Workflow
 from .replay import Found, Replay
 
@@ -72,14 +72,7 @@ def collect(
         EpisodeError: the workflow raised, or ended without a single turn.
     """
 
-    def run() -> list[Episode]:
-        return asyncio.run(_collect(workflow, rows, agents, answer, replays))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run()
-    return _in_thread(run)  # a notebook already runs a loop in this thread
+    return run_coroutine(_collect, workflow, rows, agents, answer, replays)
 
 
 async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
@@ -177,20 +170,3 @@ def _answer_all(batch: Sequence[Request], answer: Answer, replays: Sequence[Repl
 def _brief(prompt: str | Messages, limit: int = 80) -> str:
     text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
-
-
-def _in_thread(run: Callable[[], list[Episode]]) -> list[Episode]:
-    outcome: dict[str, Any] = {}
-
-    def target() -> None:
-        try:
-            outcome["episodes"] = run()
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=target, name="marft-collector")
-    thread.start()
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["episodes"]

@@ -62,8 +62,9 @@ class TurnRewards:
 
     @staticmethod
     def _row(episode: Episode, turn: Turn) -> dict[str, Any]:
-        turns = episode.turns if turn in episode.turns else [*episode.turns, turn]  # else a candidate
-        return {**as_row(episode), "turns": turns, "turn": turn}
+        has_ended = turn in episode.turns  # else a candidate
+        turns = episode.turns if has_ended else [*episode.turns, turn]
+        return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": episode.answer if has_ended else None}
 
     @contextlib.contextmanager
     def _swapped(self, functions: list[Callable]) -> Iterator[None]:

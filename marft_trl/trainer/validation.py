@@ -23,7 +23,7 @@ REWARD_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns", "earned"),
 )
 # What functions that score single turns get besides.
-TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn")
+TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")
 _SCAN_ROWS = 1000
 
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..episodes import Episode, Messages, Seen, Turn, unknown_agent
+from ..loops import run_coroutine
 
 
 if TYPE_CHECKING:
@@ -229,5 +230,5 @@ def rehearse(
 
     workflow.check(agents)
     episode = Episode(prompt, {"prompt": prompt, **row}, 0, speak, tuple(agents))
-    asyncio.run(workflow.run(episode))
+    run_coroutine(workflow.run, episode)
     return episode

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..episodes import Episode, Turn
+from ..episodes import EndOfEpisode, Episode, Turn
 from .base import Workflow, check_count, check_names, together
 
 
@@ -87,16 +87,23 @@ class EnvironmentLoop(Workflow):
         episode.observe(await _result(environment.reset(**episode.row)), source=self.source)
         is_done = False
         for number in range(self.horizon):
-            turns = await self._round(episode, agents)
+            try:
+                turns = await self._round(episode, agents)
+            except EndOfEpisode:
+                await self._finish(episode, environment, number)
+                raise
             feedback, reward, is_done = _checked(await _result(environment.step(turns)), environment, number)
             self._record(episode, turns, feedback, reward)
             if is_done:
                 break
         if not is_done:
             episode.cut(agents[0])
-        episode.count("rounds", number + 1)
-        if hasattr(environment, "get_reward"):
-            episode.earn(turns[-1], await _result(environment.get_reward()))
+        await self._finish(episode, environment, number + 1)
+
+    async def _finish(self, episode: Episode, environment: Environment, rounds: int) -> None:
+        episode.count("rounds", rounds)
+        if hasattr(environment, "get_reward") and episode.turns:
+            episode.earn(episode.turns[-1], await _result(environment.get_reward()))
 
     async def _round(self, episode: Episode, agents: Sequence[str]) -> list[Turn]:
         if self.side_by_side:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import graphlib
 from collections.abc import Collection, Mapping, Sequence
 
 from ..episodes import Episode, Turn, unknown_agent
+from ..hints import did_you_mean
 from .base import Workflow
 
 
@@ -96,7 +96,7 @@ class Graph(Workflow):
         named = [(f"the node {node!r} sees", other) for node, others in self.sees.items() for other in others]
         named += [("`agents` names", node) for node in self.agents if node not in self.sees]
         return [
-            f"{where} {other!r}, which is not a node.{_hint(other, self.sees)}"
+            f"{where} {other!r}, which is not a node.{did_you_mean(other, self.sees)}"
             for where, other in named
             if other not in self.sees
         ]
@@ -118,7 +118,7 @@ class Graph(Workflow):
                 "`answer=`, and let it see the others"
             ]
         if answer is not None and answer not in self.sees:
-            return [f"`answer` names {answer!r}, which is not a node.{_hint(answer, self.sees)}"]
+            return [f"`answer` names {answer!r}, which is not a node.{did_you_mean(answer, self.sees)}"]
         if answer is None and not sinks:
             return []  # a cycle, which is named
         idle = sorted(set(self.sees) - _ancestors(self.sees, answer if answer is not None else sinks[0]))
@@ -156,8 +156,3 @@ def _ancestors(sees: Mapping[str, Sequence[str]], node: str) -> set[str]:
         found.update(fresh)
         waiting += fresh
     return found
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
