@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from .tools import tool_name
+
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -55,6 +57,26 @@ def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
     return tuple(functions)
 
 
+def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
+    """
+    Functions that an agent may call, as a tuple.
+
+    Raises:
+        TypeError: something among them cannot be called.
+        ValueError: two of them have the same name.
+    """
+    if tools is None:
+        return ()
+    functions = (tools,) if callable(tools) else tools
+    if isinstance(functions, str) or not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        raise TypeError(f"`tools` of {whose} must be a function or a list of functions, got {tools!r}.")
+    names = [tool_name(function) for function in functions]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"`tools` of {whose} has several functions named {twice[0]!r}; names must be unique.")
+    return tuple(functions)
+
+
 @dataclass(frozen=True)
 class AgentSpec:
     """
@@ -94,6 +116,9 @@ class AgentSpec:
             `answer_turn` (the one that answers for the team; `None` where a candidate is scored).
         view (`Callable`, *optional*):
             `view(agent, prompt, seen)` returns the messages that the agent is shown, in place of the trainer's `view`.
+        tools (`Callable` or `Sequence[Callable]`, *optional*):
+            Functions the agent may call, in TRL's convention: types and a docstring with `Args:` say how; they may be
+            `async`. Needs a chat template that knows tools.
     """
 
     name: str
@@ -111,6 +136,7 @@ class AgentSpec:
     description: str | None = None
     reward_funcs: Callable | Sequence[Callable] | None = None
     view: Callable | None = None
+    tools: Callable | Sequence[Callable] | None = None
 
     def __post_init__(self):
         check_name(self.name, "an agent")
@@ -121,6 +147,7 @@ class AgentSpec:
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "reward_funcs", as_reward_funcs(self.reward_funcs, f"agent {self.name!r}"))
+        object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
         self._check_types()
         self._check_ranges()
 
@@ -161,13 +188,18 @@ class AgentSpec:
     def _complaint(self, field_name: str, needed: str) -> str:
         return f"`{field_name}` of agent {self.name!r} must be {needed}, got {getattr(self, field_name)!r}."
 
+    @property
+    def functions(self) -> tuple[Callable, ...]:
+        """`tools` as a tuple, which it is once the spec is made."""
+        return self.tools  # type: ignore[return-value]
+
     def to_dict(self) -> dict[str, Any]:
         """
-        The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it) and the reward
-        functions.
+        The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it), the reward
+        functions, the view and the tools.
         """
-        kept = [field.name for field in fields(self) if field.name not in ("peft_config", "reward_funcs")]
-        plain = {name: getattr(self, name) for name in kept}
+        left_out = ("peft_config", "reward_funcs", "view", "tools")
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
 

@@ -37,14 +37,18 @@ _ABOVE_ZERO = (
     *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
     *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
+    *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
 )
 _SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
-_INTEGERS = ("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates")
+_INTEGERS = (
+    *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
+    *("max_tool_calls", "max_tool_output_length"),
+)
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
-    "max_tokens_per_micro_batch",
+    *("max_tokens_per_micro_batch", "max_tool_calling_iterations"),
 )
-_NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", *_INTEGERS)
+_NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
 # What `None` means where it is worth saying.
 _NONE_MEANS = {"value_clip": "no clipping", "target_kl": "no early stop"}
 

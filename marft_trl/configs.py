@@ -123,6 +123,13 @@ class MARFTConfig(GRPOConfig):
             `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in
             `context/dropped_turns`) and raising only where the prompt alone does not fit, or `"end_episode"`, which
             ends the episode with the turns it has (counted in `context/ended_episodes`).
+        max_tool_calls (`int`, *optional*, defaults to `16`):
+            Calls of tools that an agent may make before it says its word; further ones get an error message, once.
+            `max_tool_calling_iterations`, where it is set, bounds besides how often it goes on after results.
+        max_tool_output_length (`int`, *optional*, defaults to `4096`):
+            Characters of a tool's result that the agent is shown.
+        tool_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds after which a call of a tool is given up with an error message.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that metrics of the `evaluate` package get as `references`.
     """
@@ -282,6 +289,18 @@ class MARFTConfig(GRPOConfig):
             "'drop_oldest_turn' or 'end_episode'.",
             "choices": list(CONTEXT_OVERFLOWS),
         },
+    )
+    max_tool_calls: int = field(
+        default=16,
+        metadata={"help": "Calls of tools that an agent may make before it says its word."},
+    )
+    max_tool_output_length: int = field(
+        default=4096,
+        metadata={"help": "Characters of a tool's result that the agent is shown."},
+    )
+    tool_timeout: float = field(
+        default=30.0,
+        metadata={"help": "Seconds after which a call of a tool is given up with an error message."},
     )
     eval_reference_column: str = field(
         default="solution",

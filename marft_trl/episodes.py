@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .hints import did_you_mean
+from .tools import ToolCall, ToolLimits, call_tools, tool_name
 
 
 Messages = list[dict[str, Any]]
@@ -46,6 +48,11 @@ class Turn:
         fed (`int`):
             How many entries of its episode's `fed` had gone into the environment when it was asked for: it depends on
             those turns, whether or not it was shown them.
+        tool_calls (`tuple[ToolCall, ...]`):
+            Functions that it asks for.
+        audience (`str`, *optional*):
+            The one agent that is shown it where a workflow does not say what is seen: a turn that called tools, which
+            only its own agent went on from. `None`: everybody.
     """
 
     agent: str
@@ -59,6 +66,8 @@ class Turn:
     truncated: bool = False
     hears: tuple[int, ...] = ()
     fed: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
+    audience: str | None = None
 
     def __post_init__(self):
         if self.raw_text is None:
@@ -76,11 +85,15 @@ class Feedback:
         text (`str`): what it says.
         agent (`str`): name of the source, shown in the place of an agent's.
         index (`int`): position among the feedback of its episode.
+        tool (`str`, *optional*): the function whose result it is.
+        audience (`str`, *optional*): the one agent that is shown it where a workflow does not say what is seen.
     """
 
     text: str
     agent: str = "environment"
     index: int = 0
+    tool: str | None = None
+    audience: str | None = None
 
     @property
     def raw_text(self) -> str:
@@ -89,7 +102,11 @@ class Feedback:
 
 # What a turn can be shown: what agents said, and what an environment said.
 Seen = Turn | Feedback
-Speak = Callable[["Episode", str, Sequence[Seen]], Awaitable[Turn]]
+# What produces a turn: `speak(episode, agent, seen)`, with `functions=` it may call and `after=` the turn of the same
+# agent, with its results in `seen`, from which it goes on.
+Speak = Callable[..., Awaitable[Turn]]
+# The name under which results of tools are shown to agents other than the one that called.
+TOOL = "tool"
 
 
 class EndOfEpisode(BaseException):
@@ -116,6 +133,10 @@ class Episode:
             Produces a turn: `await speak(episode, agent, seen)`. The collector supplies it.
         agents (`tuple[str, ...]`):
             Names of the agents of the team, in order.
+        tools (`dict[str, Sequence[Callable]]`, *optional*):
+            Functions that each agent may call in its turns.
+        limits ([`ToolLimits`], *optional*):
+            What these may cost.
     """
 
     prompt: str | Messages
@@ -123,6 +144,8 @@ class Episode:
     index: int
     speak: Speak
     agents: tuple[str, ...]
+    tools: Mapping[str, Sequence[Callable]] = field(default_factory=dict)
+    limits: ToolLimits = field(default_factory=ToolLimits)
     turns: list[Turn] = field(default_factory=list)
     # For each turn, what the workflow asked to show, whether or not it fitted
     asked: list[tuple[Seen, ...]] = field(default_factory=list)
@@ -139,28 +162,79 @@ class Episode:
     counts: Counter[str] = field(default_factory=Counter)
     # Whether the context overflowed and the episode was ended for it
     overflowed: bool = False
+    # The environment it is played in, if it is; reward functions get it
+    environment: Any = None
+    # How many of its branches wait for tools
+    busy: int = 0
     _answer: Turn | None = None
 
     def __repr__(self) -> str:
         # asyncio writes out what its tasks return, and every turn names all that it saw
         return f"Episode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
 
-    async def turn(self, agent: str, sees: Sequence[Seen] | None = None) -> Turn:
+    async def turn(
+        self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None
+    ) -> Turn:
         """
-        Let an agent speak and wait for what it says.
+        Let an agent speak and wait for what it says. Where it calls tools it speaks again with their results, until it
+        calls none; each time is a turn of its own, and the last one is returned. Those before it are shown to nobody
+        else, unless named in `sees`.
 
         Args:
             agent (`str`):
                 Name of the agent.
             sees (`Sequence[Turn]`, *optional*):
                 Earlier turns of this episode, and feedback, to show it, in this order. All so far unless given.
+            tools (`Sequence[Callable]`, *optional*):
+                Methods of an environment that it may call in this turn, besides the tools of its spec. Turns that come
+                later depend on a turn that called one.
 
         Raises:
             ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
         """
         seen = self._seen(agent, sees, "turn")
         self.horizon = None  # it goes on after all
-        return await self.speak(self, agent, seen)
+        of_environment = list(tools or ())
+        functions = [*self.tools.get(agent, ()), *of_environment]
+        if not functions:
+            return await self.speak(self, agent, seen)
+        turn = await self.speak(self, agent, seen, functions=functions)
+        left, rounds = self.limits.calls, 0
+        while turn.tool_calls and (self.limits.rounds is None or rounds < self.limits.rounds):
+            was_refused = left <= 0
+            said = await self._call_tools(turn, functions, of_environment, max(left, 0))
+            left, rounds = left - len(turn.tool_calls), rounds + 1
+            seen = [*seen, turn, *said]
+            turn = await self.speak(self, agent, seen, functions=functions, after=turn)
+            if was_refused:
+                break  # it was told that no calls are left
+        return turn
+
+    async def _call_tools(
+        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int
+    ) -> list[Feedback]:
+        """Run what a turn asks for; the results, as feedback for its agent."""
+        object.__setattr__(turn, "audience", turn.agent)
+        self.busy += 1
+        try:
+            results = await call_tools(functions, turn.tool_calls, self.limits, left)
+        finally:
+            self.busy -= 1
+        self.count("tools/calls", len(results))
+        for result in results:
+            if result.problem is not None:
+                self.count("tools/failures")
+                self.count(f"tools/{result.problem}")
+        names = {tool_name(function) for function in of_environment}
+        if names & {result.name for result in results}:
+            self.fed.append(turn.index)
+        return [self._note(Feedback(one.text, TOOL, tool=one.name, audience=turn.agent)) for one in results]
+
+    def _note(self, said: Feedback) -> Feedback:
+        said = dataclasses.replace(said, index=len(self.feedback))
+        self.feedback.append(said)
+        self.history.append(said)
+        return said
 
     def observe(
         self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"
@@ -194,10 +268,7 @@ class Episode:
             return None
         if not isinstance(text, str):
             raise TypeError(f"What {source!r} says has to be a text, got {text!r} of type {type(text).__name__}.")
-        said = Feedback(text, source, len(self.feedback))
-        self.feedback.append(said)
-        self.history.append(said)
-        return said
+        return self._note(Feedback(text, source))
 
     def earn(self, turn: Turn, reward: float) -> None:
         """
@@ -246,7 +317,7 @@ class Episode:
         if agent not in self.agents:
             raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
         if sees is None:
-            return list(self.history)
+            return [item for item in self.history if item.audience in (None, agent)]
         self._check_own(sees, f"{method}({agent!r})")
         return list(sees)
 

@@ -145,7 +145,7 @@ def test_what_an_environment_must_not_do(outcome, message):
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(TypeError, match="must be a class .* without `reset`"):
+    with pytest.raises(TypeError, match="`int` of `EnvironmentLoop` has no `reset`"):
         EnvironmentLoop(int)
     with pytest.raises(TypeError, match="Pass the class, not an object"):
         EnvironmentLoop(Countdown())
@@ -252,11 +252,10 @@ def test_settings_that_would_lose_what_was_earned_are_refused(model_folder, tmp_
 
 
 def test_rewards_that_nothing_would_count_are_refused(model_folder, tmp_path):
-    class Forgetful(EnvironmentLoop):
-        earns = False
-
+    workflow = EnvironmentLoop(Countdown)
+    workflow.earns = False
     with pytest.raises(ValueError, match="since its `earns` is False. Set `earns = True`"):
-        rollout(model_folder, tmp_path, [one], Forgetful(Countdown), advantage="none")
+        rollout(model_folder, tmp_path, [one], workflow, advantage="none")
 
 
 @pytest.mark.parametrize("settings", [{}, {**STREAM, "normalize_advantages": "batch"}], ids=["group", "ppo"])

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import from its own layer's predecessors only.
 LAYERS = [
-    {"hints", "loops", "trainer.functional"},
+    {"hints", "loops", "tools", "trainer.functional"},
     {"episodes"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
     {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail", "rewards.answers"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
     | {"workflows.environment"},
     {"workflows"},
-    {"rollout", "rollout.replay", "rollout.prompts", "rollout.transformers_generator"},
+    {"rollout", "rollout.replay", "rollout.prompts", "rollout.tool_calls", "rollout.transformers_generator"},
     {"rollout.collector"},
     {
         "tiny",
@@ -82,7 +82,17 @@ def test_imports_run_one_way():
 @pytest.mark.parametrize(
     "module",
     [
-        *("episodes", "agents", "transcripts", "rewards.environment", "workflows.base", "workflows.sequential"),
+        *(
+            "episodes",
+            "agents",
+            "tools",
+            "hints",
+            "loops",
+            "transcripts",
+            "rewards.environment",
+            "workflows.base",
+            "workflows.sequential",
+        ),
         *("workflows.graph", "workflows.ready_made", "workflows.orchestrated", "workflows.environment"),
     ],
 )

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
 from ..loops import run_coroutine
+from ..tools import ToolLimits
 from ..workflows.base import Workflow
 from .replay import Found, Replay
 
@@ -30,6 +31,8 @@ class Request:
     by_reference: bool = False  # the agent's reference answers
     fed: int = 0  # entries of the episode's `fed` when it was asked
     found: Found | None = None  # a recorded reply
+    functions: tuple[Callable, ...] = ()  # that it may call
+    after: Turn | None = None  # the turn that called functions, from which it goes on
 
 
 # Answers requests, in order. The turns it returns need no right `index`; the collector numbers them. An `EndOfEpisode`
@@ -47,6 +50,8 @@ def collect(
     agents: Sequence[str],
     answer: Answer,
     replays: Sequence[Replay] | None = None,
+    tools: Mapping[str, Sequence[Callable]] | None = None,
+    limits: ToolLimits | None = None,
 ) -> list[Episode]:
     """
     Run the workflow once on every row, all at once.
@@ -65,6 +70,10 @@ def collect(
             Turns requests into turns, in order.
         replays (`Sequence[Replay]`, *optional*):
             For each row, replies that are known already. They cost no generation.
+        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
+            For each agent, functions that it may call.
+        limits ([`ToolLimits`], *optional*):
+            What these may cost.
 
     Returns: one finished episode per row, in order.
 
@@ -72,23 +81,31 @@ def collect(
         EpisodeError: the workflow raised, or ended without a single turn.
     """
 
-    return run_coroutine(_collect, workflow, rows, agents, answer, replays)
+    shared = tuple(agents), dict(tools or {}), limits or ToolLimits()
+    return run_coroutine(_collect, workflow, rows, answer, replays, shared)
 
 
-async def _collect(workflow, rows, agents, answer, replays) -> list[Episode]:
+async def _collect(workflow, rows, answer, replays, shared) -> list[Episode]:
     waiting: list[Request] = []
 
-    async def speak(episode: Episode, agent: str, seen: Sequence[Seen]) -> Turn:
+    async def speak(
+        episode: Episode,
+        agent: str,
+        seen: Sequence[Seen],
+        functions: Sequence[Callable] = (),
+        after: Turn | None = None,
+    ) -> Turn:
         future = asyncio.get_running_loop().create_future()
         request = Request(episode, agent, tuple(seen), future, fed=len(episode.fed))
+        request.functions, request.after = tuple(functions), after
         waiting.append(request)
         return await request.reply
 
-    episodes = [Episode(row["prompt"], row, index, speak, tuple(agents)) for index, row in enumerate(rows)]
+    episodes = [Episode(row["prompt"], row, index, speak, *shared) for index, row in enumerate(rows)]
     tasks = [asyncio.ensure_future(_run_one(workflow, episode)) for episode in episodes]
     try:
         while not all(task.done() for task in tasks):
-            await _settle(tasks, waiting)
+            await _settle(tasks, waiting, episodes)
             failed = next((task for task in tasks if task.done() and task.exception()), None)
             if failed is not None:
                 failed.result()  # raises
@@ -127,7 +144,7 @@ async def _run_one(workflow: Workflow, episode: Episode) -> None:
         )
 
 
-async def _settle(tasks, waiting) -> None:
+async def _settle(tasks, waiting, episodes) -> None:
     """Run the loop until every live episode waits for a turn, or one has failed."""
     quiet = 0
     while True:
@@ -136,7 +153,8 @@ async def _settle(tasks, waiting) -> None:
         quiet = quiet + 1 if len(waiting) == known else 0
         if quiet < _QUIET_ROUNDS:
             continue
-        blocked = {request.episode.index for request in waiting}
+        # Tools of one branch are waited for, so that batches do not depend on how long they take
+        blocked = {request.episode.index for request in waiting if not request.episode.busy}
         elsewhere = [task for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return

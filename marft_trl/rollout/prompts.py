@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from transformers.utils import get_json_schema
 
 from ..agents import AgentSpec
-from ..episodes import Messages, Seen, Turn
+from ..episodes import Feedback, Messages, Seen, Turn
 
 
 # `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
@@ -36,8 +38,9 @@ def speaker(turn: Seen) -> str:
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
     The default view of an agent: its system prompt, the prompt of the dataset, then the turns it sees, its own as
-    `assistant` and those of others, like feedback, as `user` messages that name the speaker. Neighbours of one role
-    are merged, so that templates which demand alternating roles work.
+    `assistant`, the results of its own tools as `tool`, and everything else, that of others and feedback, as `user`
+    messages that name the speaker. Neighbours of one role are merged, so that templates which demand alternating roles
+    work.
 
     Args:
         agent ([`AgentSpec`]):
@@ -52,12 +55,17 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
     messages = [dict(message) for message in prompt]
     if agent.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": agent.system_prompt})
-    for turn in seen:
-        own = isinstance(turn, Turn) and turn.agent == agent.name
-        messages.append(
-            {"role": "assistant", "content": turn.raw_text} if own else {"role": "user", "content": speaker(turn)}
-        )
+    messages += [_as_message(agent, item) for item in seen]
     return merge_neighbours(messages)
+
+
+def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
+    if isinstance(item, Turn):
+        own = item.agent == agent.name
+        return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": speaker(item)}
+    if item.tool is not None and item.audience == agent.name:  # what its own call gave
+        return {"role": "tool", "name": item.tool, "content": item.text}
+    return {"role": "user", "content": speaker(item)}
 
 
 def merge_neighbours(messages: Messages) -> Messages:
@@ -164,6 +172,25 @@ class Observation:
     problem: str | None = None
 
 
+class Query(NamedTuple):
+    """
+    What an observation is made from.
+
+    Args:
+        agent ([`AgentSpec`]): who is about to speak.
+        prompt (`str` or `list[dict]`): the prompt of the dataset row.
+        seen (`Sequence[Turn]`): turns and feedback it is to see.
+        functions (`tuple[Callable, ...]`): that it may call.
+        after ([`Turn`], *optional*): its own turn that called functions; the results are the end of `seen`.
+    """
+
+    agent: AgentSpec
+    prompt: str | Messages
+    seen: Sequence[Seen] = ()
+    functions: tuple[Callable, ...] = ()
+    after: Turn | None = None
+
+
 class PromptBuilder:
     """
     Turns what an agent is shown into token ids.
@@ -172,8 +199,9 @@ class PromptBuilder:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the model.
         tokenize (`Callable`):
-            TRL's own tokenization of prompts: `tokenize(prompts) -> list of ids`. Used where the default view shows
-            no text of a model, so that a lone agent's prompts are `GRPOTrainer`'s.
+            TRL's own tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)`
+            where an agent may call functions. Used where the default
+            view shows no text of a model, so that a lone agent's prompts are `GRPOTrainer`'s.
         view (`Callable`, *optional*, defaults to [`team_view`]):
             `view(agent, prompt, seen)` returns the messages that the agent is shown. Whatever it returns is encoded
             without control tokens.
@@ -189,18 +217,24 @@ class PromptBuilder:
         overflow (`str`, *optional*, defaults to `"raise"`):
             What happens where an observation does not fit the window: `"raise"`, `"drop_oldest_turn"` (whole turns are
             left out, from the oldest on) or `"end_episode"` (the observation says so in `problem`).
+        chat_template (`str`, *optional*):
+            Chat template in place of the tokenizer's own.
+        ends (`Collection[int]`, *optional*):
+            Tokens that end a turn.
     """
 
     def __init__(
         self,
         tokenizer,
-        tokenize: Callable[[list], list[list[int]]],
+        tokenize: Callable[..., list[list[int]]],
         view: View = team_view,
         chat_template_kwargs: dict[str, Any] | None = None,
         plain: bool = False,
         window: int | None = None,
         reserved: dict[str, int] | None = None,
         overflow: str = "raise",
+        chat_template: str | None = None,
+        ends: Collection[int] = (),
     ):
         self._tokenizer = tokenizer
         self._tokenize = tokenize
@@ -212,39 +246,45 @@ class PromptBuilder:
         self._window = window
         self._reserved = reserved or {}
         self._overflow = overflow
+        self._chat_template = chat_template
+        self._ends = frozenset(ends)
+        self._schemas: dict[Callable, dict[str, Any]] = {}
         self._folds_system = not self._plain and not self._renders_system()
 
-    def build(self, requests: Sequence[tuple[AgentSpec, str | Messages, Sequence[Seen]]]) -> list[Observation]:
+    def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
         Args:
-            requests (`Sequence`):
-                `(agent, prompt, seen)` for each observation.
+            queries (`Iterable[Query]`):
+                What each observation is made from; a tuple `(agent, prompt, seen)` will do.
 
         Returns: the observations, in order.
 
         Raises:
             ValueError: the chat template cannot render the messages, or they do not fit the model's window.
         """
-        contents = [self._observe(*request) for request in requests]
+        asked: list[Query] = [Query(*query) for query in queries]
+        contents = [self._observe(query) for query in asked]
         ids: dict[int, list[int]] = {}
-        for conversational in (True, False):
-            fresh = [
-                index
-                for index, (agent, _, seen) in enumerate(requests)
-                if not seen
-                and self._view_of(agent) is team_view
-                and isinstance(contents[index], list) == conversational
-            ]
-            if fresh:
-                tokenized = self._tokenize([contents[index] for index in fresh])
-                ids |= {index: list(one) for index, one in zip(fresh, tokenized, strict=True)}
+        alike: dict[tuple, list[int]] = {}
+        for index, query in enumerate(asked):
+            if not query.seen and self._view_of(query.agent) is team_view:
+                kind = isinstance(contents[index], list), tuple(map(_unbound, query.functions))
+                alike.setdefault(kind, []).append(index)
+        for indices in alike.values():
+            functions = asked[indices[0]].functions
+            tokenized = self._tokenize([contents[index] for index in indices], *([functions] if functions else []))
+            ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
         built = []
-        for index, (agent, prompt, seen) in enumerate(requests):
-            own = ids[index] if index in ids else self._join(contents[index])
-            built.append(self._fit(agent, prompt, Observation(contents[index], own, list(seen))))
+        for index, query in enumerate(asked):
+            if query.after is not None:
+                own = self._go_on(query, query.after)
+            else:
+                own = ids[index] if index in ids else self._join(contents[index], query.functions)
+            built.append(self._fit(query, Observation(contents[index], own, list(query.seen))))
         return built
 
-    def _fit(self, agent: AgentSpec, prompt: str | Messages, observation: Observation) -> Observation:
+    def _fit(self, query: Query, observation: Observation) -> Observation:
+        agent, prompt = query.agent, query.prompt
         reserved = self._reserved.get(agent.name, 0)
         if self._window is None or len(observation.ids) + reserved <= self._window:
             return observation
@@ -259,31 +299,60 @@ class PromptBuilder:
                 raise ValueError(problem)
             observation.problem = problem
             return observation
-        (shorter,) = self.build([(agent, prompt, observation.seen[1:])])
+        (shorter,) = self.build([query._replace(seen=observation.seen[1:], after=None)])
         shorter.dropped += 1
         return shorter
 
     def _view_of(self, agent: AgentSpec) -> View:
         return agent.view or self.view
 
-    def _observe(self, agent: AgentSpec, prompt: str | Messages, seen: Sequence[Seen]) -> str | Messages:
+    def _observe(self, query: Query) -> str | Messages:
+        prompt = query.prompt
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = self._view_of(agent)(agent, asked, seen)
-        if self._plain and isinstance(prompt, str):
+        messages = self._view_of(query.agent)(query.agent, asked, query.seen)
+        if self._plain and isinstance(prompt, str) and not query.functions:
             return _SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages
 
-    def _join(self, observation: str | Messages) -> list[int]:
+    def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:
         if isinstance(observation, str):
             head = self._tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
+        return self._spell(self._render(observation, functions), observation)
+
+    def _spell(self, pieces: Sequence[str], messages: Messages) -> list[int]:
+        """Tokens of template text and, in every second place, of the message with that number."""
         ids: list[int] = []
-        for position, piece in enumerate(self._render(observation)):
-            if position % 2:
-                ids += self._encode(observation[int(piece)]["content"])
-            else:
-                ids += self._encode_template(piece)
+        for position, piece in enumerate(pieces):
+            ids += self._encode(messages[int(piece)]["content"]) if position % 2 else self._encode_template(piece)
         return ids
+
+    def _go_on(self, query: Query, turn: Turn) -> list[int]:
+        """The turn's own prompt and tokens as they were, then the results of its calls, as TRL puts them together."""
+        results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
+        said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
+        call = {"type": "function", "function": {"name": results[0].tool, "arguments": {}}}
+        calling: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        mark, hollow = _hollow(said)
+        before = self._template(calling, query.functions, add_generation_prompt=False)
+        whole = self._template([*calling, *hollow], query.functions)
+        end = self._tokenizer.eos_token or ""
+        if end and end in before:  # templates go on with a line break behind it, which was not sampled
+            before = before[: before.rindex(end) + len(end)]
+        pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
+        if not whole.startswith(before) or not _are_whole(pieces, len(said), mark):
+            raise ValueError(
+                "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
+                f"cannot go on from its call of {results[0].tool!r}. Use a template that keeps earlier messages as "
+                "they are (see `trl.chat_template_utils.get_training_chat_template`)."
+            )
+        # A turn that ended at a stop text has no end-of-turn token
+        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
+        closing = [] if closed else [self._tokenizer.eos_token_id]
+        return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
 
     def _encode_template(self, piece: str) -> list[int]:
         if piece not in self._template_ids:  # a handful of pieces, in every observation
@@ -291,16 +360,11 @@ class PromptBuilder:
             self._template_ids[piece] = ids
         return self._template_ids[piece]
 
-    def _render(self, messages: Messages) -> list[str]:
+    def _render(self, messages: Messages, functions: Sequence[Callable] = ()) -> list[str]:
         """The rendered template cut at its contents: template text, message number, template text, ..."""
-        # Drawn from the operating system, so that no text can guess it and the random states of training stay put.
-        mark = f"@@{secrets.token_hex(8)}@@"
-        hollow = [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
-        text = self._template(hollow)
-        pieces = re.split(f"{mark}(\\d+){mark}", text)
-        if sorted(pieces[1::2], key=int) != [str(i) for i in range(len(messages))] or any(
-            mark in piece for piece in pieces[::2]
-        ):
+        mark, hollow = _hollow(messages)
+        pieces = re.split(f"{mark}(\\d+){mark}", self._template(hollow, functions))
+        if not _are_whole(pieces, len(messages), mark):
             raise ValueError(
                 "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
                 f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
@@ -308,10 +372,27 @@ class PromptBuilder:
             )
         return pieces
 
-    def _template(self, messages: Messages) -> str:
+    def _template(
+        self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
+    ) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
+            messages,
+            tools=self.schemas(functions) or None,
+            chat_template=self._chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._chat_template_kwargs,
         )
+
+    def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
+        """What the model is told of functions."""
+        return [self._schema(function) for function in functions]
+
+    def _schema(self, function: Callable) -> dict[str, Any]:
+        key = _unbound(function)
+        if key not in self._schemas:
+            self._schemas[key] = get_json_schema(function)
+        return self._schemas[key]
 
     def _renders_system(self) -> bool:
         probe = secrets.token_hex(8)
@@ -320,3 +401,20 @@ class PromptBuilder:
             return probe in self._template(messages)
         except Exception:
             return False
+
+
+def _unbound(function: Callable) -> Callable:
+    """A method without its object: each episode has an environment of its own, all of them the same tools."""
+    return getattr(function, "__func__", function)
+
+
+def _hollow(messages: Messages) -> tuple[str, Messages]:
+    """A mark, and the messages with their numbers between such marks in the place of their contents."""
+    # Drawn from the operating system, so that no text can guess it and the random states of training stay put.
+    mark = f"@@{secrets.token_hex(8)}@@"
+    return mark, [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
+
+
+def _are_whole(pieces: Sequence[str], count: int, mark: str) -> bool:
+    """Whether each message occurs once and no mark was cut."""
+    return sorted(pieces[1::2], key=int) == [str(i) for i in range(count)] and not any(mark in p for p in pieces[::2])

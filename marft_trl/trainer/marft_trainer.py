@@ -22,7 +22,8 @@ from ..agents import AgentSpec, check_team
 from ..configs import MARFTConfig, as_marft_config
 from ..rollout.prompts import PromptBuilder, View, team_view
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
-from ..workflows import Sequential, Workflow
+from ..tools import ToolLimits
+from ..workflows import Workflow
 from . import functional, setup
 from .adapters import Policies, add_adapters
 from .advantages import TeamAdvantages
@@ -53,8 +54,8 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             agents without one start from a copy of its adapter `default`.
         reward_funcs:
             Score the team's answer, as in `GRPOTrainer`. Functions also get `turns`, for each episode its list of
-            [`Turn`], and `earned`, what its turns earned from an environment. May be left out where the workflow
-            earns rewards.
+            [`Turn`], `earned`, what its turns earned, and `environments`, the environment it was played in or `None`.
+            May be left out where the workflow earns rewards.
         args ([`MARFTConfig`], *optional*):
             Training arguments; a `GRPOConfig` works too.
         train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers,
@@ -62,8 +63,12 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             As in `GRPOTrainer`.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Config of every adapter whose agent brings none. Without any, all agents share one fully trained policy.
-        tools, rollout_func, environment_factory:
+        tools (`list[Callable]`, *optional*):
+            As in `GRPOTrainer`: functions that every agent may call which brings no `AgentSpec(tools=...)`.
+        rollout_func:
             Not supported; write a [`Workflow`].
+        environment_factory (`Callable`, *optional*):
+            As in `GRPOTrainer`; short for `workflow=EnvironmentLoop(environment_factory)`.
         agents (`list[AgentSpec]`):
             The team, in order.
         critic_peft_config ([`~peft.PeftConfig`], *optional*):
@@ -110,9 +115,10 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MARFTConfig(f"{name.split('/')[-1]}-MARFT")
         args = as_marft_config(args)
-        setup.refuse_unsupported(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
-        self.agents = check_team(agents)
-        self.workflow = setup.check_workflow(workflow or Sequential(), self.agents)
+        setup.refuse_unsupported(args, rollout_func=rollout_func)
+        self.agents = setup.with_tools(check_team(agents), tools)
+        workflow = setup.choose_workflow(workflow, environment_factory)
+        self.workflow = setup.check_workflow(workflow, self.agents)
         self.agents = setup.prompted(self.agents, self.workflow)
         self._eval_metrics = check_eval_metrics(eval_metrics)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
@@ -167,16 +173,24 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         args = self.args
         self._specs = {agent.name: agent for agent in self.agents}
         self._samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
+        self._uses_tools = bool(self.workflow.functions) or any(agent.tools for agent in self.agents)
+        self._tool_limits = ToolLimits(
+            args.max_tool_calls, args.max_tool_calling_iterations, args.max_tool_output_length, args.tool_timeout
+        )
+        if self._uses_tools:
+            self.chat_template = setup.prepare_tools(self._tokenizer, self.agents, self.workflow)
         self._generator = TransformersGenerator(self, self.policies, self._samplings)
         self._prompts = PromptBuilder(
             self._tokenizer,
-            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            tokenize=self._tokenize_fresh,
             view=view,
             chat_template_kwargs=self.chat_template_kwargs,
-            plain=len(self.agents) == 1 and self.agents[0].system_prompt is None,
+            plain=len(self.agents) == 1 and self.agents[0].system_prompt is None and not self._uses_tools,
             window=setup.context_window(self.model),
             reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
             overflow=args.context_overflow,
+            chat_template=self.chat_template,
+            ends=self.eos_token_ids,
         )
         base = self.model.get_base_model() if self.policies.has_adapters else self.model
         self._temperature = ScoringTemperature(

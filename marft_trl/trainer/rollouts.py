@@ -17,9 +17,11 @@ from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
 from ..rollout.collector import Request, collect
-from ..rollout.prompts import Observation, PromptBuilder
+from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.replay import Replay
+from ..rollout.tool_calls import parse_calls
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
+from ..tools import ToolCall, ToolLimits
 from ..workflows import Workflow
 from .adapters import Policies
 from .functional import team_rewards
@@ -80,6 +82,8 @@ class TeamRollouts(GRPOTrainer):
     _generator: TransformersGenerator
     _prompts: PromptBuilder
     _turn_rewards: TurnRewards
+    _tool_limits: ToolLimits
+    _uses_tools: bool
 
     def _prepare_counters(self) -> None:
         self._unscored_in_a_row = 0
@@ -96,7 +100,7 @@ class TeamRollouts(GRPOTrainer):
         self._nodes = []
         branches = self.args.advantage == "turn" and self.model.training
         answer = self._answer_with_candidates if branches else self._answer
-        episodes = collect(self.workflow, inputs, list(self._specs), answer)
+        episodes = self._collect(inputs, answer)
         self._log_episodes(episodes)
         if not self.workflow.earns and any(any(episode.earned.values()) for episode in episodes):
             raise ValueError(
@@ -115,6 +119,8 @@ class TeamRollouts(GRPOTrainer):
         for episode in episodes:
             counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})
         ended = sum(episode.overflowed for episode in episodes)
+        if self._uses_tools:
+            counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
         everywhere = gather_object([(dict(counts), self._dropped_turns, ended, len(episodes))])
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["context/dropped_turns"].append(float(sum(dropped for _, dropped, _, _ in everywhere)))
@@ -123,14 +129,19 @@ class TeamRollouts(GRPOTrainer):
         total: Counter[str] = Counter()
         for its_counts, *_ in everywhere:
             total.update(its_counts)
+        count = sum(number for *_, number in everywhere)
         for name in sorted(total):
-            metrics[name].append(total[name] / sum(number for *_, number in everywhere))
+            metrics[name].append(total[name] / count)
+        if self._uses_tools:  # under TRL's names
+            calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
+            metrics["tools/call_frequency"].append(calls / count)
+            metrics["tools/failure_frequency"].append(failures / calls if calls else 0.0)
 
     def _answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
         """Turns for all waiting requests: observe, generate, decode."""
         agents = [request.agent for request in requests]
         observations = self._prompts.build(
-            [(self._specs[request.agent], request.episode.prompt, request.seen) for request in requests]
+            Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
         )
         completions = self._generate_for(requests, observations)
         texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
@@ -147,11 +158,27 @@ class TeamRollouts(GRPOTrainer):
                 completion_ids=ids,
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
                 truncated=self._is_truncated(agent, ids),
+                tool_calls=self._calls(request, observation.ids, ids),
             )
             if observation.problem is None
             else EndOfEpisode(observation.problem)
-            for agent, text, observation, ids in zip(agents, texts, observations, completions, strict=True)
+            for request, agent, text, observation, ids in zip(
+                requests, agents, texts, observations, completions, strict=True
+            )
         ]
+
+    def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
+        if not request.functions or self._is_truncated(request.agent, ids):
+            return ()
+        return parse_calls(self._tokenizer, ids, prompt_ids, self._prompts.schemas(request.functions))
+
+    def _tokenize_fresh(self, prompts: list, functions: Sequence[Any] = ()) -> list[list[int]]:
+        """TRL's tokenization of prompts, in which no model has a word yet."""
+        self.tools = list(functions)  # TRL renders them
+        try:
+            return self._tokenize_prompts(prompts)[0]
+        finally:
+            self.tools = []
 
     def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[list[int]]:
         """Sampled tokens for each request; none where its episode ends instead."""
@@ -265,7 +292,11 @@ class TeamRollouts(GRPOTrainer):
             self._count_extra(turns)
             return turns
 
-        return collect(self.workflow, rows, list(self._specs), answer, replays)
+        return self._collect(rows, answer, replays)
+
+    def _collect(self, rows: Sequence[dict[str, Any]], answer: Any, replays: Any = None) -> list[Episode]:
+        tools = {agent.name: agent.functions for agent in self.agents if agent.functions}
+        return collect(self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits)
 
     def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:
         """Generation beyond the episodes themselves, for the metrics."""

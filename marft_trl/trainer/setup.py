@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -17,10 +17,12 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from ..agents import AgentSpec, as_reward_funcs
+from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..configs import MARFTConfig
+from ..episodes import TOOL
 from ..rewards import environment_reward
-from ..workflows import Workflow
+from ..rollout.tool_calls import check_functions, prepare_template
+from ..workflows import EnvironmentLoop, Sequential, Workflow
 from .adapters import Policies, check_adapter_config
 from .critic import Critic
 
@@ -117,9 +119,7 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
         ValueError: names the argument and what to use instead.
     """
     instead = {
-        "tools": "Tools of agents are not supported.",
         "rollout_func": "Write a workflow and pass it as `workflow=`.",
-        "environment_factory": "Write a workflow that talks to the environment and pass it as `workflow=`.",
     }
     for name, value in arguments.items():
         if value:
@@ -150,6 +150,53 @@ def without_reference(args: MARFTConfig, if_: bool) -> Iterator[None]:
         yield
     finally:
         args.beta = beta
+
+
+def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
+    """The agents, with the trainer's `tools` for those that bring none."""
+    general = as_tools(tools, "the trainer")
+    return [agent if agent.tools or not general else dataclasses.replace(agent, tools=general) for agent in agents]
+
+
+def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Workflow:
+    """
+    The workflow: the one given, one that plays in the environment, or a chain of the agents.
+
+    Raises:
+        ValueError: a workflow and an environment are given, or several environments.
+    """
+    if environment_factory is None:
+        return Sequential() if workflow is None else workflow
+    if workflow is not None:
+        raise ValueError(
+            "`workflow` and `environment_factory` were both passed. Pass "
+            "`workflow=EnvironmentLoop(environment_factory, ...)` alone."
+        )
+    if isinstance(environment_factory, Mapping):
+        raise ValueError(
+            "`environment_factory` with several environments is not supported by MARFTTrainer. Pass "
+            "`workflow=EnvironmentLoop(make)` with a function whose object chooses in its `reset(**row)`."
+        )
+    return EnvironmentLoop(environment_factory)
+
+
+def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:
+    """
+    Prepare the tokenizer for the tools of the team.
+
+    Returns: the chat template to use in place of the tokenizer's own, if it cannot be trained with.
+
+    Raises:
+        ValueError: a tool cannot be described to a model, an agent is named like their results, or the chat template
+            knows no tools.
+    """
+    check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
+    for agent in agents:
+        check_functions(agent.functions, f"agent {agent.name!r}")
+        if agent.name == TOOL:
+            raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
+    owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
+    return prepare_template(tokenizer, owner)
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:

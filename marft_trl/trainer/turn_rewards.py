@@ -98,8 +98,9 @@ class TurnRewards:
 
 
 def as_row(episode: Episode) -> dict[str, Any]:
-    """What reward functions get of an episode beside its answer: the dataset row, its turns and what they earned."""
-    return {**episode.row, "turns": episode.turns, "earned": sum(episode.earned.values(), 0.0)}
+    """What reward functions get of an episode beside its answer."""
+    own = {"turns": episode.turns, "earned": sum(episode.earned.values(), 0.0), "environments": episode.environment}
+    return {**episode.row, **own}
 
 
 def score(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]], answers: Sequence[Any]) -> torch.Tensor:

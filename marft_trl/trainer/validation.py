@@ -21,6 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 # What the trainer itself passes to reward functions; a dataset column of such a name would collide with it.
 REWARD_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns", "earned"),
+    "environments",
 )
 # What functions that score single turns get besides.
 TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")

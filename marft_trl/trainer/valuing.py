@@ -40,7 +40,8 @@ class TeamValues(GRPOTrainer):
             (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
         ]
         observations = self._prompts.build(
-            [(self._specs[agent], rollout.episodes[index].prompt, seen) for index, agent, seen in beyond]
+            (self._specs[agent], rollout.episodes[index].prompt, seen, self._specs[agent].functions)
+            for index, agent, seen in beyond
         )
         next_rows = [
             Row(

@@ -9,11 +9,12 @@ import inspect
 import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..episodes import Episode, Messages, Seen, Turn, unknown_agent
 from ..loops import run_coroutine
+from ..tools import ToolCall
 
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class Workflow(ABC):
         earns (`bool`, defaults to `False`):
             Whether turns earn rewards inside an episode, with `episode.observe(..., reward=...)` or `episode.earn`.
             The trainer then counts them as a reward function, `environment_reward`.
+        functions (`Sequence[Callable]`):
+            What `episode.turn(..., tools=...)` passes, from any one episode: the trainer checks before training that
+            models can be told of it.
     """
 
     reward_funcs: Callable | Sequence[Callable] | None = None
     earns: bool = False
+    functions: Sequence[Callable] = ()
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -184,8 +189,9 @@ def check_count(field: str, count: object, workflow: Workflow) -> int:
 def rehearse(
     workflow: Workflow,
     agents: Sequence[str],
-    reply: Callable[[str, Sequence[Seen]], str],
+    reply: Callable[[str, Sequence[Seen]], str | ToolCall | Sequence[ToolCall]],
     prompt: str | Messages = "",
+    tools: Mapping[str, Sequence[Callable]] | None = None,
     **row,
 ) -> Episode:
     """
@@ -197,9 +203,12 @@ def rehearse(
         agents (`Sequence[str]`):
             Names of the agents of the team.
         reply (`Callable`):
-            `reply(agent, seen)` returns the text that the agent says, given the turns and the feedback it was shown.
+            `reply(agent, seen)` returns the text that the agent says, given the turns and the feedback it was shown,
+            or the [`ToolCall`]s that it makes.
         prompt (`str` or `list[dict]`, *optional*):
             The prompt of the episode.
+        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
+            For each agent, functions that it may call.
         row:
             Other columns of the dataset row.
 
@@ -214,12 +223,17 @@ def rehearse(
     ```
     """
 
-    async def speak(episode: Episode, agent: str, seen: Sequence[Seen]) -> Turn:
+    async def speak(
+        episode: Episode, agent: str, seen: Sequence[Seen], functions: Sequence[Callable] = (), after: Any = None
+    ) -> Turn:
         fed = len(episode.fed)
         await asyncio.sleep(0)  # turns that are asked for side by side do not see one another
+        said = reply(agent, seen)
+        calls = () if isinstance(said, str) else (said,) if isinstance(said, ToolCall) else tuple(said)
         turn = Turn(
             agent,
-            reply(agent, seen),
+            said if isinstance(said, str) else str(said),
+            tool_calls=calls if functions else (),
             index=len(episode.turns),
             sees=tuple(item.index for item in seen if isinstance(item, Turn)),
             hears=tuple(item.index for item in seen if not isinstance(item, Turn)),
@@ -229,6 +243,6 @@ def rehearse(
         return turn
 
     workflow.check(agents)
-    episode = Episode(prompt, {"prompt": prompt, **row}, 0, speak, tuple(agents))
+    episode = Episode(prompt, {"prompt": prompt, **row}, 0, speak, tuple(agents), dict(tools or {}))
     run_coroutine(workflow.run, episode)
     return episode

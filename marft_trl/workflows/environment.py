@@ -9,13 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..episodes import EndOfEpisode, Episode, Turn
+from ..hints import did_you_mean
 from .base import Workflow, check_count, check_names, together
+
+
+# What the loop itself calls
+_OWN_METHODS = ("reset", "step", "get_reward")
 
 
 class Environment(Protocol):
     """
-    What [`EnvironmentLoop`] plays with. Both methods may be `async`. What is random in it has to follow from the row,
+    What [`EnvironmentLoop`] plays with. All methods may be `async`. What is random in it has to follow from the row,
     so that all episodes of a group face the same task.
+
+    As in TRL's `environment_factory`, an environment may leave out `step` and have methods that agents call as tools,
+    with types and docstrings; and `get_reward() -> float`, a reward for the whole episode, which the last turn earns.
     """
 
     def reset(self, **row: Any) -> str | None:
@@ -36,7 +44,8 @@ class Environment(Protocol):
 class EnvironmentLoop(Workflow):
     """
     Agents speak, an environment answers, until it is done or the horizon is reached. Each episode has an environment
-    object of its own. Agents see the prompt and all turns and feedback so far.
+    object of its own. Agents see the prompt and all turns and feedback so far. In an environment without `step` there
+    is one round, in which agents call its methods as tools.
 
     The rewards of the rounds are counted as the reward function `environment_reward`. With a critic they flow back
     through GAE from the round that earned them, and where the horizon ends an episode the critic values what the first
@@ -44,8 +53,7 @@ class EnvironmentLoop(Workflow):
 
     Args:
         environment (`Callable[[], Environment]`):
-            Makes an environment: usually its class. An optional method `get_reward() -> float`, as in TRL's
-            `environment_factory`, gives a reward for the whole episode; the last turn earns it.
+            Makes an environment: usually its class.
         agents (`Sequence[str]`, *optional*):
             Who speaks in a round, in order; all agents of the team unless given.
         horizon (`int`, *optional*, defaults to `5`):
@@ -54,9 +62,10 @@ class EnvironmentLoop(Workflow):
             Whether the agents of a round speak at once, without seeing one another's turns of it.
         source (`str`, *optional*, defaults to `"environment"`):
             Name under which agents are shown its words.
+        tools (`Sequence[str]`, *optional*):
+            Names of methods that agents may call as tools. Unless given: all public ones of an environment without
+            `step`, none of one with it.
     """
-
-    earns = True
 
     def __init__(
         self,
@@ -65,17 +74,19 @@ class EnvironmentLoop(Workflow):
         horizon: int = 5,
         side_by_side: bool = False,
         source: str = "environment",
+        tools: Sequence[str] | None = None,
     ):
-        missing = [
-            name for name in ("reset", "step") if inspect.isclass(environment) and not hasattr(environment, name)
-        ]
-        if not callable(environment) or missing:
-            lack = f" without `{missing[0]}`" if missing else ""
+        if not callable(environment):
             raise TypeError(
-                "`environment` of `EnvironmentLoop` must be a class (or a function that makes an object) with `reset` "
-                f"and `step`, got {environment!r}{lack}. Pass the class, not an object: each episode has its own."
+                "`environment` of `EnvironmentLoop` must be a class (or a function that makes an object) with "
+                f"`reset`, got {environment!r}. Pass the class, not an object: each episode has its own."
             )
         self.environment = environment
+        example = self._example()
+        self.tools = _tool_names(example, tools)
+        self.functions = [getattr(example, name) for name in self.tools]
+        self.has_steps = hasattr(example, "step")
+        self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.horizon = check_count("horizon", horizon, self)
         self.side_by_side = side_by_side
@@ -83,15 +94,18 @@ class EnvironmentLoop(Workflow):
 
     async def run(self, episode: Episode) -> None:
         agents = self.agents or list(episode.agents)
-        environment = self.environment()
+        environment = episode.environment = self.environment()
         episode.observe(await _result(environment.reset(**episode.row)), source=self.source)
         is_done = False
         for number in range(self.horizon):
             try:
-                turns = await self._round(episode, agents)
+                turns = await self._round(episode, agents, environment)
             except EndOfEpisode:
                 await self._finish(episode, environment, number)
                 raise
+            if not self.has_steps:
+                is_done = True
+                break
             feedback, reward, is_done = _checked(await _result(environment.step(turns)), environment, number)
             self._record(episode, turns, feedback, reward)
             if is_done:
@@ -105,10 +119,23 @@ class EnvironmentLoop(Workflow):
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await _result(environment.get_reward()))
 
-    async def _round(self, episode: Episode, agents: Sequence[str]) -> list[Turn]:
+    async def _round(self, episode: Episode, agents: Sequence[str], environment: Environment) -> list[Turn]:
+        tools = [getattr(environment, name) for name in self.tools]
         if self.side_by_side:
-            return await together(episode.turn(agent) for agent in agents)
-        return [await episode.turn(agent) for agent in agents]
+            return await together(episode.turn(agent, tools=tools) for agent in agents)
+        return [await episode.turn(agent, tools=tools) for agent in agents]
+
+    def _example(self) -> Any:
+        """An environment to look at, since a function that makes one does not tell what it has."""
+        example = self.environment()
+        can_act = hasattr(example, "step") or bool(_public_methods(example))
+        if not hasattr(example, "reset") or not can_act:
+            lack = "`step` and methods to call as tools" if hasattr(example, "reset") else "`reset`"
+            raise TypeError(
+                f"The environment `{type(example).__name__}` of `EnvironmentLoop` has no {lack}. It needs "
+                "`reset(**row)`, and `step(turns)` or public methods that agents call as tools."
+            )
+        return example
 
     def _record(self, episode: Episode, turns: list[Turn], feedback: str | None, reward: Any) -> None:
         if not isinstance(reward, Mapping):
@@ -148,7 +175,32 @@ class EnvironmentLoop(Workflow):
             "agents": self.agents,
             "horizon": self.horizon,
             "side_by_side": self.side_by_side or None,
+            "tools": self.tools or None,
         }
+
+
+def _public_methods(environment: Any) -> list[str]:
+    names = [name for name in dir(environment) if not name.startswith("_")]
+    return [name for name in names if name not in _OWN_METHODS and inspect.ismethod(getattr(environment, name))]
+
+
+def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
+    """
+    Names of the methods that agents may call.
+
+    Raises:
+        ValueError: the environment has no such method.
+    """
+    methods = _public_methods(environment)
+    if tools is None:
+        return [] if hasattr(environment, "step") else methods
+    for name in tools:
+        if name not in methods:
+            raise ValueError(
+                f"`tools` of `EnvironmentLoop` names {name!r}, but the environment {type(environment).__name__!r} has "
+                f"the public methods {', '.join(map(repr, methods)) or 'none'}.{did_you_mean(name, methods)}"
+            )
+    return list(tools)
 
 
 async def _result(value: Any) -> Any:

@@ -1,0 +1,84 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Tool calls in what a model sampled, and chat templates that know of tools, with TRL's help (checked for 1.16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
+
+from ..tools import ToolCall, tool_name
+
+
+def parse_calls(
+    tokenizer, completion_ids: list[int], prompt_ids: list[int], schemas: list[dict[str, Any]]
+) -> tuple[ToolCall, ...]:
+    """
+    The calls in a completion, as TRL reads them; none where it is no well-formed call. Never raises, whatever a model
+    sampled.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): prepared by [`prepare_template`].
+        completion_ids (`list[int]`): what was sampled.
+        prompt_ids (`list[int]`): what came before it.
+        schemas (`list[dict]`): JSON schemas of the functions that may be called.
+    """
+    try:
+        parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
+        found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+        return tuple(ToolCall(call["name"], call["arguments"]) for call in found)
+    except Exception:  # odd texts bring parsers to raise odd errors
+        return ()
+
+
+def check_functions(functions: Sequence[Callable], whose: str) -> None:
+    """
+    Raise for a function that a model cannot be told of.
+
+    Raises:
+        ValueError: names it and what its docstring or its types lack.
+    """
+    for function in functions:
+        try:
+            get_json_schema(function)
+        except Exception as error:
+            raise ValueError(
+                f"The tool `{tool_name(function)}` of {whose} cannot be described to a model: {error} Give every "
+                "argument a type and a line under `Args:` in a Google-style docstring."
+            ) from error
+
+
+def prepare_template(tokenizer, whose: str) -> str | None:
+    """
+    Prepare a tokenizer for tools as `GRPOTrainer` does.
+
+    Returns: the chat template to use in place of the tokenizer's own, if it cannot be trained with.
+
+    Raises:
+        ValueError: the chat template knows no tools, or no way is known to read its calls.
+    """
+    if not supports_tool_calling(tokenizer):
+        has = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"
+        raise ValueError(
+            f"{whose} has tools, but the tokenizer {has}: it has to render tools, the calls of an assistant and the "
+            "messages of the role `tool`. Use a model that was trained for tools, e.g. of the Qwen 2.5 or Qwen 3 "
+            "family, or leave the tools out."
+        )
+    if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
+        try:
+            add_response_schema(tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{whose} has tools, but it is not known how calls look in the chat template of the tokenizer. Set "
+                "its `response_template` (see the documentation of transformers on parsing responses), or use a "
+                "model of a known family."
+            ) from error
+    return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)

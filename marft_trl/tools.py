@@ -1,0 +1,167 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Functions that agents call: one call, its limits, and what comes of it. Nothing here knows a model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """
+    What an agent asks for.
+
+    Args:
+        name (`str`): name of the function.
+        arguments (`dict`): its arguments by name. A model may have written something else than a mapping.
+    """
+
+    name: str
+    arguments: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """
+    What came of a call.
+
+    Args:
+        name (`str`): name of the function.
+        text (`str`): what the agent is shown.
+        problem (`str`, *optional*): why the call failed: `"unknown"`, `"arguments"`, `"error"`, `"timeout"` or
+            `"too_many"`.
+    """
+
+    name: str
+    text: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """
+    What tools may cost.
+
+    Args:
+        calls (`int`): calls that one turn of an agent may make, all rounds together; further ones get an error.
+        rounds (`int`, *optional*): how often an agent may go on after results; bounded by `calls` alone unless given.
+        output (`int`): characters of a result that the agent is shown.
+        seconds (`float`): wall-clock time of one call.
+    """
+
+    calls: int = 16
+    rounds: int | None = None
+    output: int = 4096
+    seconds: float = 30.0
+
+
+# Functions that are not asynchronous run one at a time, as if called in a loop, so they need not be thread-safe.
+_ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+
+async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolLimits) -> ToolResult:
+    """
+    Call one of the functions. Whatever goes wrong becomes a text for the model, in TRL's form `{'error': '...'}`.
+
+    A function that hangs is given up after `limits.seconds`: an asynchronous one is cancelled; the thread of another
+    one lives on, since Python cannot end it, and the next call gets a new thread.
+    """
+    known = {tool_name(function): function for function in functions}
+    if call.name not in known:
+        return _failure(call.name, "unknown", f"Tool {call.name} not found. There is {', '.join(known) or 'none'}.")
+    function = known[call.name]
+    problem = _misfit(function, call.arguments)
+    if problem is not None:
+        return _failure(call.name, "arguments", problem)
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await asyncio.wait_for(function(**call.arguments), limits.seconds)
+            return ToolResult(call.name, _shorten(str(result), limits.output))
+        lock = _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        async with lock:
+            text = await asyncio.wait_for(_in_thread(lambda: str(function(**call.arguments))), limits.seconds)
+        return ToolResult(call.name, _shorten(text, limits.output))
+    except (TimeoutError, asyncio.TimeoutError):
+        return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
+    except asyncio.CancelledError:  # the episode ends
+        raise
+    except BaseException as error:  # also SystemExit: a tool does not end the training
+        return _failure(call.name, "error", _shorten(str(error) or type(error).__name__, limits.output))
+
+
+async def call_tools(
+    functions: Sequence[Callable], calls: Sequence[ToolCall], limits: ToolLimits, left: int
+) -> list[ToolResult]:
+    """
+    The results of several calls, in order; beyond the first `left` of them an error each.
+
+    Args:
+        functions (`Sequence[Callable]`): what may be called.
+        calls (`Sequence[ToolCall]`): what is asked for.
+        limits ([`ToolLimits`]): what a call may cost.
+        left (`int`): how many calls are left.
+    """
+    results = await asyncio.gather(*[call_tool(functions, call, limits) for call in calls[:left]])
+    refused = [
+        _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
+        for call in calls[left : left + 1]  # one says it all, however many a model wrote
+    ]
+    return [*results, *refused]
+
+
+def tool_name(function: Callable) -> str:
+    """The name under which agents call a function."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _failure(name: str, problem: str, text: str) -> ToolResult:
+    return ToolResult(name, str({"error": text}), problem)
+
+
+def _misfit(function: Callable, arguments: Any) -> str | None:
+    """Why a function cannot be called with these arguments."""
+    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+        return "The arguments have to be an object with the parameters' names."
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"{tool_name(function)}: {error}"
+    return None
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters are left out)"
+
+
+async def _in_thread(function: Callable[[], str]) -> str:
+    """Run a function in a thread that nothing waits for in the end; `asyncio.to_thread` waits for those that hang."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[str] = loop.create_future()
+
+    def report(result: str | None, error: BaseException | None) -> None:
+        if outcome.done():  # given up
+            return
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result or "")
+
+    def target() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:
+            # A future refuses StopIteration, and asyncio lets SystemExit through
+            usual = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
+            error = caught if usual else RuntimeError(f"{type(caught).__name__}: {caught}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(report, result, error)
+
+    threading.Thread(target=target, name="marft-tool", daemon=True).start()
+    return await outcome

@@ -1,0 +1,516 @@
+"""Functions that agents call: limits, who is shown what, tokens, and training as in TRL."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_chat_template
+
+from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.rollout.prompts import PromptBuilder, Query
+from marft_trl.rollout.tool_calls import parse_calls, prepare_template
+from marft_trl.tiny import tiny_tokenizer
+from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
+from marft_trl.workflows import EnvironmentLoop, rehearse, together
+
+from .helpers import SETTINGS, lora, moved, team_trainer, weights
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def double(a: int) -> int:
+    """
+    Double a number.
+
+    Args:
+        a: the number
+    """
+    await asyncio.sleep(0)
+    return 2 * a
+
+
+def fail():
+    """Fail."""
+    raise ValueError("no such thing")
+
+
+def leave():
+    """Leave."""
+    raise SystemExit(3)
+
+
+def hang():
+    """Hang."""
+    time.sleep(60)
+
+
+async def wait():
+    """Wait."""
+    await asyncio.sleep(60)
+
+
+def talk():
+    """Talk."""
+    return "x" * 100
+
+
+TOOLS = [add, double, fail, leave, hang, wait, talk]
+
+
+# ---- One call ----
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "problem"),
+    [
+        (ToolCall("add", {"a": 3, "b": 4}), "7", None),
+        (ToolCall("double", {"a": 3}), "6", None),
+        (ToolCall("talk"), "x" * 40 + "... (60 more characters are left out)", None),
+        (ToolCall("subtract", {}), "Tool subtract not found. There is add, double, fail", "unknown"),
+        (ToolCall("add", {"a": 3}), "add: missing a required argument: 'b'", "arguments"),
+        (ToolCall("add", [3, 4]), "have to be an object", "arguments"),
+        (ToolCall("add", {"a": 3, "b": "x"}), "unsupported operand", "error"),
+        (ToolCall("fail"), "{'error': 'no such thing'}", "error"),
+        (ToolCall("leave"), "SystemExit: 3", "error"),
+        (ToolCall("hang"), "Tool hang did not answer within 0.2 seconds.", "timeout"),
+        (ToolCall("wait"), "Tool wait did not answer within 0.2 seconds.", "timeout"),
+    ],
+    ids=str,
+)
+def test_whatever_goes_wrong_is_told_to_the_model(call, text, problem):
+    start = time.monotonic()
+    result = asyncio.run(call_tool(TOOLS, call, ToolLimits(output=40, seconds=0.2)))
+    assert text in result.text and result.problem == problem and result.name == call.name
+    assert ("error" in result.text) == (problem is not None)
+    assert time.monotonic() - start < 5  # also where the thread of a tool still hangs
+
+
+def test_tools_need_not_be_thread_safe():
+    running, most = [], []
+
+    def careful(name):
+        running.append(threading.current_thread())
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return name
+
+    calls = [ToolCall("careful", {"name": str(index)}) for index in range(8)]
+    results = asyncio.run(call_tools([careful], calls, ToolLimits(), left=16))
+    assert [result.text for result in results] == [str(index) for index in range(8)]
+    assert most == [1] * 8
+
+
+def test_of_many_calls_one_refusal_says_it_all():
+    calls = [ToolCall("double", {"a": index}) for index in range(1000)]
+    results = asyncio.run(call_tools(TOOLS, calls, ToolLimits(calls=3), left=3))
+    assert [result.text for result in results[:3]] == ["0", "2", "4"]
+    assert len(results) == 4 and results[3].problem == "too_many" and "No more than 3 calls" in results[3].text
+
+
+# ---- An episode ----
+
+
+def calculates(agent, seen):
+    """The solver calls a tool, then says what it gave; others repeat what they see."""
+    if agent != "solver":
+        return f"{agent} saw {len(seen)}"
+    results = [item.text for item in seen if getattr(item, "tool", None)]
+    return results[-1] if results else [ToolCall("add", {"a": 3, "b": 4}), ToolCall("fail")]
+
+
+def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
+    tools = {"solver": [add, fail]}
+    episode = rehearse(Sequential(), ["planner", "solver", "judge"], calculates, "q", tools)
+    assert [turn.agent for turn in episode.turns] == ["planner", "solver", "solver", "judge"]
+    _, call, answer, judge = episode.turns
+    assert [feedback.text for feedback in episode.feedback] == ["7", "{'error': 'no such thing'}"]
+    assert (call.audience, answer.audience) == ("solver", None)
+    assert (call.sees, answer.sees, judge.sees) == ((0,), (0, 1), (0, 2))
+    assert (call.hears, answer.hears, judge.hears) == ((), (0, 1), ())
+    assert episode.joint_steps() == [0, 1, 2, 3] and episode.fed == []
+    assert episode.counts == {"tools/calls": 2, "tools/failures": 1, "tools/error": 1}
+    assert episode.busy == 0
+
+
+def test_its_own_later_turns_see_the_calls_again():
+    tools = {"solver": [add, fail]}
+    episode = rehearse(Sequential(rounds=2), ["solver", "judge"], calculates, "q", tools)
+    assert [turn.agent for turn in episode.turns] == ["solver", "solver", "judge", "solver", "judge"]
+    assert episode.turns[3].sees == (0, 1, 2) and episode.turns[3].hears == (0, 1)
+    assert episode.turns[4].sees == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("limits", "turns", "executed"), [((4, None), 6, 4), ((4, 2), 3, 2), ((1, None), 3, 1)])
+def test_an_agent_that_always_calls_comes_to_an_end(limits, turns, executed):
+    class Limited(Sequential):
+        async def run(self, episode):
+            episode.limits = ToolLimits(*limits)
+            await super().run(episode)
+
+    episode = rehearse(Limited(), ["solver"], lambda *_: ToolCall("double", {"a": 1}), "q", {"solver": [double]})
+    assert len(episode.turns) == turns and [one.text for one in episode.feedback].count("2") == executed
+    assert episode.counts["tools/too_many"] == (limits[1] is None)
+
+
+def test_without_tools_nothing_is_called():
+    episode = rehearse(Sequential(), ["solver"], lambda *_: ToolCall("add", {}))
+    assert len(episode.turns) == 1 and not episode.turns[0].tool_calls and not episode.feedback
+
+
+# ---- Tokens ----
+
+
+def tool_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    return tokenizer
+
+
+TOKENIZER = tool_tokenizer()
+TEMPLATE = prepare_template(TOKENIZER, "The team")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+def ids_of(text):
+    return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def calls_in(text):
+    return parse_calls(TOKENIZER, ids_of(text), [], [])
+
+
+def test_calls_are_read():
+    assert calls_in(CALL) == (ToolCall("add", {"a": 3, "b": 4}),)
+    assert calls_in(f"so {CALL}\n{CALL}") == (ToolCall("add", {"a": 3, "b": 4}),) * 2
+    assert calls_in("seven") == calls_in('<tool_call>{"name": 5}</tool_call>') == calls_in("<tool_call>") == ()
+
+
+PIECES = ["<tool_call>", "</tool_call>", "\n", '{"name": "add"', ', "arguments": ', "{", "}", "[", '"', "<think>", "a"]
+ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=12).map("".join)
+
+
+@given(ODD)
+def test_no_text_makes_the_reading_of_calls_raise(text):
+    calls = parse_calls(TOKENIZER, ids_of(text.encode("utf-8", "replace").decode()), [], [])
+    assert all(isinstance(call.name, str) for call in calls)
+    assert all(asyncio.run(call_tool([], call, ToolLimits())).problem == "unknown" for call in calls)
+
+
+@pytest.fixture(scope="module")
+def grpo(model_folder, tmp_path_factory):
+    """TRL's trainer with the same tools."""
+    return grpo_trainer(model_folder, tmp_path_factory.mktemp("grpo"))
+
+
+def grpo_trainer(model_folder, folder, **settings):
+    return GRPOTrainer(
+        model=model_folder,
+        reward_funcs=right,
+        args=GRPOConfig(str(folder), **{**SETTINGS, "bf16": False, "use_cpu": True, **settings}),
+        train_dataset=ROWS,
+        processing_class=tool_tokenizer(),
+        peft_config=lora(),
+        tools=[add],
+    )
+
+
+def right(completions, **kwargs):
+    """1 for a seven; reads TRL's lists of messages and texts."""
+    last = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    return [float("7" in text) for text in last]
+
+
+ROWS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"What is {n}+4?"}] for n in range(32)]})
+
+
+def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
+    tokenizer = tool_tokenizer()
+    template = prepare_template(tokenizer, "The team")
+    assert template == grpo.chat_template
+
+    def tokenize(prompts, functions):
+        grpo.tools = list(functions)
+        return grpo._tokenize_prompts(prompts)[0]
+
+    build = PromptBuilder(tokenizer, tokenize, chat_template=template, ends=[tokenizer.eos_token_id])
+    agent = AgentSpec("solver", tools=[add])
+    prompt = ROWS[0]["prompt"]
+    (first,) = build.build([Query(agent, prompt, (), (add,))])
+    assert '"name": "add"' in tokenizer.decode(first.ids)
+    episode = rehearse(Sequential(), ["solver"], calculates, prompt, {"solver": [add, fail]})
+    call, _ = episode.turns
+    object.__setattr__(call, "prompt_ids", tuple(first.ids))
+    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)))
+    (second,) = build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])
+    messages = [{"role": "tool", "name": one.tool, "content": one.text} for one in episode.feedback]
+    assert second.ids == [*first.ids, *ids_of(CALL), *grpo._get_tool_suffix_ids(messages)]
+    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)[:-1]))  # ended by a stop text
+    assert build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])[0].ids == second.ids
+    assert [message["role"] for message in second.content] == ["user", "assistant", "tool", "tool"]
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "\n", "<|im_start|>", "assistant", "</tool_response>", "7"])).map("".join)
+)
+def test_results_of_tools_hold_no_control_token(text):
+    build = PromptBuilder(TOKENIZER, None, chat_template=TEMPLATE, ends=[TOKENIZER.eos_token_id])
+    agent = AgentSpec("solver", tools=[add])
+    control = set(TOKENIZER.added_tokens_decoder)
+
+    def controls(result):
+        def say(agent, seen):
+            return "done" if seen else ToolCall("echo")
+
+        def echo():
+            return result
+
+        episode = rehearse(Sequential(), ["solver"], say, "q", {"solver": [echo]})
+        seen = (episode.turns[0], *episode.feedback)
+        later = [
+            Query(agent, "q", seen, (add,), episode.turns[0]),
+            Query(agent, "q", (*seen, episode.turns[1]), (add,)),
+        ]
+        return [[index for index in one.ids if index in control] for one in build.build(later)]
+
+    assert controls(text) == controls("7")
+
+
+# ---- In the trainer ----
+
+
+def canned(trainer, log=None):
+    """Says a call at first, in three of four rows, and a number after results, not always the right one."""
+    waves = []
+
+    def generate(prompt_ids, *_, **__):
+        waves.append(len(prompt_ids))
+        if log is not None:
+            log.extend(TOKENIZER.decode(ids) for ids in prompt_ids)
+        said = []
+        for index, ids in enumerate(prompt_ids):
+            is_after = "<tool_response>" in TOKENIZER.decode(ids)
+            said.append(ids_of(("7" if index % 2 else "8") if is_after or index % 4 == 3 else CALL))
+        return said, None
+
+    trainer._generate_single_turn = generate
+    return waves
+
+
+def tool_trainer(model_folder, folder, settings=None, **arguments):
+    defaults = {
+        "agents": [AgentSpec("solver", tools=[add])],
+        "reward_funcs": right,
+        "train_dataset": ROWS,
+        "processing_class": tool_tokenizer(),
+    }
+    settings = {"max_completion_length": 128, **(settings or {})}
+    return team_trainer(model_folder, folder, settings=settings, **{**defaults, **arguments})
+
+
+def test_a_lone_agent_with_tools_trains_as_grpo_trainer_does(model_folder, tmp_path):
+    settings = {"max_completion_length": 128, "max_steps": 3}
+    theirs = grpo_trainer(model_folder, tmp_path / "theirs", **settings)
+    ours = tool_trainer(model_folder, tmp_path / "ours", settings)
+    start = weights(ours)
+    waves = canned(theirs), canned(ours)
+    theirs.train()
+    ours.train()
+    assert waves[0] == waves[1] == [8, 6] * 3
+    renamed = {name.replace(".solver.", ".default."): value for name, value in weights(ours).items()}
+    assert moved(start, weights(ours))
+    for name, value in weights(theirs).items():
+        torch.testing.assert_close(renamed[name], value, rtol=1e-5, atol=2e-6, msg=name)
+    logged = [one for one in ours.state.log_history if "tools/call_frequency" in one]
+    expected = [one for one in theirs.state.log_history if "tools/call_frequency" in one]
+    for name in ("tools/call_frequency", "tools/failure_frequency", "reward"):
+        assert [one[name] for one in logged] == [one[name] for one in expected]
+    assert logged[0]["tools/call_frequency"] == 0.75 and logged[0]["workflow/tools/calls"] == 0.75
+
+
+def test_teammates_are_shown_the_word_and_not_the_calls(model_folder, tmp_path):
+    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
+    prompts = []
+    canned(trainer, prompts)
+    before = weights(trainer)
+    trainer.train()
+    judged = [prompt for prompt in prompts if "Judge." in prompt]
+    assert len(judged) == 8 and all("[solver]" in prompt for prompt in judged)
+    assert not any("tool" in prompt for prompt in judged)
+    changed = moved(before, weights(trainer))
+    assert all(any(f".{name}." in one for one in changed) for name in ("solver", "judge"))
+
+
+class Cupboard:
+    """TRL's convention: `reset`, public methods as tools, `get_reward`."""
+
+    def reset(self, **row):
+        self.apples = 0
+        return "The cupboard is empty."
+
+    def add(self, a: int, b: int) -> str:
+        """
+        Put apples into the cupboard.
+
+        Args:
+            a: apples
+            b: more apples
+        """
+        self.apples += a + b
+        return f"{self.apples} apples"
+
+    def get_reward(self):
+        return float(self.apples)
+
+
+def test_methods_of_an_environment_are_tools(model_folder, tmp_path):
+    kept = []
+
+    def note(completions, environments, **kwargs):
+        kept.append([one.apples for one in environments])
+        return [0.0] * len(completions)
+
+    trainer = tool_trainer(
+        model_folder,
+        tmp_path,
+        {"max_steps": 1, "num_generations": 8},
+        agents=[AgentSpec("solver", system_prompt="Fill it.")],
+        reward_funcs=[note],
+        environment_factory=Cupboard,
+    )
+    assert isinstance(trainer.workflow, EnvironmentLoop) and trainer.workflow.describe()["tools"] == ["add"]
+    prompts = []
+    canned(trainer, prompts)
+    trainer.train()
+    assert kept == [[7, 7, 7, 0] * 2]
+    assert "The cupboard is empty." in prompts[0] and any("7 apples" in prompt for prompt in prompts)
+    (logged,) = [one for one in trainer.state.log_history if "reward" in one]
+    assert logged["rewards/environment_reward/mean"] == pytest.approx(7 * 6 / 8)
+
+
+def test_what_went_through_an_environment_is_a_dependency():
+    episode = rehearse(EnvironmentLoop(Cupboard), ["a", "b"], lambda agent, seen: calls_add(agent, seen))
+    assert [turn.agent for turn in episode.turns] == ["a", "a", "b", "b"]
+    assert episode.fed == [0, 2] and [turn.fed for turn in episode.turns] == [0, 1, 1, 2]
+    assert dict(episode.earned) == {3: 14.0} and episode.environment.apples == 14
+
+
+def calls_add(agent, seen):
+    own = [item for item in seen if getattr(item, "tool", None)]
+    return "done" if own else ToolCall("add", {"a": 3, "b": 4})
+
+
+class Stateless:
+    def reset(self, **row): ...
+
+    def step(self, turns):
+        return None, 0.0, True
+
+    def peek(self):
+        """Peek."""
+        return "dark"
+
+
+def test_environments_with_steps_offer_tools_when_asked_to():
+    assert EnvironmentLoop(Stateless).functions == []
+    assert [one.__name__ for one in EnvironmentLoop(Stateless, tools=["peek"]).functions] == ["peek"]
+    with pytest.raises(ValueError, match=r"names 'peak', but .* has the public methods 'peek'. Did you mean 'peek'\?"):
+        EnvironmentLoop(Stateless, tools=["peak"])
+
+
+def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
+    class Branches(Workflow):
+        async def run(self, episode):
+            await together([episode.turn("solver", sees=[]), self.twice(episode)])
+
+        async def twice(self, episode):
+            await episode.turn("judge", sees=[])
+            return await episode.turn("judge", sees=[])
+
+    def slow(a: int, b: int) -> int:
+        """
+        Add slowly.
+
+        Args:
+            a: one
+            b: other
+        """
+        time.sleep(0.05)
+        return a + b
+
+    slow.__name__ = "add"
+    agents = [AgentSpec("solver", tools=[slow]), AgentSpec("judge")]
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents, workflow=Branches())
+    canned(trainer)
+    waves, generate = [], trainer._generator.generate
+
+    def note(agents, *rest, **options):
+        waves.append(len(agents))
+        return generate(agents, *rest, **options)
+
+    trainer._generator.generate = note
+    trainer.train()
+    assert waves == [16, 14]  # the judges' second turns wait for the solvers' tools
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"processing_class": tiny_tokenizer()},
+            "Agent 'solver' has tools, but the tokenizer has a chat template wit",
+        ),
+        ({"agents": [AgentSpec("solver", tools=[lambda a: a])]}, "`<lambda>` of agent 'solver' cannot be described"),
+        ({"agents": [AgentSpec("tool", tools=[add])]}, "'tool' is shown as the speaker of results"),
+        ({"workflow": Sequential(), "environment_factory": Cupboard}, "were both passed"),
+        ({"environment_factory": {"a": Cupboard}}, "several environments is not supported"),
+        ({"settings": {"max_tool_calls": 0}}, "`max_tool_calls` must be a finite number above 0"),
+        ({"settings": {"tool_timeout": -1.0}}, "`tool_timeout` must be a finite number above 0"),
+    ],
+)
+def test_what_cannot_work_is_said_before_training(model_folder, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tool_trainer(model_folder, tmp_path, **arguments)
+
+
+def test_tools_of_the_trainer_are_for_all_that_have_none(model_folder, tmp_path):
+    agents = [AgentSpec("solver", tools=add), AgentSpec("judge")]
+    trainer = tool_trainer(model_folder, tmp_path, agents=agents, tools=[double])
+    assert [agent.functions for agent in trainer.agents] == [(add,), (double,)]
+    with pytest.raises(TypeError, match="`tools` of agent 'solver' must be a function or a list"):
+        AgentSpec("solver", tools="add")
+    with pytest.raises(ValueError, match="several functions named 'add'"):
+        AgentSpec("solver", tools=[add, add])
+
+
+@pytest.mark.parametrize("overflow", ["end_episode", "drop_oldest_turn"])
+def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
+    def talk() -> str:
+        """Talk."""
+        return "word " * 300
+
+    talk.__name__ = "add"
+    settings = {"max_steps": 1, "context_overflow": overflow, "max_completion_length": 100}
+    trainer = tool_trainer(model_folder, tmp_path, settings, agents=[AgentSpec("solver", tools=[talk])])
+    canned(trainer)
+    trainer._prompts._window = 700
+    trainer.train()
+    (logged,) = [one for one in trainer.state.log_history if "reward" in one]
+    name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
+    assert logged[name] > 0
