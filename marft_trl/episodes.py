@@ -137,6 +137,8 @@ class Episode:
             Functions that each agent may call in its turns.
         limits ([`ToolLimits`], *optional*):
             What these may cost.
+        aliases (`dict[str, str]`, *optional*):
+            The names under which agents know one another, where they are not their own.
     """
 
     prompt: str | Messages
@@ -146,6 +148,7 @@ class Episode:
     agents: tuple[str, ...]
     tools: Mapping[str, Sequence[Callable]] = field(default_factory=dict)
     limits: ToolLimits = field(default_factory=ToolLimits)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     # For each turn, what the workflow asked to show, whether or not it fitted
     asked: list[tuple[Seen, ...]] = field(default_factory=list)

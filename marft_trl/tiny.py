@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -22,8 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
-from .episodes import Turn
+from .episodes import Episode, Seen, Turn
+from .rollout.collector import Request, collect
 from .rollout.prompts import PromptBuilder
+from .workflows import Workflow
 
 
 LARGEST = 7  # number in a question
@@ -44,12 +47,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A character BPE with the words of the task merged, and the ChatML template."""
+def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """
+    A character BPE with the words of the task merged, and the ChatML template.
+
+    Args:
+        words (`Sequence[str]`, *optional*): words of another task, to be tokens too.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in (*WORDS, *words):
         for head, tail in [*((word[:end], word[end]) for end in range(1, len(word))), ("Ġ", word)]:
             if head + tail not in vocab:
                 vocab[head + tail] = len(vocab)
@@ -138,12 +146,7 @@ def exact_answer(completions, solution, **kwargs) -> list[float]:
 def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]]]:
     """What the reasoner and the actor should say on endless training questions: `(prompt_ids, completion_ids)`."""
     reasoner, actor = tiny_agents()
-    builder = PromptBuilder(
-        tokenizer,
-        tokenize=lambda prompts: tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ],
-    )
+    builder = _prompt_builder(tokenizer)
     draw = random.Random(seed)
     while True:
         rows = questions(256, seed=2 * draw.randrange(10**9))
@@ -163,11 +166,84 @@ def _with_slip(text: str, draw: random.Random) -> str:
     return f"{head}{equals}{max(0, int(number) + draw.choice((-3, -2, -1, 1, 2, 3)))}"
 
 
-def warm_up(model, tokenizer, steps: int, batch_size: int = 32, learning_rate: float = 3e-3, seed: int = 0) -> None:
-    """Supervised training of both roles, half of the rows each; the loss counts completions only."""
+def scripted_turns(
+    tokenizer,
+    workflow: Workflow,
+    agents: Sequence[AgentSpec],
+    rows: Callable[[random.Random], dict[str, Any]],
+    reply: Callable[[Episode, str, Sequence[Seen], random.Random], str],
+    seed: int = 0,
+) -> Iterator[tuple[list[int], list[int]]]:
+    """
+    What scripted agents say in a workflow, endlessly, to teach a model its parts: `(prompt_ids, completion_ids)`.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
+        workflow ([`Workflow`]): who acts next and what each sees.
+        agents (`Sequence[AgentSpec]`): the team.
+        rows (`Callable`): `rows(draw)` returns a dataset row.
+        reply (`Callable`): `reply(episode, agent, seen, draw)` returns what the agent says.
+        seed (`int`, *optional*, defaults to `0`): of `draw`, a `random.Random`.
+    """
+    builder = _prompt_builder(tokenizer)
+    specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
+    while True:
+        said: list[tuple[list[int], list[int]]] = []
+
+        def answer(requests: Sequence[Request], said: list = said) -> list[Turn]:
+            queries = [(specs[one.agent], one.episode.prompt, one.seen) for one in requests]
+            texts = [reply(one.episode, one.agent, one.seen, draw) for one in requests]
+            for observation, text in zip(builder.build(queries), texts, strict=True):
+                said.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
+            return [scripted_turn(one, text) for one, text in zip(requests, texts, strict=True)]
+
+        collect(workflow, [rows(draw) for _ in range(64)], list(specs), answer)
+        draw.shuffle(said)
+        yield from said
+
+
+def scripted_turn(request: Request, text: str) -> Turn:
+    """The turn that answers a request with a text."""
+    return Turn(
+        request.agent,
+        text,
+        index=-1,
+        sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
+        hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
+    )
+
+
+def _prompt_builder(tokenizer) -> PromptBuilder:
+    def tokenize(prompts):
+        return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    return PromptBuilder(tokenizer, tokenize)
+
+
+def warm_up(
+    model,
+    tokenizer,
+    steps: int,
+    batch_size: int = 32,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    rows: Iterator[tuple[list[int], list[int]]] | None = None,
+) -> None:
+    """
+    Supervised training on demonstrations; the loss counts completions only.
+
+    Args:
+        model, tokenizer: what is trained, in place.
+        steps (`int`): optimizer steps.
+        batch_size (`int`, *optional*, defaults to `32`): demonstrations in a step.
+        learning_rate (`float`, *optional*, defaults to `3e-3`): peak learning rate.
+        seed (`int`, *optional*, defaults to `0`): of the demonstrations.
+        rows (`Iterator`, *optional*): demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`]; the
+            reasoner's and the actor's, half of each, unless given.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
-    rows = _demonstrations(tokenizer, seed)
+    rows = _demonstrations(tokenizer, seed) if rows is None else rows
     model.train()
     for _ in range(steps):
         batch = [next(rows) for _ in range(batch_size)]

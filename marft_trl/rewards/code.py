@@ -41,7 +41,8 @@ def get_code_reward(
 
     The column `tests` has `inputs` and `outputs`, lists of one length, and optionally `function`, as a mapping or as
     JSON: without `function`, inputs are texts for the standard input and outputs what has to be printed; with it,
-    inputs are lists of arguments and outputs what the function (or that method of a class `Solution`) has to return.
+    inputs are lists of arguments and outputs what the function (or that method of a class `Solution`) has to return;
+    with `wrapped`, what is returned may stand in a list of its own there, as in TACO.
 
     Args:
         seconds (`float`, *optional*, defaults to `10.0`): wall-clock time of a test; of all together for a function.
@@ -76,14 +77,17 @@ def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> 
     """
     if tests is None:
         return None
-    inputs, outputs, function = _tests(tests)
+    inputs, outputs, function, wrapped = _tests(tests)
     if not inputs:
         return None
     if program is None:
         return 0.0
     if function is not None:
         returned = run_python(program, function=function, arguments=inputs, limits=limits).returned
-        right = [_same(one.get("value"), output) for one, output in zip(returned, outputs, strict=False)]
+        right = [
+            "value" in one and (_same(one["value"], output) or (wrapped and _same([one["value"]], output)))
+            for one, output in zip(returned, outputs, strict=False)
+        ]
     else:
         ended = [run_python(program, stdin=text, limits=limits) for text in inputs]
         right = [
@@ -93,14 +97,14 @@ def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> 
     return sum(right) / len(inputs)
 
 
-def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]:
+def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
     data = json.loads(tests) if isinstance(tests, str) else tests
     if not isinstance(data, Mapping) or not {"inputs", "outputs"} <= set(data):
         raise ValueError(f"`tests` of a row needs `inputs` and `outputs`, got {str(data)[:200]!r}.")
     inputs, outputs = data["inputs"], data["outputs"]
     if len(inputs) != len(outputs):
         raise ValueError(f"`tests` of a row has {len(inputs)} inputs and {len(outputs)} outputs; they have to match.")
-    return inputs, outputs, data.get("function")
+    return inputs, outputs, data.get("function"), bool(data.get("wrapped"))
 
 
 def same_output(printed: str, expected: str) -> bool:

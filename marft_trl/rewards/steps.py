@@ -32,17 +32,22 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     def planner_reward(
         turn: Sequence[Turn], answer_turn: Sequence[Turn | None], turns: Any = None, **columns: Any
     ) -> list[float | None]:
-        answers = [one for one in answer_turn if one is not None]
-        if len(answers) < len(turn):
-            raise ValueError(
-                "The planner's reward needs the answer of the episode, which a candidate turn does not have yet. With "
-                "`advantage='turn'` set `own_reward_weight=0`, or give the planner a reward of its plan alone."
-            )
         plans = [min(len(_NUMBERED.findall(one.text)) / steps, 1.0) for one in turn]
-        ends = _outcomes(outcome, answers, columns)
+        ends = _outcomes(outcome, _answers(answer_turn, "planner"), columns)
         return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
 
     return planner_reward
+
+
+def get_outcome_reward(outcome: Reward) -> Reward:
+    """The episode's outcome, for agents whose own words cannot be scored, such as a reflector's."""
+
+    def outcome_reward(
+        answer_turn: Sequence[Turn | None], turns: Any = None, turn: Any = None, **columns: Any
+    ) -> list[float | None]:
+        return list(_outcomes(outcome, _answers(answer_turn, "outcome"), columns))
+
+    return outcome_reward
 
 
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
@@ -75,6 +80,16 @@ def get_verifier_reward(outcome: Reward) -> Reward:
 def _at_least(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:
     ends = _outcomes(outcome, turn, columns)
     return [max(end, floor) if holds and end is not None else end for end, holds in zip(ends, has_form, strict=True)]
+
+
+def _answers(answer_turn: Sequence[Turn | None], whose: str) -> list[Turn]:
+    answers = [one for one in answer_turn if one is not None]
+    if len(answers) < len(answer_turn):
+        raise ValueError(
+            f"The {whose} reward needs the answer of the episode, which a candidate turn does not have yet. With "
+            "`advantage='turn'` set `own_reward_weight=0`, or give the agent a reward of its own words alone."
+        )
+    return answers
 
 
 def _outcomes(outcome: Reward, turns: Sequence[Turn], columns: dict[str, Any]) -> Sequence[float | None]:

@@ -52,6 +52,7 @@ def collect(
     replays: Sequence[Replay] | None = None,
     tools: Mapping[str, Sequence[Callable]] | None = None,
     limits: ToolLimits | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> list[Episode]:
     """
     Run the workflow once on every row, all at once.
@@ -74,6 +75,8 @@ def collect(
             For each agent, functions that it may call.
         limits ([`ToolLimits`], *optional*):
             What these may cost.
+        aliases (`Mapping[str, str]`, *optional*):
+            The names under which agents know one another, where they are not their own.
 
     Returns: one finished episode per row, in order.
 
@@ -81,7 +84,7 @@ def collect(
         EpisodeError: the workflow raised, or ended without a single turn.
     """
 
-    shared = tuple(agents), dict(tools or {}), limits or ToolLimits()
+    shared = tuple(agents), dict(tools or {}), limits or ToolLimits(), dict(aliases or {})
     return run_coroutine(_collect, workflow, rows, answer, replays, shared)
 
 

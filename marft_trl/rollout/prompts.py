@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
 from ..agents import AgentSpec
+from ..anonymity import renamed
 from ..episodes import Feedback, Messages, Seen, Turn
 
 
@@ -221,6 +222,8 @@ class PromptBuilder:
             Chat template in place of the tokenizer's own.
         ends (`Collection[int]`, *optional*):
             Tokens that end a turn.
+        aliases (`Mapping[str, str]`, *optional*):
+            The names under which agents are shown to one another, where they are not their own.
     """
 
     def __init__(
@@ -235,6 +238,7 @@ class PromptBuilder:
         overflow: str = "raise",
         chat_template: str | None = None,
         ends: Collection[int] = (),
+        aliases: Mapping[str, str] | None = None,
     ):
         self._tokenizer = tokenizer
         self._tokenize = tokenize
@@ -248,6 +252,7 @@ class PromptBuilder:
         self._overflow = overflow
         self._chat_template = chat_template
         self._ends = frozenset(ends)
+        self._aliases = aliases or {}
         self._schemas: dict[Callable, dict[str, Any]] = {}
         self._folds_system = not self._plain and not self._renders_system()
 
@@ -309,7 +314,8 @@ class PromptBuilder:
     def _observe(self, query: Query) -> str | Messages:
         prompt = query.prompt
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = self._view_of(query.agent)(query.agent, asked, query.seen)
+        agent, seen = renamed(query.agent, query.seen, self._aliases)
+        messages = self._view_of(query.agent)(agent, asked, seen)
         if self._plain and isinstance(prompt, str) and not query.functions:
             return _SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from ..configs import MARFTConfig
 from ..episodes import Episode
 from ..rewards import environment_reward
+from ..transcripts import Advantage
 from . import functional
 from .batching import Row
 from .rollouts import Rollout, TeamRollouts
@@ -228,9 +229,9 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         metrics["critic/target_mean"].append((totals[0, 1] / totals[0, 0]).item())
         metrics["critic/value_mean"].append((totals[2, 1] / totals[2, 0]).item())
 
-    def _advantages_by_turn(self, rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[float | None]]:
-        """For each episode the (mean) advantage of its turns, for the completions table; `None` without a row."""
-        by_turn = []
+    def _advantages_by_turn(self, rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[Advantage]]:
+        """For each episode the advantages of its turns, for people; `None` without a row."""
+        by_turn: list[list[Advantage]] = []
         for episode, its_rows in zip(rollout.episodes, rows, strict=True):
             of_ids = {
                 (row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())): row
@@ -239,16 +240,16 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
             found = [
                 of_ids.get((turn.agent, tuple(turn.prompt_ids), tuple(turn.completion_ids))) for turn in episode.turns
             ]
-            by_turn.append([None if row is None else _mean(row.advantage) for row in found])
+            by_turn.append([None if row is None else _plain(row.advantage) for row in found])
         return by_turn
 
     def _reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
         raise NotImplementedError  # the trainer's part that reports has it
 
 
-def _mean(advantage: float | torch.Tensor) -> float:
+def _plain(advantage: float | torch.Tensor) -> float | list[float]:
     if isinstance(advantage, torch.Tensor):
-        return advantage.mean().item() if advantage.numel() else 0.0
+        return advantage.tolist()
     return advantage
 
 

@@ -19,6 +19,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
+from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
 from ..rollout.prompts import PromptBuilder, View, team_view
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
@@ -32,6 +33,7 @@ from .cards import PAPER
 from .evaluation import EvalMetric, check_eval_metrics, check_references
 from .metrics import LocalAccelerator
 from .persistence import TeamPersistence
+from .planning import TeamPlanning
 from .reporting import TeamReporting
 from .rollouts import Rollout
 from .schedules import Schedule
@@ -42,7 +44,7 @@ from .validation import check_datasets, check_rewards, check_turn_rewards, check
 from .valuing import TeamValues
 
 
-class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, TeamAdvantages, GRPOTrainer):
+class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, TeamValues, TeamAdvantages, GRPOTrainer):
     """
     Trains a team of LLM agents with reinforcement learning: one adapter per agent on one base.
 
@@ -79,6 +81,9 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             `view(agent, prompt, seen)` returns the messages an agent is shown. See [`team_view`], the default.
         eval_metrics (*optional*):
             Metrics over the team's answers: of the `evaluate` package, or callables `metric(answers, **columns)`.
+        anonymous (`bool` or `str`, *optional*, defaults to `False`):
+            Ablation: whether role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or left
+            out (`"none"`), and teammates shown as `agent_1`, `agent_2`, ... in place of their names.
 
     Raises:
         ValueError, TypeError: something that cannot work, before anything is generated.
@@ -110,6 +115,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         critic_peft_config: PeftConfig | None = None,
         view: View = team_view,
         eval_metrics: EvalMetric | Sequence[EvalMetric] | None = None,
+        anonymous: bool | str = False,
     ):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -119,7 +125,9 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
         self.agents = setup.with_tools(check_team(agents), tools)
         workflow = setup.choose_workflow(workflow, environment_factory)
         self.workflow = setup.check_workflow(workflow, self.agents)
-        self.agents = setup.prompted(self.agents, self.workflow)
+        self.anonymous = anonymity(anonymous)
+        self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
+        self._aliases = alias_names(self.agents) if self.anonymous else {}
         self._eval_metrics = check_eval_metrics(eval_metrics)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
@@ -191,6 +199,7 @@ class MARFTTrainer(TeamReporting, TeamPersistence, TeamUpdates, TeamValues, Team
             overflow=args.context_overflow,
             chat_template=self.chat_template,
             ends=self.eos_token_ids,
+            aliases=self._aliases,
         )
         base = self.model.get_base_model() if self.policies.has_adapters else self.model
         self._temperature = ScoringTemperature(

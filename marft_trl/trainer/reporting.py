@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from ..agents import AgentSpec
-from ..transcripts import format_episode
+from ..transcripts import Transcript, html_page
 from .evaluation import EvalMetric, measure_answers, summarize
 from .functional import nan_std
 from .metrics import AGENT_FIGURES, StepMetrics, length_metrics
 from .rollouts import Rollout
 
 
+# Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.
+MAX_TRANSCRIPTS = 16
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Where a turn stands, in the completions table.
 TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
 
@@ -39,7 +44,7 @@ class TeamReporting(GRPOTrainer):
             "advantages": deque(),
             "extra": defaultdict(deque),
         }
-        self._transcripts: list[str] = []
+        self._transcripts: list[Transcript] = []
         self._table: dict[str, list[tuple]] = {"train": [], "eval": []}
         self._step_metrics = StepMetrics([agent.name for agent in self.agents])
         self._eval_records: list[dict[str, Any]] = []
@@ -172,22 +177,50 @@ class TeamReporting(GRPOTrainer):
         table, transcripts = [], []
         for episode in rollout.episodes:
             position = first + episode.index
+            advantages = rollout.advantages[episode.index] if rollout.advantages is not None else None
             rewards = {
                 name: _known(value)
                 for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
             }
             title = f"step {self.state.global_step}, episode {before + position}"
-            transcripts.append(format_episode(episode, rewards, title=title))
+            if position < self._transcripts_wanted:
+                tokens = [self._token_texts(turn.completion_ids) for turn in episode.turns]
+                transcripts.append(Transcript.of(episode, rewards, title, advantages, tokens))
             for turn in episode.turns:
-                advantage = None
-                if rollout.advantages is not None:
-                    advantage = rollout.advantages[episode.index][turn.index]
+                advantage = advantages[turn.index] if advantages is not None else None
+                if isinstance(advantage, Sequence):
+                    advantage = sum(advantage) / len(advantage) if advantage else 0.0
                 place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
                 columns = dict(zip(TABLE_COLUMNS, place, strict=True))
                 columns |= {column: values[episode.index] for column, values in extra.items()}
                 table.append((turn.observation, turn.raw_text, rewards, advantage, columns))
         self._table[mode] += gather_object(table)
         self._transcripts += gather_object(transcripts)
+
+    def _token_texts(self, ids: Sequence[int]) -> list[str]:
+        """What each token says; bytes of a character that several tokens share are the first one's."""
+        texts = self._tokenizer.batch_decode([[index] for index in ids])
+        start = 0
+        while start < len(texts):
+            end = start + 1
+            while _UNKNOWN in texts[start] and end < len(texts) and _UNKNOWN in texts[end]:
+                end += 1
+            texts[start:end] = [self._tokenizer.decode(ids[start:end]), *[""] * (end - start - 1)]
+            start = end
+        return texts
+
+    @property
+    def _transcripts_wanted(self) -> int:
+        """How many of the latest episodes are kept for people to read."""
+        return MAX_TRANSCRIPTS if self.num_completions_to_print is None else self.num_completions_to_print
+
+    def _write_page(self) -> None:
+        if not self._transcripts:
+            return
+        folder = Path(self.args.output_dir) / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        page = html_page(self._transcripts, f"Episodes of step {self.state.global_step}")
+        (folder / f"transcripts_{self.state.global_step:05d}.html").write_text(page, encoding="utf-8")
 
     def _fill_completions_table(self) -> None:
         """The rows in the form that TRL writes: columns of equal length, whichever process or mode filled them."""
@@ -232,7 +265,8 @@ class TeamReporting(GRPOTrainer):
         count = self.num_completions_to_print
         if self.log_completions and self.accelerator.is_main_process:
             for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
-                print(transcript)
+                print(transcript.as_text())
+            self._write_page()
         self._fill_completions_table()
         self.num_completions_to_print = 0  # TRL's table of columns is not readable with several agents
         try:

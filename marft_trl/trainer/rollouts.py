@@ -22,6 +22,7 @@ from ..rollout.replay import Replay
 from ..rollout.tool_calls import parse_calls
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
 from ..tools import ToolCall, ToolLimits
+from ..transcripts import Advantage
 from ..workflows import Workflow
 from .adapters import Policies
 from .functional import team_rewards
@@ -59,15 +60,15 @@ class Rollout:
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
         rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
         nodes (`list[Node]`): candidates, where the trainer samples several for a turn.
-        advantages (`list[list[float]]`, *optional*): for each episode of this process, the (mean) advantage of its
-            turns.
+        advantages (`list[list]`, *optional*): for each episode of this process the advantage of its turns: a number,
+            one for each token, or `None` where there is no training row.
     """
 
     episodes: list[Episode]
     rewards_per_func: torch.Tensor
     rewards: torch.Tensor
     nodes: list[Node] = field(default_factory=list)
-    advantages: list[list[float | None]] | None = None
+    advantages: list[list[Advantage]] | None = None
 
 
 class TeamRollouts(GRPOTrainer):
@@ -83,6 +84,7 @@ class TeamRollouts(GRPOTrainer):
     _prompts: PromptBuilder
     _turn_rewards: TurnRewards
     _tool_limits: ToolLimits
+    _aliases: dict[str, str]
     _uses_tools: bool
 
     def _prepare_counters(self) -> None:
@@ -296,7 +298,9 @@ class TeamRollouts(GRPOTrainer):
 
     def _collect(self, rows: Sequence[dict[str, Any]], answer: Any, replays: Any = None) -> list[Episode]:
         tools = {agent.name: agent.functions for agent in self.agents if agent.functions}
-        return collect(self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits)
+        return collect(
+            self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits, self._aliases
+        )
 
     def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:
         """Generation beyond the episodes themselves, for the metrics."""

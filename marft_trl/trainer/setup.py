@@ -18,6 +18,7 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..agents import AgentSpec, as_reward_funcs, as_tools
+from ..anonymity import alias_names, anonymize
 from ..configs import MARFTConfig
 from ..episodes import TOOL
 from ..rewards import environment_reward
@@ -242,8 +243,12 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     return functions
 
 
-def prompted(agents: Sequence[AgentSpec], workflow: Workflow) -> list[AgentSpec]:
-    """The agents, with the workflow's prompts for those that have none."""
+def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | None = None) -> list[AgentSpec]:
+    """The agents, with the workflow's prompts for those that have none; or with generic prompts."""
+    if anonymous is not None:
+        aliases = alias_names(agents)
+        prompts = workflow.system_prompts([dataclasses.replace(agent, description=None) for agent in agents], aliases)
+        return anonymize(agents, anonymous, prompts)
     prompts = workflow.system_prompts(agents)
     return [
         dataclasses.replace(agent, system_prompt=prompts[agent.name])

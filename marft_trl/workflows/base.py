@@ -88,8 +88,14 @@ class Workflow(ABC):
         names = [node.value for first in firsts for node in first if isinstance(node, ast.Constant)]
         return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
-    def system_prompts(self, agents: Sequence[AgentSpec]) -> dict[str, str]:
-        """Role prompts for agents whose part follows from the workflow; they hold where the agent has none."""
+    def system_prompts(self, agents: Sequence[AgentSpec], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
+        """
+        Role prompts for agents whose part follows from the workflow; they hold where the agent has none.
+
+        Args:
+            agents (`Sequence[AgentSpec]`): the team.
+            aliases (`Mapping[str, str]`, *optional*): the names under which agents know one another.
+        """
         return {}
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:

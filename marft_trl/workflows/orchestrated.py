@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,12 +105,15 @@ class Orchestrated(Workflow):
             raise ValueError(f"`Orchestrated` cannot let {self.orchestrator!r} call itself; leave it out of `agents`.")
 
     async def run(self, episode: Episode) -> None:
-        callable_agents = self._callable(episode.agents)
+        # What it may write is what it knows its teammates by
+        known = {episode.aliases.get(name, name): name for name in self._callable(episode.agents)}
         sampled = 0
         while True:
             decision = await episode.turn(self.orchestrator)
             sampled += len(decision.completion_ids)
-            route = parse_route(decision.text, callable_agents)
+            route = parse_route(decision.text, list(known))
+            if route.agent is not None:
+                route = Route(known[route.agent])
             if route.problem is not None:
                 route = self._fall_back(episode, decision, route.problem)
             if route.agent is None or self._is_over(episode, sampled):
@@ -154,9 +157,10 @@ class Orchestrated(Workflow):
     def named_agents(self) -> list[str]:
         return [self.orchestrator, *(self.agents or [])]
 
-    def system_prompts(self, agents: Sequence[AgentSpec]) -> dict[str, str]:
+    def system_prompts(self, agents: Sequence[AgentSpec], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
         known = self._callable([agent.name for agent in agents])
-        team = [f"- {agent.name}" + (f": {agent.description}" if agent.description else "") for agent in agents]
+        names = {agent.name: (aliases or {}).get(agent.name, agent.name) for agent in agents}
+        team = [f"- {names[one.name]}" + (f": {one.description}" if one.description else "") for one in agents]
         lines = [line for line, agent in zip(team, agents, strict=True) if agent.name in known]
         return {self.orchestrator: PROMPT.format(team="\n".join(lines))}
 

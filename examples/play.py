@@ -1,0 +1,104 @@
+"""
+A team learns in a world of several rounds: guess a number, cross a grid, empty a store.
+
+    python examples/play.py --world grid                       # a tiny model, offline, some minutes on a CPU
+    python examples/play.py --world store --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --learning_rate 1e-5
+
+`worlds.py` has the environments and the teams: one agent in several rounds ("guess"), a planner and a mover ("grid"),
+an orchestrator with two executors ("store"). What the worlds give in a round stays with the turns that earned it.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import ProgressCallback, set_seed
+from transformers.utils import logging
+from worlds import WORLDS
+
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.curves import save_learning_curve
+from marft_trl.progress import TeamProgressCallback
+from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
+
+
+def taught_model(world, seed, steps=300):
+    """A tiny model that can write what the agents of the world say, two times in five at random."""
+    tokenizer = tiny_tokenizer(world.words)
+    model = tiny_model(len(tokenizer), seed=seed)
+    set_seed(seed)
+    rows = scripted_turns(tokenizer, world.workflow, world.agents, world.row, world.scripted, seed)
+    warm_up(model, tokenizer, steps=steps, rows=rows)
+    return model, tokenizer
+
+
+def make_trainer(world, model, tokenizer, args, seed):
+    draw = random.Random(seed)
+    return MARFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        agents=world.agents,
+        workflow=world.workflow,
+        args=args,
+        train_dataset=Dataset.from_list([world.row(draw) for _ in range(2000)]),
+        eval_dataset=Dataset.from_list([world.row(draw) for _ in range(400)]),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    )
+
+
+def play(world, output_dir, seed=0, max_steps=40, learning_rate=None, model=None):
+    """Train the world's team. Returns the trainer and the evaluations before and after."""
+    tokenizer = None
+    if model is None:
+        model, tokenizer = taught_model(world, seed)
+    args = MARFTConfig(
+        str(output_dir),
+        per_device_train_batch_size=64,
+        per_device_eval_batch_size=200,
+        num_generations=8,
+        num_generations_eval=1,
+        credit_kind="rewards",  # a turn is judged by what came from it on
+        max_steps=max_steps,
+        learning_rate=learning_rate or (2e-3 if tokenizer is not None else 1e-5),
+        gradient_checkpointing=tokenizer is None,
+        logging_steps=2,
+        save_strategy="no",
+        disable_tqdm=False,
+        seed=seed,
+    )
+    trainer = make_trainer(world, model, tokenizer, args, seed)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(TeamProgressCallback)
+    before = trainer.evaluate()
+    trainer.train()
+    return trainer, before, trainer.evaluate()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=sorted(WORLDS), default="grid")
+    parser.add_argument("--model_name_or_path", help="A model of the Hub or a folder; a tiny one unless given.")
+    parser.add_argument("--output_dir", type=Path, default=Path("play-output"))
+    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--learning_rate", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    trainer, before, after = play(
+        WORLDS[options.world](),
+        options.output_dir,
+        options.seed,
+        options.max_steps,
+        options.learning_rate,
+        options.model_name_or_path,
+    )
+    trainer.save_model()
+    save_learning_curve(trainer.state.log_history, options.output_dir, ["reward"])
+    print(f"reward of 400 episodes: {before['eval_reward']:.3f} before, {after['eval_reward']:.3f} after training")
+    print(f"adapters, learning curve and model card: {options.output_dir}/")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""
+Problems of the recipes: what the datasets' own columns become. Every row gets a `prompt`, and a `solution` (for
+mathematics) or `tests` (for programs).
+
+| name         | dataset on the Hub                      | columns                                                   |
+|--------------|-----------------------------------------|-----------------------------------------------------------|
+| `math`       | DigitalLearningGmbH/MATH-lighteval      | `problem`, `solution` (ends in a box), `level`, `type`    |
+| `gsm8k`      | openai/gsm8k (`main`)                   | `question`, `answer` (ends in `#### 72`)                  |
+| `deepscaler` | agentica-org/DeepScaleR-Preview-Dataset | `problem`, `answer`, `solution` (often empty)             |
+| `deepcoder`  | agentica-org/DeepCoder-Preview-Dataset  | `problem`, `tests`, in `lcbv5` `starter_code`, `metadata` |
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, concatenate_datasets, load_dataset
+
+
+BOX = "\n\nPut the final answer in \\boxed{}."
+PROGRAM = "\n\nWrite a Python program that reads standard input and prints the answer, in one ```python block."
+FUNCTION = "\n\nWrite the Python function `{name}`, or that method of a class `Solution`, in one ```python block."
+STARTER = "\n\nBegin with this code:\n```python\n{code}\n```"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset on the Hub, and what makes a problem of its row (`None` for a row that cannot be scored)."""
+
+    path: str
+    names: tuple[str | None, ...]
+    read: callable
+    kind: str  # "math" or "code"
+
+
+def read_math(row):
+    from marft_trl.rewards import boxed
+
+    return _math(row["problem"], boxed(row["solution"] or ""))
+
+
+def read_gsm8k(row):
+    _, mark, answer = row["answer"].rpartition("####")
+    return _math(row["question"], answer.strip().replace(",", "") if mark else None)
+
+
+def read_deepscaler(row):
+    return _math(row["problem"], row["answer"])
+
+
+def _math(problem, answer):
+    if not problem or not str(answer or "").strip():
+        return None
+    return {"prompt": [{"role": "user", "content": problem.strip() + BOX}], "solution": str(answer).strip()}
+
+
+def read_deepcoder(row, max_tests=16):
+    tests = as_tests(row.get("tests"), row.get("metadata"), max_tests)
+    if not row.get("problem") or tests is None:
+        return None
+    text = row["problem"].strip() + (FUNCTION.format(name=tests["function"]) if tests.get("function") else PROGRAM)
+    if (row.get("starter_code") or "").strip():
+        text += STARTER.format(code=row["starter_code"].strip())
+    return {"prompt": [{"role": "user", "content": text}], "tests": json.dumps(tests)}
+
+
+def as_tests(tests, metadata=None, most=16):
+    """
+    The tests of a DeepCoder row as `code_reward` takes them, or `None` if they cannot be read. Three forms: TACO's,
+    one mapping with `inputs`, `outputs` and maybe `fn_name`; PrimeIntellect's, a list of mappings with `input`,
+    `output`, `type` and maybe `fn_name`; LiveCodeBench's, the same with `testtype` and the function's name in
+    `metadata`.
+    """
+    tests = _parsed(tests)
+    if isinstance(tests, dict):
+        inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
+    elif isinstance(tests, list) and all(isinstance(test, dict) for test in tests):
+        inputs, outputs = [test.get("input") for test in tests], [test.get("output") for test in tests]
+        function = _function_of(tests[0], _parsed(metadata)) if tests else None
+    else:
+        return None
+    if not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs) or None in inputs:
+        return None
+    # The longest inputs tell most
+    chosen = sorted(range(len(inputs)), key=lambda index: -len(str(inputs[index])))[:most]
+    inputs, outputs = [inputs[index] for index in chosen], [outputs[index] for index in chosen]
+    if function is None:
+        return {"inputs": [_lines(text) for text in inputs], "outputs": [_lines(text) for text in outputs]}
+    try:
+        arguments, values = [_arguments(one) for one in inputs], [_value(one) for one in outputs]
+    except ValueError:
+        return None
+    # TACO and PrimeIntellect put what is returned into a list of its own
+    return {"inputs": arguments, "outputs": values, "function": function, "wrapped": True}
+
+
+def _parsed(value):
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
+
+
+def _function_of(test, metadata):
+    if test.get("type") == "function_call" or test.get("fn_name"):
+        return test.get("fn_name")
+    if test.get("testtype") != "functional":
+        return None
+    own = _parsed(test.get("metadata")) or {}
+    return own.get("func_name") or (metadata or {}).get("func_name")
+
+
+def _lines(text):
+    return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _arguments(value):
+    """Arguments of a call: a list, or JSON, one value a line."""
+    return [json.loads(line) for line in value.strip().split("\n")] if isinstance(value, str) else list(value)
+
+
+def _value(value):
+    return json.loads(value) if isinstance(value, str) else value
+
+
+SOURCES = {
+    "math": Source("DigitalLearningGmbH/MATH-lighteval", (None,), read_math, "math"),
+    "gsm8k": Source("openai/gsm8k", ("main",), read_gsm8k, "math"),
+    "deepscaler": Source("agentica-org/DeepScaleR-Preview-Dataset", (None,), read_deepscaler, "math"),
+    "deepcoder": Source(
+        "agentica-org/DeepCoder-Preview-Dataset", ("primeintellect", "taco", "lcbv5"), read_deepcoder, "code"
+    ),
+}
+
+
+def load_problems(source, files=None):
+    """
+    The problems of a source, from the Hub or from local files of the same columns (`.jsonl`, `.json`, `.parquet`).
+    Rows that nothing can score are left out, and counted on the screen.
+    """
+    chosen = SOURCES[source]
+    if files:
+        kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+        parts = [load_dataset(kinds[Path(file).suffix], data_files=file, split="train") for file in files]
+    else:
+        parts = [load_dataset(chosen.path, name, split="train") for name in chosen.names]
+    problems = [Dataset.from_list([one for one in map(chosen.read, part) if one is not None]) for part in parts]
+    problems = [part for part in problems if len(part)]
+    total = sum(map(len, parts))
+    if not problems:
+        raise ValueError(f"None of the {total} rows of {source!r} has a problem and what scores it.")
+    dataset = concatenate_datasets(problems)
+    print(f"{source}: {len(dataset)} problems; {total - len(dataset)} rows without an answer or tests are left out")
+    return dataset

@@ -1,0 +1,81 @@
+"""Teams of the recipes, for mathematics and programs, of 1 to 4 agents, with what scores their own turns."""
+
+from marft_trl import AgentSpec
+from marft_trl.rewards import (
+    get_coder_reward,
+    get_outcome_reward,
+    get_planner_reward,
+    get_solver_reward,
+    get_verifier_reward,
+)
+
+
+PROMPTS = {
+    "reasoner": "You are the reasoner of a team. Analyse the problem and work out the intermediate results.",
+    "actor": "You are the actor of a team. Use the reasoning before you, check it, and give the final answer.",
+    "decomposer": "You are the decomposer of a team. Split the problem into smaller ones. Solve none of them.",
+    "planner": "You are the planner of a team. Write numbered steps that lead to the solution. Do not carry them out.",
+    "executor": "You are the executor of a team. Carry out the plan step by step and give the answer.",
+    "solver": "You are the solver of a team. Follow the plan, show your work and give the final answer.",
+    "coder": "You are the coder of a team. Follow the plan and write the whole program.",
+    "reflector": "You are the reflector of a team. Say briefly what is wrong or missing in the work before you.",
+    "verifier": "You are the verifier of a team. Check the work before you, mend it, and give the final answer.",
+    "tester": "You are the verifier of a team. Check the program before you, mend it, and give the final program.",
+}
+# Who is in a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs.
+ROLES = {
+    "duo": {
+        1: ["actor"],
+        2: ["reasoner", "actor"],
+        3: ["reasoner", "actor", "verifier"],
+        4: ["decomposer", "planner", "executor", "verifier"],
+    },
+    "math": {
+        1: ["solver"],
+        2: ["planner", "solver"],
+        3: ["planner", "solver", "verifier"],
+        4: ["planner", "solver", "reflector", "verifier"],
+    },
+    "code": {
+        1: ["coder"],
+        2: ["planner", "coder"],
+        3: ["planner", "coder", "verifier"],
+        4: ["planner", "coder", "reflector", "verifier"],
+    },
+}
+
+
+def make_team(profile, count, outcome=None, shared_adapter=False):
+    """
+    The agents of a team.
+
+    Args:
+        profile: `"duo"`, `"math"` or `"code"`.
+        count: 1 to 4 agents.
+        outcome: the reward of the answer, where turns have rewards of their own; `None` where they have none.
+        shared_adapter: whether all act with one LoRA.
+    """
+    if count not in ROLES[profile]:
+        raise ValueError(f"`num_agents` must be one of {', '.join(map(str, ROLES[profile]))}, got {count}.")
+    return [
+        AgentSpec(
+            role,
+            system_prompt=PROMPTS["tester" if (profile, role) == ("code", "verifier") else role],
+            adapter="team" if shared_adapter else None,
+            reward_funcs=own_reward(role, outcome, profile),
+        )
+        for role in ROLES[profile][count]
+    ]
+
+
+def own_reward(role, outcome, profile):
+    """MARFT v2's rewards of single turns; that of the whole episode for a role that it has none for."""
+    if outcome is None:
+        return None
+    if role in ("planner", "decomposer"):
+        return get_planner_reward(outcome, steps=3 if profile == "code" else 2)
+    if role in ("solver", "actor", "executor"):
+        return get_solver_reward(outcome)
+    if role == "coder":
+        return get_coder_reward(outcome)
+    return get_verifier_reward(outcome) if role == "verifier" else get_outcome_reward(outcome)

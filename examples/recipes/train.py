@@ -1,0 +1,103 @@
+"""
+MARFT's experiments, one command each.
+
+    python examples/recipes/train.py --config examples/recipes/deepscaler.yaml
+    python examples/recipes/train.py --config examples/recipes/deepscaler.yaml --num_agents 3 --critic per_agent \
+        --anonymous numbered --shared_adapter true --output_dir deepscaler-3-anonymous
+    torchrun --nproc_per_node 8 examples/recipes/train.py --config examples/recipes/deepcoder.yaml
+
+    # what a run would do: agents, who sees whom, batches, memory, what each agent is shown
+    python examples/recipes/train.py --config examples/recipes/math_duo.yaml --dry_run true
+
+The YAML files hold the published settings; the command line wins. `docs/recipes.md` has the grid. The rewards need
+math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
+"""
+
+from dataclasses import dataclass, field
+
+from peft import LoraConfig
+from problems import SOURCES, load_problems
+from teams import make_team
+from trl import ModelConfig, TrlParser, get_quantization_config
+
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.rewards import get_code_reward, math_reward
+
+
+@dataclass
+class RecipeArguments:
+    """
+    Arguments of the script, besides those of `MARFTConfig` and `ModelConfig`.
+
+    Args:
+        problems (`str`, *optional*, defaults to `"math"`):
+            `"math"`, `"gsm8k"`, `"deepscaler"` or `"deepcoder"`.
+        problem_files (`list[str]`, *optional*):
+            Local files with the columns of the dataset, in place of the Hub's.
+        profile (`str`, *optional*, defaults to `"duo"`):
+            Roles of the team: `"duo"`, `"math"` or `"code"`.
+        num_agents (`int`, *optional*, defaults to `2`):
+            1 to 4.
+        shared_adapter (`bool`, *optional*, defaults to `False`):
+            Whether all agents act with one LoRA.
+        anonymous (`str`, *optional*, defaults to `"no"`):
+            `"no"`, `"numbered"` or `"none"`, see the trainer.
+        eval_size (`int`, *optional*, defaults to `100`):
+            Problems that are held out for evaluation.
+        code_timeout (`float`, *optional*, defaults to `10.0`):
+            Seconds for each test of a program.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Print what training would do, and stop.
+    """
+
+    problems: str = field(default="math", metadata={"choices": sorted(SOURCES), "help": "Which problems."})
+    problem_files: list[str] | None = field(default=None, metadata={"help": "Local files in place of the Hub's."})
+    profile: str = field(default="duo", metadata={"choices": ["duo", "math", "code"], "help": "Roles of the team."})
+    num_agents: int = field(default=2, metadata={"help": "Agents in the team, 1 to 4."})
+    shared_adapter: bool = field(default=False, metadata={"help": "Whether all agents act with one LoRA."})
+    anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
+    eval_size: int = field(default=100, metadata={"help": "Problems that are held out for evaluation."})
+    code_timeout: float = field(default=10.0, metadata={"help": "Seconds for each test of a program."})
+    dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
+
+
+def main():
+    parser = TrlParser((RecipeArguments, MARFTConfig, ModelConfig))
+    recipe, training_args, model_args = parser.parse_args_and_config()
+    dataset = load_problems(recipe.problems, recipe.problem_files)
+    parts = dataset.train_test_split(test_size=recipe.eval_size, seed=0) if recipe.eval_size else {"train": dataset}
+    is_code = SOURCES[recipe.problems].kind == "code"
+    outcome = get_code_reward(seconds=recipe.code_timeout) if is_code else math_reward
+    own = outcome if training_args.credit == "per_step" else None
+    training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
+    trainer = MARFTTrainer(
+        model=model_args.model_name_or_path,
+        agents=make_team(recipe.profile, recipe.num_agents, own, recipe.shared_adapter),
+        reward_funcs=outcome,
+        args=training_args,
+        train_dataset=parts["train"],
+        eval_dataset=parts["test"] if recipe.eval_size else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=LoraConfig(
+            r=model_args.lora_r,
+            lora_alpha=model_args.lora_alpha,
+            target_modules=model_args.lora_target_modules or "all-linear",
+        ),
+        anonymous=False if recipe.anonymous == "no" else recipe.anonymous,
+    )
+    if recipe.dry_run:
+        print(trainer.plan())
+        return
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    if recipe.eval_size:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=SOURCES[recipe.problems].path)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The trainer's part that says what a run will do, without doing it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trl import GRPOTrainer
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..episodes import EndOfEpisode, Episode, Turn
+from ..rollout.collector import Request
+from ..rollout.prompts import Observation, PromptBuilder, Query
+from ..rollout.transformers_generator import Sampling
+from ..transcripts import messages_as_text
+from ..workflows import Workflow
+from .adapters import Policies
+from .memory import MemoryPlan, activation_size, cache_size, optimizer_size, size_of
+
+
+# Turns after which a rehearsal with made-up replies is ended: a loop may wait for words that never come.
+_LONGEST_REHEARSAL = 64
+
+
+class TeamPlanning(GRPOTrainer):
+    """Agents, workflow, batches, memory and prompts, before training."""
+
+    args: MARFTConfig
+    agents: list[AgentSpec]
+    critic: Any
+    policies: Policies
+    workflow: Workflow
+    _collect: Callable[..., list[Episode]]
+    _prompts: PromptBuilder
+    _samplings: dict[str, Sampling]
+    _specs: dict[str, AgentSpec]
+
+    def plan(self) -> str:
+        """
+        What training will do, as text: the agents, who sees whom, the batches in episodes, turns and tokens, the
+        memory, and what each agent is shown on the first row of the dataset, with made-up replies of its teammates.
+        Nothing is generated or trained.
+        """
+        row = next(iter(self.train_dataset))
+        episode, shown = self._rehearse(row)
+        parts = {
+            "Team": [self._describe(agent) for agent in self.agents],
+            f"Workflow: {type(self.workflow).__name__}": self._describe_links(),
+            "Batches": self._describe_batches(episode, shown),
+            "Memory of a process (activations are an estimate)": str(self.memory_plan()).splitlines(),
+        }
+        lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
+        for agent in self.agents:
+            note = "" if agent.name in {turn.agent for turn in episode.turns} else " (not reached in the rehearsal)"
+            lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
+            lines += textwrap.indent(messages_as_text(shown[agent.name].content), "  ").splitlines()
+        return "\n".join(lines[1:])
+
+    def memory_plan(self) -> MemoryPlan:
+        """The memory that this process needs, part by part."""
+        adapters = [p for name in self.policies.names for p in self.policies.parameters(name).values()]
+        adapters = adapters if self.policies.has_adapters else []
+        of_critic = (
+            [p for part in self.critic.parts for p in self.critic.parameters(part).values()] if self.critic else []
+        )
+        apart = {id(tensor) for tensor in [*adapters, *of_critic]}
+        model = self.accelerator.unwrap_model(self.model)
+        base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
+        trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
+        trained = list({id(p): p for p in trained}.values())
+        config, width = model.config.get_text_config(), 2 if self.args.bf16 or self.args.fp16 else 4
+        longest = max(sampling.max_completion_length for sampling in self._samplings.values())
+        rows = self.args.per_device_train_batch_size
+        prompt = max(len(one.ids) for one in self._rehearse(next(iter(self.train_dataset)))[1].values())
+        tokens = min(rows * (prompt + longest), self.args.max_tokens_per_micro_batch or rows * (prompt + longest))
+        scored = min(rows * longest, tokens)
+        checkpointing = bool(self.args.gradient_checkpointing)
+        return MemoryPlan(
+            base=size_of(base),
+            adapters=size_of(adapters),
+            critic=size_of(of_critic),
+            gradients=size_of(trained),
+            optimizer=optimizer_size(trained, str(self.args.optim)),
+            activations=activation_size(config, tokens, scored, checkpointing, width),
+            cache=cache_size(config, self._episodes_at_once(), prompt + longest, width),
+        )
+
+    def _episodes_at_once(self) -> int:
+        return self.args.per_device_train_batch_size * self.args.steps_per_generation
+
+    def _rehearse(self, row: dict[str, Any]) -> tuple[Episode, dict[str, Observation]]:
+        """An episode with made-up replies, and what each agent was shown first."""
+        shown: dict[str, Observation] = {}
+
+        def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
+            built = self._prompts.build(
+                Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions) for one in requests
+            )
+            for request, observation in zip(requests, built, strict=True):
+                shown.setdefault(request.agent, observation)
+            if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
+                return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
+            return [
+                Turn(
+                    one.agent,
+                    f"(what {self._aliases.get(one.agent, one.agent)} says)",
+                    index=-1,
+                    sees=tuple(item.index for item in one.seen if isinstance(item, Turn)),
+                )
+                for one in requests
+            ]
+
+        (episode,) = self._collect([row], answer)
+        rest = [agent for agent in self.agents if agent.name not in shown]
+        alone = self._prompts.build(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+        return episode, {**shown, **{agent.name: one for agent, one in zip(rest, alone, strict=True)}}
+
+    def _describe(self, agent: AgentSpec) -> str:
+        sampling = self._samplings[agent.name]
+        adapter = self.policies.adapter_of(agent.name)
+        weights = sum(p.numel() for p in self.policies.parameters(adapter).values())
+        rate = self.args.learning_rate if agent.learning_rate is None else agent.learning_rate
+        trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
+        facts = [f"adapter {adapter}, {weights:,} weights", trained, f"temperature {sampling.temperature:g}"]
+        facts += [f"up to {sampling.max_completion_length} tokens"]
+        facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []
+        return f"{agent.name}: {'; '.join(facts)}"
+
+    def _describe_links(self) -> list[str]:
+        pairs = self.workflow.links([agent.name for agent in self.agents])
+        return [f"{start} -> {end}" for start, end in pairs] or ["(who sees whom depends on the episode)"]
+
+    def _describe_batches(self, episode: Episode, shown: dict[str, Observation]) -> list[str]:
+        args, processes = self.args, self.accelerator.num_processes
+        episodes = self._episodes_at_once() * processes
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+        turns = Counter(turn.agent for turn in episode.turns)
+        trained = [agent.name for agent in self.agents if agent.trainable]
+        rows = sum(turns[name] for name in trained)
+        longest = sum(
+            turns[name] * (len(shown[name].ids) + self._samplings[name].max_completion_length) for name in trained
+        )
+        by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
+        length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        return [
+            f"{episodes} episodes are generated at once: {episodes // args.num_generations} prompts x "
+            f"{args.num_generations} episodes, on {processes} process{'es' if processes > 1 else ''}",
+            f"{len(episode.turns)} turns in an episode, as rehearsed: {by_agent}",
+            f"{per_step} episodes in an optimizer step: {per_step * rows} training rows, at most "
+            f"{per_step * longest:,} tokens with prompts as rehearsed",
+            f"micro-batches of at most {args.per_device_train_batch_size} rows"
+            + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
+            f"each episode is used {args.num_iterations} time{'s' if args.num_iterations > 1 else ''}; {length}",
+        ]

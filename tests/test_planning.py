@@ -1,0 +1,164 @@
+"""What a run will do, said before it does it; and the anonymous ablation."""
+
+import re
+
+import pytest
+import torch
+
+from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.anonymity import anonymity, anonymize
+from marft_trl.rollout.collector import collect
+from marft_trl.tiny import tiny_agents
+from marft_trl.trainer.memory import MemoryPlan, activation_size, cache_size, optimizer_size, size_of
+from marft_trl.workflows import Graph, Orchestrated
+
+from .helpers import echo, team_trainer, weights
+
+
+# ---- The plan ----
+
+
+def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_path):
+    agents = [
+        AgentSpec("planner", system_prompt="Plan it.", max_completion_length=8),
+        AgentSpec("solver", system_prompt="Solve it.", max_completion_length=4, learning_rate=1e-4),
+        AgentSpec("judge", system_prompt="Judge it.", trainable=False, temperature=0.5),
+    ]
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2}
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        agents=agents,
+        workflow=Graph({"planner": [], "solver": ["planner"], "judge": ["solver"]}),
+        settings=settings,
+    )
+    before = weights(trainer)
+    state = torch.get_rng_state()
+    plan = trainer.plan()
+    assert state.equal(torch.get_rng_state())
+    assert all(before[name].equal(value) for name, value in weights(trainer).items())
+    assert "planner -> solver\n  solver -> judge" in plan and "Workflow: Graph" in plan
+    assert re.search(
+        r"solver: adapter solver, [\d,]+ weights; learning rate 0.0001; temperature 1; up to 4 tokens", plan
+    )
+    assert re.search(r"judge: .* frozen; temperature 0.5", plan)
+    # 8 episodes x 4 slices at once; a step takes 2 slices of 8; the judge's turns are no training rows
+    assert "32 episodes are generated at once: 8 prompts x 4 episodes, on 1 process" in plan
+    assert "3 turns in an episode, as rehearsed: planner 1, solver 1, judge 1" in plan
+    assert "16 episodes in an optimizer step: 32 training rows" in plan
+    assert "each episode is used 2 times; 3 steps" in plan
+    row = trainer.train_dataset[0]["prompt"]
+    shown = dict(re.findall(r"What (\w+) is shown: (\d+) tokens", plan))
+    assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
+    assert "(what solver says)" in plan.partition("What judge is shown")[2]
+    assert "(what planner says)" not in plan.partition("What judge is shown")[2]
+    rows = [len(trainer._rehearse(trainer.train_dataset[0])[1][name].ids) for name in ("planner", "solver")]
+    assert f"at most {16 * (rows[0] + 8 + rows[1] + 4):,} tokens" in plan
+
+
+def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, workflow=Orchestrated("reasoner"))
+    plan = trainer.plan()
+    assert (
+        "What actor is shown" in plan and "(not reached in the rehearsal)" in plan.partition("What actor is shown")[2]
+    )
+
+
+def test_a_workflow_that_waits_for_words_is_planned_too(model_folder, tmp_path):
+    class Endless(Workflow):
+        async def run(self, episode):
+            while "OK" not in (await episode.turn("reasoner", sees=[])).text:
+                pass
+
+    assert "64 turns in an episode" in team_trainer(model_folder, tmp_path, workflow=Endless()).plan()
+
+
+def test_memory_is_counted_where_it_can_be(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"advantage": "gae", "critic": "shared"})
+    memory = trainer.memory_plan()
+    base = sum(p.numel() for name, p in trainer.model.named_parameters() if "lora" not in name)
+    adapters = sum(p.numel() for name in ("reasoner", "actor") for p in trainer.policies.parameters(name).values())
+    critic = sum(p.numel() for p in trainer.critic.parameters("_critic").values())
+    buffers = sum(b.numel() * b.element_size() for b in trainer.model.buffers())
+    assert memory.base == 4 * base + buffers
+    assert (memory.adapters, memory.critic) == (4 * adapters, 4 * critic)
+    assert memory.gradients == 4 * (adapters + critic) and memory.optimizer == 8 * (adapters + critic)
+    assert memory.total == memory.base + memory.adapters + memory.critic + memory.optimizer + max(
+        memory.gradients + memory.activations, memory.cache
+    )
+    assert "base" in str(memory) and "at once" in str(memory)
+
+
+def test_sizes_by_hand():
+    class Config:
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim = 8, 2, 4, 2, 2
+        intermediate_size, vocab_size = 16, 100
+
+    tensor = torch.zeros(3, 5)
+    assert size_of([tensor, tensor]) == 60
+    assert optimizer_size([tensor], "adamw_torch") == 120 and optimizer_size([tensor], "paged_adamw_8bit") == 30
+    assert optimizer_size([tensor], "sgd") == 0
+    # keys and values x 2 layers x 3 rows x 10 tokens x 2 heads x 2 numbers x 4 bytes
+    assert cache_size(Config, 3, 10, 4) == 2 * 2 * 3 * 10 * 2 * 2 * 4
+    layer = 10 * (8 * 8 + 4 * 16) * 4
+    assert activation_size(Config, 10, 4, False, 4) == 2 * layer + 3 * 4 * 100 * 4
+    assert activation_size(Config, 10, 4, True, 4) == 2 * 10 * 8 * 4 + layer + 3 * 4 * 100 * 4
+    assert MemoryPlan(1, 2, 3, 4, 5, 6, 20).total == 1 + 2 + 3 + 5 + 20
+
+
+# ---- Anonymous ----
+
+
+TEAM = [
+    AgentSpec("planner", system_prompt="You plan.", description="plans"),
+    AgentSpec("solver", system_prompt="You solve."),
+    AgentSpec("judge"),
+]
+
+
+def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
+    numbered = anonymize(TEAM, "numbered")
+    assert [agent.name for agent in numbered] == ["planner", "solver", "judge"]
+    assert numbered[1].system_prompt == "You are agent 2 of 3 that solve the task together."
+    assert [agent.system_prompt for agent in anonymize(TEAM, "none")] == [None] * 3
+    assert anonymize(TEAM, "none", {"judge": "Decide."})[2].system_prompt == "Decide."
+    assert [anonymity(value) for value in (False, True, "numbered", "none")] == [None, "numbered", "numbered", "none"]
+    with pytest.raises(ValueError, match=r"must be False, True, 'numbered' or 'none'; got 'number'. Did you mean"):
+        anonymity("number")
+
+
+@pytest.mark.parametrize(("kind", "first"), [(True, "agent 1 of 2"), ("none", None)])
+def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_path, kind, first):
+    trainer = team_trainer(model_folder, tmp_path, anonymous=kind, workflow=Sequential(rounds=2))
+    _, shown = trainer._rehearse({"prompt": "How many?"})
+    texts = {name: trainer._tokenizer.decode(one.ids) for name, one in shown.items()}
+    for text in texts.values():
+        assert not any(word in text for word in ("reasoner", "actor", "Write the"))
+    assert "[agent_1]" in texts["actor"] and ("system" in texts["reasoner"]) == (first is not None)
+    assert first is None or first in texts["reasoner"]
+    trainer.train()
+    assert any("agents/reasoner/reward" in entry for entry in trainer.state.log_history)
+
+
+def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        agents=[AgentSpec("boss"), *tiny_agents()],
+        workflow=Orchestrated("boss"),
+        anonymous="none",
+    )
+    prompt = trainer.agents[0].system_prompt
+    assert "- agent_2\n- agent_3" in prompt and "reasoner" not in prompt
+    assert [agent.system_prompt for agent in trainer.agents[1:]] == [None, None]
+
+    def answer(requests):
+        replies = {0: "<call>agent_3</call>", 1: "seven", 2: "<call>actor</call>"}
+        turns = echo()(requests)
+        for turn, request in zip(turns, requests, strict=True):
+            object.__setattr__(turn, "text", replies[len(request.episode.turns)])
+        return turns
+
+    (episode,) = collect(trainer.workflow, [{"prompt": "q"}], list(trainer._specs), answer, aliases=trainer._aliases)
+    assert [turn.agent for turn in episode.turns] == ["boss", "actor", "boss"]
+    assert episode.counts == {"routing/unknown_agent": 1}  # its real name is nobody's

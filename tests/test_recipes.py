@@ -1,0 +1,232 @@
+"""The recipes: what the datasets' columns become, who is in the teams, and that each of them runs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marft_trl import TeamManifest
+from marft_trl.presets import PRESETS
+from marft_trl.rewards import code_reward, math_reward
+
+from .test_examples import ROOT, run
+
+
+RECIPES = ROOT / "examples" / "recipes"
+
+
+@pytest.fixture
+def problems(monkeypatch):
+    return load("problems", monkeypatch)
+
+
+def load(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    for other in ("problems", "teams", "train"):
+        sys.modules.pop(other, None)
+    return importlib.import_module(name)
+
+
+# Rows with the columns of the datasets; the texts are made up.
+MATH = [
+    {"problem": "What is $1+1$?", "level": "Level 1", "type": "Algebra", "solution": "We get $\\boxed{2}$."},
+    {
+        "problem": "Reduce $\\frac24$.",
+        "level": "Level 1",
+        "type": "Algebra",
+        "solution": "So \\boxed{\\frac{1}{2}}.",
+    },
+    {"problem": "No answer.", "level": "Level 1", "type": "Algebra", "solution": "It is clear."},
+] * 3
+GSM8K = [
+    {"question": "Ann has 1,000 apples and buys 72. How many?", "answer": "1000+72=<<1000+72=1072>>1072\n#### 1,072"},
+    {"question": "How many legs have 2 cats?", "answer": "2*4=8\n#### 8"},
+] * 4
+DEEPSCALER = [
+    {"problem": "Find $x$ with $2x=3$.", "answer": "\\frac{3}{2}", "solution": ""},
+    {"problem": "Find the sum.", "answer": "55", "solution": "It is \\boxed{55}."},
+    {"problem": "Lost.", "answer": "", "solution": ""},
+] * 3
+TACO = {
+    "problem": "Add two numbers.",
+    "solutions": ["print(sum(map(int, input().split())))"],
+    "tests": json.dumps({"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", ["7", ""]]}),
+}
+TACO_CALL = {
+    "problem": "Add two numbers in a function.",
+    "solutions": ["def add(a, b): return a + b"],
+    "tests": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}),
+}
+PRIME = {
+    "problem": "Double a number.",
+    "solutions": ["print(2 * int(input()))"],
+    "tests": json.dumps([{"type": "stdin_stdout", "input": "2\n", "output": "4\n"}]),
+}
+PRIME_CALL = {
+    "problem": "Reverse a list.",
+    "solutions": ["def turn(x): return x[::-1]"],
+    "tests": json.dumps([{"type": "function_call", "fn_name": "turn", "input": [[1, 2]], "output": [[2, 1]]}]),
+}
+LCB = {
+    "problem": "Count the characters.",
+    "starter_code": "class Solution:\n    def count(self, text: str, most: int) -> int:\n        ",
+    "solutions": ["class Solution:\n    def count(self, text, most): return min(len(text), most)"],
+    "tests": json.dumps(
+        [{"input": '"abc"\n9', "output": "3", "testtype": "functional", "metadata": {"func_name": "count"}}]
+    ),
+    "metadata": json.dumps({"func_name": "count"}),
+}
+LCB_STDIN = {
+    "problem": "Print yes.",
+    "starter_code": "",
+    "solutions": ["print('yes')"],
+    "tests": json.dumps([{"input": "", "output": "yes", "testtype": "stdin", "metadata": {}}]),
+    "metadata": "{}",
+}
+CODE = {
+    "taco": TACO,
+    "taco call": TACO_CALL,
+    "prime": PRIME,
+    "prime call": PRIME_CALL,
+    "lcb": LCB,
+    "lcb in": LCB_STDIN,
+}
+
+
+# ---- Problems ----
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "answers"),
+    [
+        ("math", MATH, ["2", "\\frac{1}{2}"]),
+        ("gsm8k", GSM8K, ["1072", "8"]),
+        ("deepscaler", DEEPSCALER, ["\\frac{3}{2}", "55"]),
+    ],
+)
+def test_mathematics_becomes_prompts_and_solutions(problems, tmp_path, capsys, source, rows, answers):
+    pytest.importorskip("math_verify")
+    dataset = problems.load_problems(source, [write(tmp_path, rows)])
+    assert dataset.column_names == ["prompt", "solution"]
+    assert dataset["solution"][:2] == answers
+    ((message,),) = dataset["prompt"][:1]
+    assert message["role"] == "user" and message["content"].endswith("Put the final answer in \\boxed{}.")
+    assert f"{len(rows) - len(dataset)} rows without an answer" in capsys.readouterr().out
+    assert len(dataset) == len([row for row in rows if "clear" not in str(row) and "Lost" not in str(row)])
+    assert math_reward([f"so \\boxed{{{one}}}" for one in answers], answers) == [1.0, 1.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
+@pytest.mark.parametrize("name", CODE)
+def test_programs_become_tests_that_their_solutions_pass(problems, name):
+    row = CODE[name]
+    problem = problems.read_deepcoder(row)
+    solution, wrong = f"```python\n{row['solutions'][0]}\n```", "```python\nprint(17)\ndef add(a, b): return 0\n```"
+    assert code_reward([solution, wrong], [problem["tests"]] * 2) == [1.0, 0.0]
+    text = problem["prompt"][0]["content"]
+    assert ("standard input" in text) == (name in ("taco", "prime", "lcb in"))
+    assert ("Begin with this code" in text) == (name == "lcb")
+
+
+NO_TESTS = [None, "", "not json", "[]", "[1]", "{}", {"inputs": ["a"], "outputs": []}, [{"output": "a"}]]
+BAD_CALL = [{"type": "function_call", "fn_name": "f", "input": "not json", "output": "1"}]
+
+
+@pytest.mark.parametrize("tests", [*NO_TESTS, BAD_CALL], ids=str)
+def test_rows_without_usable_tests_are_left_out(problems, tests):
+    text = tests if isinstance(tests, str) or tests is None else json.dumps(tests)
+    assert problems.read_deepcoder({"problem": "x", "tests": text}) is None
+
+
+def test_the_longest_tests_are_kept(problems):
+    tests = {"inputs": ["1" * length for length in range(1, 40)], "outputs": [str(length) for length in range(1, 40)]}
+    kept = problems.as_tests(tests, most=3)
+    assert kept["outputs"] == ["39", "38", "37"]
+
+
+def test_a_source_without_a_usable_row_is_refused(problems, tmp_path):
+    with pytest.raises(ValueError, match="None of the 1 rows of 'deepscaler'"):
+        problems.load_problems("deepscaler", [write(tmp_path, [{"problem": "x", "answer": "", "solution": ""}])])
+
+
+def write(folder, rows, name="problems.jsonl"):
+    path = Path(folder) / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ---- Teams ----
+
+
+def test_teams_of_every_size(monkeypatch):
+    teams = load("teams", monkeypatch)
+    for profile, sizes in teams.ROLES.items():
+        for count in sizes:
+            agents = teams.make_team(profile, count, outcome=math_reward)
+            assert len(agents) == count and all(agent.reward_funcs for agent in agents)
+            assert all(f"the {agent.name} of" in agent.system_prompt for agent in agents)
+            assert not any(agent.reward_funcs for agent in teams.make_team(profile, count))
+    assert {agent.adapter for agent in teams.make_team("math", 3, shared_adapter=True)} == {"team"}
+    with pytest.raises(ValueError, match="`num_agents` must be one of 1, 2, 3, 4, got 5"):
+        teams.make_team("math", 5)
+
+
+# ---- Runs ----
+
+
+TINY = [
+    *("--lora_r", "4", "--max_steps", "2", "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"),
+    *("--max_completion_length", "8", "--logging_steps", "1", "--report_to", "none", "--eval_size", "2"),
+    *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--num_generations_eval", "1"),
+    *("--output_dir", "out"),
+]
+ROWS = {"math": MATH, "gsm8k": GSM8K, "deepscaler": DEEPSCALER, "deepcoder": [TACO, TACO_CALL] * 4}
+GRID = [
+    ("math_duo", []),
+    ("gsm8k_duo", ["--num_agents", "4"]),
+    ("deepscaler", ["--num_agents", "3", "--critic", "per_agent", "--anonymous", "numbered"]),
+    ("deepcoder", ["--num_agents", "4", "--critic", "multi_head", "--shared_adapter", "true", "--code_timeout", "2"]),
+]
+
+
+def command(recipe, model_folder, folder, *options):
+    settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    file = write(folder, ROWS[settings["problems"]])
+    arguments = ["--config", str(RECIPES / f"{recipe}.yaml"), "--model_name_or_path", model_folder, *TINY]
+    return [str(RECIPES / "train.py"), *arguments, "--problem_files", file, *options]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "options"), GRID, ids=[name for name, _ in GRID])
+def test_every_recipe_runs(model_folder, tmp_path, recipe, options):
+    output = run(command(recipe, model_folder, tmp_path, "--steps_per_generation", "1", *options), tmp_path)
+    assert "train_loss" in output and "eval_reward" in output
+    agents = TeamManifest.load(tmp_path / "out").agents
+    assert len(agents) == int(dict(zip(options[::2], options[1::2], strict=True)).get("--num_agents", 2))
+
+
+def test_a_dry_run_tells_what_would_happen(model_folder, tmp_path):
+    options = ["--num_agents", "3", "--anonymous", "none", "--dry_run", "true"]
+    output = run(command("deepscaler", model_folder, tmp_path, *options), tmp_path)
+    assert "planner -> solver\n  solver -> verifier" in output
+    assert "3 turns in an episode, as rehearsed: planner 1, solver 1, verifier 1" in output
+    assert "4 episodes in an optimizer step: 12 training rows" in output
+    assert "[agent_1]\n" in output.replace("    ", "").replace("  ", "") and "You are" not in output
+    assert "train_loss" not in output and not (tmp_path / "out" / "planner").exists()
+
+
+def test_the_published_settings_are_in_the_files():
+    for name in ("math_duo", "gsm8k_duo"):
+        settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+        assert settings["preset"] == "marft-a" and PRESETS["marft-a"].settings["num_iterations"] == 5
+        assert (settings["lora_r"], settings["lora_alpha"], settings["max_completion_length"]) == (8, 16, 256)
+        assert settings["steps_per_generation"] == 4  # mini-batches
+    for name in ("deepscaler", "deepcoder"):
+        settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+        assert (settings["lora_r"], settings["lora_alpha"], settings["beta"]) == (32, 16, 0.1)
+        assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 256
+        assert (settings["learning_rate"], settings["max_completion_length"]) == (5e-6, 8192)
+        assert settings["lr_scheduler_kwargs"] == {"min_lr_rate": 0.05}

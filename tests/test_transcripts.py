@@ -1,0 +1,223 @@
+"""Transcripts for the terminal and for the browser say what happened, whatever was said."""
+
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl import Sequential, Workflow
+from marft_trl.tools import ToolCall
+from marft_trl.transcripts import Entry, Transcript, format_episode, html_page
+from marft_trl.workflows import rehearse
+
+from .helpers import team_trainer
+
+
+def look() -> str:
+    """Look."""
+    return "a door"
+
+
+def said(*texts):
+    replies = iter(texts)
+    return lambda *_: next(replies)
+
+
+def episode_with_everything():
+    class Played(Workflow):
+        earns = True
+
+        async def run(self, episode):
+            plan = await episode.turn("planner")
+            episode.observe("It is dark.", after=[plan], reward=0.5)
+            await episode.turn("solver")
+
+    replies = iter(["go <left> & right", ToolCall("look"), "through the door"])
+    return rehearse(Played(), ["planner", "solver"], lambda *_: next(replies), "Where to?", {"solver": [look]})
+
+
+def test_a_transcript_says_who_said_what_and_what_each_saw():
+    transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]])
+    speakers = [entry.speaker for entry in transcript.entries]
+    assert speakers == ["planner", "environment", "solver", "tool", "solver"]
+    planner, feedback, call, result, answer = transcript.entries
+    assert planner.notes == ("sees the prompt", "earned 0.5") and planner.advantages == 0.5
+    assert feedback.notes == ("feedback",) and feedback.is_feedback
+    assert call.notes == ("sees planner #1, feedback", "calls look") and call.advantages is None
+    assert result.notes == ("result of look, for solver",) and result.text == "a door"
+    assert answer.notes == ("sees planner #1, solver #2, feedback", "the team's answer")
+    assert answer.advantages == (1.0, -2.0)
+
+
+def test_both_renderings_say_the_same():
+    transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]])
+    text, page = transcript.as_text(200), Reader.read(html_page([transcript]))
+    for words in ["step 3", "Where to?", "exact 1", "go <left> & right", "a door", "through the door", "It is dark."]:
+        assert words in text and words in page.text
+    for entry in transcript.entries:
+        for note in entry.notes:
+            assert note in text and note in page.text
+    order = [page.text.index(words) for words in ("go <left>", "It is dark.", "a door", "through the door")]
+    assert order == sorted(order)
+
+
+class Reader(HTMLParser):
+    """What a page shows, and its tags."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.tags, self.colours = "", [], []
+
+    @classmethod
+    def read(cls, page):
+        reader = cls()
+        reader.feed(page)
+        reader.close()
+        return reader
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, tuple(name for name, _ in attributes)))
+        self.colours += [dict(attributes)["style"]] if tag == "span" else []
+
+
+def test_tokens_are_coloured_by_their_advantage():
+    tokens = ("th", "rough", " <b>")
+    entry = Entry("solver", "through <b>", tokens=tokens, advantages=(1.5, -0.25, 0.0))
+    page = Reader.read(Transcript("", "q", (entry,)).as_html())
+    assert page.colours == ["--a:1.00", "--a:-0.25", "--a:0.00"] and "through <b>" in page.text
+    assert "advantages -0.25 to +1.5" in page.text
+    whole = Reader.read(Transcript("", "q", (Entry("solver", "through", advantages=-3.0),)).as_html())
+    assert whole.colours == ["--a:-1.00"] and "advantage -3" in whole.text
+    assert Reader.read(Transcript("", "q", (Entry("solver", "through"),)).as_html()).colours == []
+
+
+PIECES = [
+    "<script>",
+    "</pre>",
+    "</section>",
+    "<!--",
+    "-->",
+    "&lt;",
+    '"',
+    "'",
+    "\x1b[31m",
+    "\u202e",
+    "\ud800",
+    "\r",
+    "é",
+    "\x00",
+]
+ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=20).map("".join)
+
+
+def renders_safely(text):
+    """Whether a text leaves the structure of the page and the terminal as they are."""
+    transcripts = [
+        Transcript(one, one, (Entry(one, one, (one,), one, (one, one), (0.1, 0.2)),), {one: 1.0})
+        for one in (f"a{text}", "plain")
+    ]
+    odd, plain = (Reader.read(html_page([one], one.title)) for one in transcripts)
+    terminal = transcripts[0].as_text()
+    return odd.tags == plain.tags and all(char.isprintable() or char in "\n\t" for char in terminal)
+
+
+@given(ODD)
+def test_no_text_breaks_a_rendering(text):
+    assert renders_safely(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(ODD)
+def test_none_of_ten_thousand_texts_does(text):
+    assert renders_safely(text)
+
+
+@pytest.mark.parametrize("piece", ["<script>", "\x1b[31m", "a", " ", "\n", "&", "\u202e"])
+def test_a_megabyte_is_rendered_in_under_a_second(piece):
+    text = piece * (1_000_000 // len(piece))
+    episode = rehearse(Sequential(), ["solver"], said(text), "q")
+    start = time.process_time()
+    transcript = Transcript.of(episode)
+    assert len(transcript.as_text()) + len(html_page([transcript])) > 1_000_000
+    assert time.process_time() - start < 2  # both renderings
+
+
+def test_a_thousand_turns_are_rendered():
+    episode = rehearse(Sequential(rounds=1000), ["solver"], lambda *_: "word", "q")
+    start = time.process_time()
+    assert len(html_page([Transcript.of(episode)])) > 100_000 and "solver #999" in format_episode(episode)
+    assert time.process_time() - start < 20
+
+
+def test_the_trainer_writes_pages(model_folder, tmp_path):
+    settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 2, "advantage": "gae"}
+    settings |= {"critic": "shared"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.train()
+    pages = sorted((tmp_path / "completions").glob("transcripts_*.html"))
+    assert [page.name for page in pages] == ["transcripts_00001.html", "transcripts_00002.html"]
+    page = Reader.read(pages[0].read_text())
+    assert page.text.count("episode 0") == 1 and page.text.count("episode 1") == 1 and "episode 2" not in page.text
+    assert "reasoner" in page.text and "what it was shown" in page.text and len(page.colours) > 20
+
+
+def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    ids = trainer._tokenizer("aé日b")["input_ids"]
+    texts = trainer._token_texts(ids)
+    assert len(texts) == len(ids) and "".join(texts) == "aé日b"
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_shows_the_page(tmp_path):
+    transcript = Transcript.of(
+        episode_with_everything(),
+        {"exact": 1.0},
+        "step 3",
+        [0.5, None, [1.0, -1.0]],
+        [[], [], ["through ", "the door"]],
+    )
+    attack = Entry("solver", "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">")
+    page = tmp_path / "page.html"
+    page.write_text(html_page([transcript, Transcript("attack", "q", (attack,))]), encoding="utf-8")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-dev-shm-usage",
+    ]
+    options = ["--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    done = subprocess.run([CHROMIUM, *flags, *options], capture_output=True, text=True, timeout=120)
+    shown = Reader.read(done.stdout)
+    assert "<title>Episodes</title>" in done.stdout, done.stderr[-2000:]  # no script ran
+    assert shown.text.count("document.title") == 2 and not any(tag in ("script", "img") for tag, _ in shown.tags)
+    assert "through the door" in shown.text and len(shown.colours) == 8
+    picture = tmp_path / "page.png"
+    subprocess.run(
+        [CHROMIUM, *flags, f"--screenshot={picture}", page.as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert colours(picture) >= {"blue", "orange"}
+
+
+def colours(picture):
+    """Which advantages' colours a screenshot has."""
+    image = pytest.importorskip("PIL.Image").open(picture).convert("RGB")
+    pixels = {pixel for _, pixel in image.getcolors(image.width * image.height)}
+    blue = any(b - r > 80 for r, _, b in pixels)
+    orange = any(r - b > 80 for r, _, b in pixels)
+    return ({"blue"} if blue else set()) | ({"orange"} if orange else set())
