@@ -24,7 +24,7 @@ from marft_trl.progress import TeamProgressCallback
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
-def taught_model(world, seed, steps=300):
+def taught_model(world, seed, steps=800):
     """A tiny model that can write what the agents of the world say, two times in five at random."""
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)

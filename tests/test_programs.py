@@ -1,0 +1,218 @@
+"""What is recorded is what was shown, in any program: in prompts, joint steps and transcripts."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl import AgentSpec, Turn, Workflow
+from marft_trl.rollout.collector import collect
+from marft_trl.rollout.prompts import PromptBuilder, Query
+from marft_trl.rollout.tool_calls import prepare_template
+from marft_trl.tiny import tiny_tokenizer
+from marft_trl.tools import ToolCall
+from marft_trl.transcripts import Transcript
+from marft_trl.workflows import (
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    Sequential,
+    UntilApproved,
+    together,
+)
+
+from .test_tools import TOKENIZER, add
+
+
+AGENTS = [AgentSpec("first"), AgentSpec("second", system_prompt="B."), AgentSpec("caller", tools=[add])]
+PICKS = st.one_of(st.none(), st.lists(st.integers(0, 9), max_size=4, unique=True))
+NAMES = st.sampled_from([agent.name for agent in AGENTS])
+TURN = st.tuples(st.just("turn"), NAMES, PICKS)
+TOGETHER = st.tuples(st.just("together"), st.lists(st.tuples(NAMES, PICKS), min_size=2, max_size=3))
+OBSERVE = st.tuples(st.just("observe"), st.lists(st.integers(0, 9), max_size=2), st.booleans())
+PROGRAMS = st.lists(st.one_of(TURN, TURN, TOGETHER, OBSERVE), max_size=7).map(
+    lambda ops: [("turn", "first", []), *ops]
+)
+
+
+class Program(Workflow):
+    """Runs a list of instructions, and notes for each turn what it asked to show and what had been fed by then."""
+
+    earns = True
+
+    def __init__(self, instructions):
+        self.instructions = instructions
+        self.notes = {}
+
+    async def run(self, episode):
+        said, items, fed = [], [], []
+        notes = self.notes[episode.index] = []
+
+        async def turn(name, picks):
+            sees = None if picks is None else list(dict.fromkeys(items[pick % len(items)] for pick in picks if items))
+            asked, before = list(items) if sees is None else sees, list(fed)
+            its = await episode.turn(name, sees=sees)
+            notes.append((its, asked, before))
+            return its
+
+        for number, (kind, *rest) in enumerate(self.instructions):
+            if kind == "observe":
+                after = [said[pick % len(said)] for pick in rest[0]]
+                feedback = episode.observe(f"tag9{number}x" if rest[1] else None, after=after)
+                fed += [its.index for its in after]
+                items += [feedback] if feedback is not None else []
+                continue
+            new = [await turn(*rest)] if kind == "turn" else await together(turn(*one) for one in rest[0])
+            said += new
+            items += new
+
+
+def play(program, rows):
+    """Episodes with real prompts; every turn says a tag of its own, the caller calls its tool once each time."""
+    build = PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), ends=[2])
+    specs = {agent.name: agent for agent in AGENTS}
+
+    def answer(requests):
+        queries = [Query(specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests]
+        taken = {}
+        turns = []
+        for request, observation in zip(requests, build.build(queries), strict=True):
+            number = len(request.episode.turns) + taken.get(request.episode.index, 0)
+            taken[request.episode.index] = taken.get(request.episode.index, 0) + 1
+            calls = (ToolCall("add", {"a": 70 + number, "b": 0}),) if request.functions and not request.after else ()
+            text = f"tag{number}x"
+            turns.append(
+                Turn(
+                    request.agent,
+                    text,
+                    index=-1,
+                    sees=tuple(item.index for item in observation.seen if isinstance(item, Turn)),
+                    hears=tuple(item.index for item in observation.seen if not isinstance(item, Turn)),
+                    observation=observation.content,
+                    prompt_ids=observation.ids,
+                    completion_ids=[*TOKENIZER(text)["input_ids"], 2],
+                    tool_calls=calls,
+                )
+            )
+        return turns
+
+    tools = {agent.name: agent.functions for agent in AGENTS if agent.functions}
+    return collect(program, [{"prompt": f"q{index}"} for index in range(rows)], list(specs), answer, None, tools)
+
+
+def tokenize(prompts, functions=()):
+    return TOKENIZER.apply_chat_template(
+        [one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts],
+        tools=list(functions) or None,
+        add_generation_prompt=True,
+        return_dict=True,
+    )["input_ids"]
+
+
+def check_records(episode, notes):
+    """The dependency function as it is recorded, against the prompts and against the program's own notes."""
+    for turn in episode.turns:
+        shown = TOKENIZER.decode(turn.prompt_ids)
+        expected = {f"tag{index}x" for index in turn.sees}
+        expected |= {episode.feedback[index].text for index in turn.hears if episode.feedback[index].tool is None}
+        assert set(re.findall(r"tag\d+x", shown)) == expected, (turn, shown)
+        results = sorted(episode.feedback[index].text for index in turn.hears if episode.feedback[index].tool)
+        assert sorted(re.findall(r"(?<=<tool_response>\n)\d+", shown)) == results
+    for its, asked, fed in notes:
+        first = episode.turns[its.sees[-1]] if its.agent == "caller" else its  # which called a tool before its word
+        wanted = {("turn" if isinstance(item, Turn) else "said", item.index) for item in asked}
+        recorded = {("turn", index) for index in first.sees} | {("said", index) for index in first.hears}
+        private = {("turn", turn.index) for turn in episode.turns if turn.audience == its.agent}
+        private |= {("said", item.index) for item in episode.feedback if item.audience == its.agent}
+        assert wanted <= recorded <= wanted | private
+        assert episode.fed[: first.fed] == fed
+
+
+def depths(episode):
+    """Joint steps by their definition: one more than the deepest turn that a turn depends on."""
+
+    def depth(index):
+        turn = episode.turns[index]
+        return 1 + max((depth(other) for other in {*turn.sees, *episode.fed[: turn.fed]}), default=-1)
+
+    return [depth(turn.index) for turn in episode.turns]
+
+
+def is_told_truly(episode):
+    """Whether the transcript says of every turn what the record says."""
+    entries = [entry for entry in Transcript.of(episode).entries if not entry.is_feedback]
+    told = [set(map(int, re.findall(r"#(\d+)", entry.notes[0]))) for entry in entries]
+    hears = ["feedback" in entry.notes[0] for entry in entries]
+    return told == [{index + 1 for index in turn.sees} for turn in episode.turns] and hears == [
+        bool(turn.hears) for turn in episode.turns
+    ]
+
+
+@settings(max_examples=100)
+@given(PROGRAMS)
+def test_what_is_recorded_is_what_was_shown_in_any_program(instructions):
+    program = Program(instructions)
+    for episode in play(program, 2):
+        check_records(episode, program.notes[episode.index])
+        assert episode.joint_steps() == depths(episode)
+        assert is_told_truly(episode)
+
+
+@settings(max_examples=50)
+@given(PROGRAMS)
+def test_batched_and_one_by_one_are_the_same_episodes(instructions):
+    together_ = play(Program(instructions), 3)
+    (alone,) = play(Program(instructions), 1)
+    assert [record(episode) for episode in together_] == [record(alone)] * 3
+
+
+def record(episode):
+    turns = [(turn.agent, turn.text, turn.sees, turn.hears, turn.fed, turn.audience) for turn in episode.turns]
+    return turns, [(item.text, item.tool, item.audience) for item in episode.feedback], episode.fed
+
+
+class Echoes:
+    """Says a tag in every round."""
+
+    def reset(self, **row):
+        self.rounds = 0
+        return "tag90x"
+
+    def step(self, turns):
+        self.rounds += 1
+        return f"tag9{self.rounds}x", 0.0, False
+
+
+SHIPPED = {
+    "sequential": Sequential(rounds=2),
+    "graph": Graph(
+        {"first": [], "caller": ["first"], "second": ["first"], "end": ["caller", "second"]}, {"end": "first"}
+    ),
+    "debate": Debate(["first", "caller"], rounds=3, judge="second"),
+    "mixture": MixtureOfAgents([["first", "caller"], ["caller", "second"]], "first"),
+    "approved": UntilApproved("caller", "second", rounds=3),
+    "orchestrated": Orchestrated("first", fallback="caller", max_turns=9),
+    "environment": EnvironmentLoop(Echoes, horizon=3),
+    "side by side": EnvironmentLoop(Echoes, ["first", "second"], horizon=3, side_by_side=True),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_is_recorded_is_what_was_shown_in_every_shipped_workflow(name):
+    for episode in play(SHIPPED[name], 2):
+        assert len(episode.turns) > 3
+        check_records(episode, [])
+        assert episode.joint_steps() == depths(episode)
+        assert is_told_truly(episode)
+
+
+def test_the_check_itself_catches_a_wrong_record():
+    program = Program([("turn", "first", []), ("turn", "second", [0])])
+    (episode,) = play(program, 1)
+    object.__setattr__(episode.turns[1], "sees", ())
+    with pytest.raises(AssertionError):
+        check_records(episode, program.notes[0])
+    assert episode.joint_steps() == [0, 0] and TOKENIZER.vocab_size == tiny_tokenizer().vocab_size

@@ -1,0 +1,226 @@
+"""
+Every shipped workflow trains: over three seeds the team's reward rises and all its agents' weights move.
+
+One tiny model is taught what scripted agents say, half of it at random; reinforcement learning has to find out which
+half was right.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+
+from marft_trl import AgentSpec, Sequential
+from marft_trl.rollout.prompts import team_view
+from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
+from marft_trl.workflows import (
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    UntilApproved,
+)
+from marft_trl.workflows.orchestrated import parse_route
+
+from .helpers import lora, moved, team_trainer, weights
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+WORDS = ("Say", "number", "call", "done", "APPROVED", "planner", "solver", "critic", "judge", "boss", "left", "right")
+TOKENIZER = tiny_tokenizer((*WORDS, "environment", "bad", "wrong"))
+SEEDS = (0, 1, 2)
+
+
+# ---- A number to be said by all: what each says right is worth its share ----
+
+
+def number_row(draw):
+    return {"prompt": f"Say {draw.randint(1, 9)}", "solution": ""}
+
+
+def number_of(prompt):
+    return prompt[-1]
+
+
+def says_the_number(episode, agent, seen, draw):
+    if agent == "critic":
+        right = seen[-1].text == number_of(episode.prompt)
+        return "APPROVED" if (right if draw.random() < 0.5 else draw.random() < 0.5) else "bad"
+    return number_of(episode.prompt) if draw.random() < 0.5 else str(draw.randint(1, 9))
+
+
+def share_right(completions, prompts, turns, **columns):
+    """The share of turns that say the number."""
+    return [
+        sum(turn.text.strip() == number_of(prompt) for turn in its) / len(its)
+        for prompt, its in zip(prompts, turns, strict=True)
+    ]
+
+
+def right_answer(completions, prompts, turns, **columns):
+    """1 for the number in the end, less a tenth for every turn."""
+    return [
+        float(text.strip() == number_of(prompt)) - 0.1 * len(its)
+        for text, prompt, its in zip(completions, prompts, turns, strict=True)
+    ]
+
+
+class SayIt:
+    """Each round is worth 1 if its last turn says the number; the second one ends it."""
+
+    def reset(self, prompt, **row):
+        self.number, self.rounds = number_of(prompt), 0
+
+    def step(self, turns):
+        self.rounds += 1
+        right = turns[-1].text.strip() == self.number
+        return "right" if right else "wrong", float(right), self.rounds == 2
+
+
+def agents(*names):
+    return [AgentSpec(name, system_prompt=name, max_completion_length=4) for name in names]
+
+
+CASES = {
+    "sequential": (Sequential(), agents("planner", "solver"), share_right),
+    "graph": (
+        Graph({"planner": [], "left": ["planner"], "right": ["planner"], "judge": ["left", "right"]}),
+        agents("planner", "left", "right", "judge"),
+        share_right,
+    ),
+    "debate": (Debate(["left", "right"], rounds=2, judge="judge"), agents("left", "right", "judge"), share_right),
+    "mixture": (
+        MixtureOfAgents([["left", "right"], ["left", "right"]], "judge"),
+        agents("left", "right", "judge"),
+        share_right,
+    ),
+    "approved": (UntilApproved("solver", "critic", rounds=2), agents("solver", "critic"), right_answer),
+    "environment": (EnvironmentLoop(SayIt, horizon=3), agents("planner", "solver"), None),
+}
+
+
+@pytest.fixture(scope="module")
+def taught():
+    """One model that can play all parts, half of the time at random."""
+    torch.set_num_threads(1)
+    model = tiny_model(len(TOKENIZER))
+    parts = [
+        scripted_turns(TOKENIZER, workflow, team, number_row, says_the_number) for workflow, team, _ in CASES.values()
+    ]
+    parts.append(scripted_turns(TOKENIZER, ROUTED, ROUTED_TEAM, fruit_row, routes))
+
+    def mixed():
+        while True:
+            for part in parts:
+                yield next(part)
+
+    torch.manual_seed(0)
+    warm_up(model, TOKENIZER, steps=500, rows=mixed())
+    return model
+
+
+def train(model, folder, workflow, team, rows, reward_funcs, steps, seed, eval_metrics=None):
+    """Train a copy of the model. Returns the evaluations before and after and the names of weights that moved."""
+    draw = random.Random(seed)
+    trainer = team_trainer(
+        copy.deepcopy(model),
+        folder,
+        agents=team,
+        workflow=workflow,
+        reward_funcs=reward_funcs,
+        eval_metrics=eval_metrics,
+        processing_class=TOKENIZER,
+        train_dataset=Dataset.from_list([rows(draw) for _ in range(1000)]),
+        eval_dataset=Dataset.from_list([rows(draw) for _ in range(200)]),
+        peft_config=lora(16),
+        settings={
+            "per_device_train_batch_size": 64,
+            "per_device_eval_batch_size": 200,
+            "num_generations": 8,
+            "num_generations_eval": 1,
+            "max_steps": steps,
+            "learning_rate": 3e-3,
+            "gradient_checkpointing": False,
+            "logging_steps": 10,
+            "seed": seed,
+        },
+    )
+    before, start = trainer.evaluate(), weights(trainer)
+    trainer.train()
+    return before, trainer.evaluate(), moved(start, weights(trainer))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
+    workflow, team, reward = CASES[name]
+    figures = []
+    for seed in SEEDS:
+        before, after, changed = train(taught, tmp_path, workflow, team, number_row, reward, 25, seed)
+        figures.append((before["eval_reward"], after["eval_reward"]))
+        for agent in team:
+            assert any(f".{agent.name}." in one for one in changed), agent.name
+    print(name, [(round(first, 2), round(last, 2)) for first, last in figures])
+    assert all(last > first + 0.1 for first, last in figures), figures
+
+
+# ---- Only one of two specialists can answer ----
+
+
+def fruit_row(draw):
+    return {"prompt": f"{draw.choice(('apples', 'pens'))} {draw.randint(1, 9)}", "solution": ""}
+
+
+def kind_alone(agent, prompt, seen):
+    """The boss sees what the task is about, and who has spoken."""
+    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].split()[0]}], seen)
+
+
+def number_if(kind):
+    def view(agent, prompt, seen):
+        about, number = prompt[0]["content"].split()
+        return team_view(agent, [{"role": "user", "content": number if about == kind else "?"}], [])
+
+    return view
+
+
+ROUTED = Orchestrated("boss", max_turns=4)
+ROUTED_TEAM = [
+    AgentSpec("boss", system_prompt="call", max_completion_length=12, view=kind_alone),
+    AgentSpec("left", system_prompt="Say", max_completion_length=4, view=number_if("apples")),
+    AgentSpec("right", system_prompt="Say", max_completion_length=4, view=number_if("pens")),
+]
+
+
+def routes(episode, agent, seen, draw):
+    if agent == "boss":
+        return "<done/>" if seen else f"<call>{draw.choice(('left', 'right'))}</call>"
+    about, number = episode.prompt.split()
+    return number if (about == "apples") == (agent == "left") else str(draw.randint(1, 9))
+
+
+def answered(completions, prompts, **columns):
+    return [float(text.strip() == prompt[-1]) for text, prompt in zip(completions, prompts, strict=True)]
+
+
+def routing_accuracy(answers, prompt, turns, **columns):
+    """The share of episodes whose first call goes to the one who can answer."""
+    first = [parse_route(its[0].text, ["left", "right"]).agent for its in turns]
+    able = ["left" if one.startswith("apples") else "right" for one in prompt]
+    return {"routing": sum(map(str.__eq__, map(str, first), able)) / len(able)}
+
+
+def test_an_orchestrator_learns_whom_to_call(taught, tmp_path):
+    figures = []
+    for seed in SEEDS:
+        before, after, changed = train(
+            taught, tmp_path, ROUTED, ROUTED_TEAM, fruit_row, answered, 40, seed, routing_accuracy
+        )
+        figures.append((before["eval_routing"], after["eval_routing"]))
+        assert any(".boss." in one for one in changed)
+        assert after["eval_reward"] > before["eval_reward"]
+    print("routing", [(round(first, 2), round(last, 2)) for first, last in figures])
+    assert all(0.35 < first < 0.65 for first, _ in figures), figures
+    assert all(last >= 0.8 for _, last in figures), figures
