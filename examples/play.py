@@ -24,7 +24,7 @@ from marft_trl.progress import TeamProgressCallback
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
-def taught_model(world, seed, steps=800):
+def taught_model(world, seed, steps):
     """A tiny model that can write what the agents of the world say, two times in five at random."""
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)
@@ -48,11 +48,11 @@ def make_trainer(world, model, tokenizer, args, seed):
     )
 
 
-def play(world, output_dir, seed=0, max_steps=40, learning_rate=None, model=None):
+def play(world, output_dir, seed=0, max_steps=40, learning_rate=None, model=None, teaching_steps=800):
     """Train the world's team. Returns the trainer and the evaluations before and after."""
     tokenizer = None
     if model is None:
-        model, tokenizer = taught_model(world, seed)
+        model, tokenizer = taught_model(world, seed, teaching_steps)
     args = MARFTConfig(
         str(output_dir),
         per_device_train_batch_size=64,
@@ -83,6 +83,7 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("play-output"))
     parser.add_argument("--max_steps", type=int, default=40)
     parser.add_argument("--learning_rate", type=float)
+    parser.add_argument("--teaching_steps", type=int, default=800, help="Supervised steps of the tiny model.")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -93,6 +94,7 @@ def main():
         options.max_steps,
         options.learning_rate,
         options.model_name_or_path,
+        options.teaching_steps,
     )
     trainer.save_model()
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward"])

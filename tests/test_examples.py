@@ -145,6 +145,17 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
     assert gains[0] > 0 and gains[2] >= 15, figures
 
 
+@pytest.mark.parametrize(
+    "world", ["store", *(pytest.param(name, marks=pytest.mark.slow) for name in ("guess", "grid"))]
+)
+def test_teams_play_in_the_worlds(tmp_path, world):
+    options = ["--world", world, "--max_steps", "1", "--teaching_steps", "5", "--output_dir", "out"]
+    output = run([str(ROOT / "examples" / "play.py"), *options], tmp_path)
+    assert re.search(r"reward of 400 episodes: -?[\d.]+ before, -?[\d.]+ after training", output)
+    names = {"guess": ["guesser"], "grid": ["planner", "mover"], "store": ["boss", "left", "right"]}[world]
+    assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == names
+
+
 def test_transcript_of_a_message_prompt():
     text = format_turns([{"role": "user", "content": "How many?"}], [])
     assert "user: How many?" in text

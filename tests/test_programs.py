@@ -24,6 +24,7 @@ from marft_trl.workflows import (
     together,
 )
 
+from .helpers import team_trainer, varied_reward
 from .test_tools import TOKENIZER, add
 
 
@@ -186,6 +187,7 @@ class Echoes:
         return f"tag9{self.rounds}x", 0.0, False
 
 
+END = {"end": "first"}
 SHIPPED = {
     "sequential": Sequential(rounds=2),
     "graph": Graph(
@@ -207,6 +209,18 @@ def test_what_is_recorded_is_what_was_shown_in_every_shipped_workflow(name):
         check_records(episode, [])
         assert episode.joint_steps() == depths(episode)
         assert is_told_truly(episode)
+
+
+@pytest.mark.parametrize("name", ["graph", "debate", "orchestrated", "environment"])
+def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_folder, tmp_path, name):
+    agents = [AgentSpec(one.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for one in AGENTS]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=SHIPPED[name], reward_funcs=varied_reward)
+    rows = [{"prompt": text} for text in ("Ann has 7 apples.", "7", "How many books are left? " * 3)]
+    batched = trainer._collect(rows, trainer._answer)
+    for row, episode in zip(rows, batched, strict=True):
+        (alone,) = trainer._collect([row], trainer._answer)
+        assert [turn.completion_ids for turn in alone.turns] == [turn.completion_ids for turn in episode.turns]
+        assert record(alone) == record(episode) and len(alone.turns) > 2
 
 
 def test_the_check_itself_catches_a_wrong_record():

@@ -4,6 +4,7 @@ import asyncio
 import graphlib
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -328,3 +329,14 @@ def test_turns_of_another_episode_and_feedback_are_no_answers():
     said = first.observe("hm", after=[first.turns[0]])
     with pytest.raises(TypeError, match=r"`episode.earn` takes turns, as returned by `episode.turn`; got a Feedback"):
         first.earn(said, 1.0)
+
+
+def test_the_pictures_in_the_documentation_are_true():
+    text = (Path(__file__).parent.parent / "docs" / "workflows.md").read_text()
+    found = re.findall(r"`(\w+\([^`\n]*\))`(?:, with the agents ([^\n]*))?\n\n```mermaid\n(.*?)\n```", text, re.DOTALL)
+    shipped = {one.__name__: one for one in (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)}
+    shipped |= {"EnvironmentLoop": EnvironmentLoop, "Guess": Steps}
+    assert [code.partition("(")[0] for code, _, _ in found] == list(shipped)[:-1]
+    for code, agents, picture in found:
+        workflow = eval(code, shipped)  # noqa: S307  # our own documentation
+        assert workflow.mermaid(agents.split(", ") if agents else []) == picture, code

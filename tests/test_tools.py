@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -205,11 +205,31 @@ PIECES = ["<tool_call>", "</tool_call>", "\n", '{"name": "add"', ', "arguments":
 ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=12).map("".join)
 
 
+def is_read_safely(text):
+    """Whether the calls of a text are calls, each of which can be made."""
+    calls = parse_calls(TOKENIZER, ids_of(text.encode("utf-8", "replace").decode()), [], [])
+    answers = [asyncio.run(call_tool([], call, ToolLimits())).problem for call in calls]
+    return all(isinstance(call.name, str) for call in calls) and all(problem == "unknown" for problem in answers)
+
+
 @given(ODD)
 def test_no_text_makes_the_reading_of_calls_raise(text):
-    calls = parse_calls(TOKENIZER, ids_of(text.encode("utf-8", "replace").decode()), [], [])
-    assert all(isinstance(call.name, str) for call in calls)
-    assert all(asyncio.run(call_tool([], call, ToolLimits())).problem == "unknown" for call in calls)
+    assert is_read_safely(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(ODD)
+def test_none_of_ten_thousand_texts_does(text):
+    assert is_read_safely(text)
+
+
+@pytest.mark.parametrize("piece", ["<tool_call>", CALL, "{", "<think>", '"', "\n"])
+def test_a_hundred_thousand_characters_are_read_in_under_a_second(piece):
+    ids = ids_of(piece * (100_000 // len(piece)))
+    start = time.process_time()
+    calls = parse_calls(TOKENIZER, ids, [], [])
+    assert time.process_time() - start < 1 and (len(calls) > 1000) == (piece == CALL)
 
 
 @pytest.fixture(scope="module")
