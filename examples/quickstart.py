@@ -21,7 +21,7 @@ from marft_trl import MARFTConfig, MARFTTrainer, load_adapters
 from marft_trl.curves import save_learning_curve
 from marft_trl.metrics import team_exact_match
 from marft_trl.progress import TeamProgressCallback
-from marft_trl.rollout.prompts import team_view
+from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.transcripts import format_turns
 

@@ -195,22 +195,11 @@ def scripted_turns(
             texts = [reply(one.episode, one.agent, one.seen, draw) for one in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 said.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
-            return [scripted_turn(one, text) for one, text in zip(requests, texts, strict=True)]
+            return [one.answered(text) for one, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], list(specs), answer)
         draw.shuffle(said)
         yield from said
-
-
-def scripted_turn(request: Request, text: str) -> Turn:
-    """The turn that answers a request with a text."""
-    return Turn(
-        request.agent,
-        text,
-        index=-1,
-        sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
-        hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
-    )
 
 
 def _prompt_builder(tokenizer) -> PromptBuilder:

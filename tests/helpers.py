@@ -2,7 +2,7 @@
 
 from peft import LoraConfig
 
-from marft_trl import MARFTConfig, MARFTTrainer, Turn
+from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 
@@ -59,15 +59,6 @@ def echo(waves=None):
     def answer(requests):
         if waves is not None:
             waves.append([request.agent for request in requests])
-        return [
-            Turn(
-                request.agent,
-                f"{request.agent}({','.join(item.text for item in request.seen)})",
-                index=-1,
-                sees=tuple(item.index for item in request.seen if isinstance(item, Turn)),
-                hears=tuple(item.index for item in request.seen if not isinstance(item, Turn)),
-            )
-            for request in requests
-        ]
+        return [one.answered(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
 
     return answer

@@ -10,7 +10,7 @@ from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, joint_steps
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.collector import EpisodeError, collect
-from marft_trl.rollout.prompts import speaker
+from marft_trl.rollout.views import speaker
 from marft_trl.workflows import EnvironmentLoop, rehearse
 
 from .helpers import echo, moved, team_trainer, weights

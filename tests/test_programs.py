@@ -85,19 +85,9 @@ def play(program, rows):
             taken[request.episode.index] = taken.get(request.episode.index, 0) + 1
             calls = (ToolCall("add", {"a": 70 + number, "b": 0}),) if request.functions and not request.after else ()
             text = f"tag{number}x"
-            turns.append(
-                Turn(
-                    request.agent,
-                    text,
-                    index=-1,
-                    sees=tuple(item.index for item in observation.seen if isinstance(item, Turn)),
-                    hears=tuple(item.index for item in observation.seen if not isinstance(item, Turn)),
-                    observation=observation.content,
-                    prompt_ids=observation.ids,
-                    completion_ids=[*TOKENIZER(text)["input_ids"], 2],
-                    tool_calls=calls,
-                )
-            )
+            ids = [*TOKENIZER(text)["input_ids"], 2]
+            more = {"observation": observation.content, "prompt_ids": observation.ids, "completion_ids": ids}
+            turns.append(request.answered(text, observation.seen, tool_calls=calls, **more))
         return turns
 
     tools = {agent.name: agent.functions for agent in AGENTS if agent.functions}

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Turn
-from marft_trl.rollout.prompts import PlainEncoder, PromptBuilder, merge_neighbours, team_view
+from marft_trl.rollout.encoding import PlainEncoder
+from marft_trl.rollout.prompts import PromptBuilder
+from marft_trl.rollout.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
 
 from .helpers import team_trainer

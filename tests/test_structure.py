@@ -25,7 +25,9 @@ LAYERS = [
     {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
     | {"workflows.environment"},
     {"workflows"},
-    {"rollout", "rollout.replay", "rollout.prompts", "rollout.tool_calls", "rollout.transformers_generator"},
+    {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls"}
+    | {"rollout.transformers_generator"},
+    {"rollout.prompts"},
     {"rollout.collector"},
     {
         "tiny",

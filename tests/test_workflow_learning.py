@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from marft_trl import AgentSpec, Sequential
-from marft_trl.rollout.prompts import team_view
+from marft_trl.rollout.views import team_view
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import (
     Debate,

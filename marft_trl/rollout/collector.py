@@ -34,6 +34,25 @@ class Request:
     functions: tuple[Callable, ...] = ()  # that it may call
     after: Turn | None = None  # the turn that called functions, from which it goes on
 
+    def answered(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Turn:
+        """
+        The turn that answers with a text.
+
+        Args:
+            text (`str`): what the agent says.
+            seen (`Sequence[Turn]`, *optional*): what it was shown; what was asked for unless given.
+            fields: other fields of the [`Turn`].
+        """
+        shown = self.seen if seen is None else seen
+        return Turn(
+            self.agent,
+            text,
+            index=-1,
+            sees=tuple(item.index for item in shown if isinstance(item, Turn)),
+            hears=tuple(item.index for item in shown if not isinstance(item, Turn)),
+            **fields,
+        )
+
 
 # Answers requests, in order. The turns it returns need no right `index`; the collector numbers them. An `EndOfEpisode`
 # in place of a turn ends that episode.

@@ -20,137 +20,8 @@ from transformers.utils import get_json_schema
 from ..agents import AgentSpec
 from ..anonymity import renamed
 from ..episodes import Feedback, Messages, Seen, Turn
-
-
-# `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
-View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
-
-# A line like "[solver]" opens what a teammate says. The same line inside a teammate's text is quoted, so that no agent
-# can put words into another's mouth.
-_SPEAKER_LINE = re.compile(r"^([^\S\n]*\[[a-z][a-z0-9_-]{0,47}\][^\S\n]*)$", re.MULTILINE)
-_SEPARATOR = "\n\n"
-
-
-def speaker(turn: Seen) -> str:
-    """What a teammate is shown of a turn, or anybody of feedback: a line that names the speaker, then its words."""
-    return f"[{turn.agent}]\n" + _SPEAKER_LINE.sub(r"> \1", turn.raw_text)
-
-
-def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
-    """
-    The default view of an agent: its system prompt, the prompt of the dataset, then the turns it sees, its own as
-    `assistant`, the results of its own tools as `tool`, and everything else, that of others and feedback, as `user`
-    messages that name the speaker. Neighbours of one role are merged, so that templates which demand alternating roles
-    work.
-
-    Args:
-        agent ([`AgentSpec`]):
-            Who is about to speak.
-        prompt (`list[dict]`):
-            Messages of the dataset row.
-        seen (`Sequence[Turn]`):
-            The turns and the feedback it is shown, in order.
-
-    Returns: `list[dict]` with `role` and `content`.
-    """
-    messages = [dict(message) for message in prompt]
-    if agent.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": agent.system_prompt})
-    messages += [_as_message(agent, item) for item in seen]
-    return merge_neighbours(messages)
-
-
-def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
-    if isinstance(item, Turn):
-        own = item.agent == agent.name
-        return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": speaker(item)}
-    if item.tool is not None and item.audience == agent.name:  # what its own call gave
-        return {"role": "tool", "name": item.tool, "content": item.text}
-    return {"role": "user", "content": speaker(item)}
-
-
-def merge_neighbours(messages: Messages) -> Messages:
-    """Join the contents of consecutive messages of one role."""
-    merged: Messages = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"] and _is_plain(merged[-1]) and _is_plain(message):
-            merged[-1] = {**merged[-1], "content": merged[-1]["content"] + _SEPARATOR + message["content"]}
-        else:
-            merged.append(message)
-    return merged
-
-
-def fold_system(messages: Messages) -> Messages:
-    """Move the system message into the first user message, for templates that know no system role."""
-    if not messages or messages[0]["role"] != "system":
-        return messages
-    system, rest = messages[0], messages[1:]
-    if rest and rest[0]["role"] == "user":
-        return [{**rest[0], "content": system["content"] + _SEPARATOR + rest[0]["content"]}, *rest[1:]]
-    return [{"role": "user", "content": system["content"]}, *rest]
-
-
-def _is_plain(message: dict[str, Any]) -> bool:
-    return set(message) == {"role", "content"} and isinstance(message["content"], str)
-
-
-class PlainEncoder:
-    """
-    Encodes text such that no added or special token of the tokenizer can come out of it.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
-    """
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._control = {index: token.content for index, token in added.items() if token.special}
-        self._control |= {index: token.content for index, token in added.items() if len(token.content) > 1}
-        longest_first = sorted(filter(None, self._control.values()), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-    def __call__(self, text: str) -> list[int]:
-        if not text:
-            return []
-        ids = self._encode(text)
-        if self._is_clean(ids):
-            return ids
-        # `split_special_tokens` leaves added tokens whole that are not special ("<think>" in Qwen 3): cut each one
-        # after its first character, and encode letter by letter what still comes out as a control token.
-        pieces = [self._encode(piece) for piece in self._cut(text)]
-        clean = [ids if self._is_clean(ids) else self._letters(ids) for ids in pieces]
-        return [index for ids in clean for index in ids]
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-    def _is_clean(self, ids: list[int]) -> bool:
-        return self._control.keys().isdisjoint(ids)
-
-    def _cut(self, text: str) -> list[str]:
-        if self._pattern is None:
-            return [text]
-        cuts = [match.start() + 1 for match in _overlapping(self._pattern, text)]
-        return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True) if i < j]
-
-    def _letters(self, ids: list[int]) -> list[int]:
-        letters: list[int] = []
-        for index in ids:
-            if index in self._control:
-                spelled = [self._encode(letter) for letter in self._control[index]]
-                letters += [i for part in spelled for i in part if i not in self._control]
-            else:
-                letters.append(index)
-        return letters
-
-
-def _overlapping(pattern: re.Pattern, text: str):
-    position = 0
-    while (match := pattern.search(text, position)) is not None:
-        yield match
-        position = match.start() + 1
+from .encoding import PlainEncoder
+from .views import SEPARATOR, View, fold_system, team_view
 
 
 @dataclass(eq=False)
@@ -317,7 +188,7 @@ class PromptBuilder:
         agent, seen = renamed(query.agent, query.seen, self._aliases)
         messages = self._view_of(query.agent)(agent, asked, seen)
         if self._plain and isinstance(prompt, str) and not query.functions:
-            return _SEPARATOR.join(message["content"] for message in messages)
+            return SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages
 
     def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:

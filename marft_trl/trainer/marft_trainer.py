@@ -21,8 +21,9 @@ from trl.trainer.utils import get_config_model_id
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
-from ..rollout.prompts import PromptBuilder, View, team_view
+from ..rollout.prompts import PromptBuilder
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
+from ..rollout.views import View, team_view
 from ..tools import ToolLimits
 from ..workflows import Workflow
 from . import functional, setup

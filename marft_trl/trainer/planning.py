@@ -104,15 +104,7 @@ class TeamPlanning(GRPOTrainer):
                 shown.setdefault(request.agent, observation)
             if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
-            return [
-                Turn(
-                    one.agent,
-                    f"(what {self._aliases.get(one.agent, one.agent)} says)",
-                    index=-1,
-                    sees=tuple(item.index for item in one.seen if isinstance(item, Turn)),
-                )
-                for one in requests
-            ]
+            return [one.answered(f"(what {self._aliases.get(one.agent, one.agent)} says)") for one in requests]
 
         (episode,) = self._collect([row], answer)
         rest = [agent for agent in self.agents if agent.name not in shown]

@@ -141,7 +141,6 @@ class TeamRollouts(GRPOTrainer):
 
     def _answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
         """Turns for all waiting requests: observe, generate, decode."""
-        agents = [request.agent for request in requests]
         observations = self._prompts.build(
             Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
         )
@@ -149,24 +148,19 @@ class TeamRollouts(GRPOTrainer):
         texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
         self._dropped_turns += sum(observation.dropped for observation in observations)
         return [
-            Turn(
-                agent=agent,
-                text=text,
-                index=-1,
-                sees=tuple(item.index for item in observation.seen if isinstance(item, Turn)),
-                hears=tuple(item.index for item in observation.seen if not isinstance(item, Turn)),
+            EndOfEpisode(observation.problem)
+            if observation.problem is not None
+            else request.answered(
+                text,
+                observation.seen,
                 observation=observation.content,
                 prompt_ids=observation.ids,
                 completion_ids=ids,
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
-                truncated=self._is_truncated(agent, ids),
+                truncated=self._is_truncated(request.agent, ids),
                 tool_calls=self._calls(request, observation.ids, ids),
             )
-            if observation.problem is None
-            else EndOfEpisode(observation.problem)
-            for request, agent, text, observation, ids in zip(
-                requests, agents, texts, observations, completions, strict=True
-            )
+            for request, text, observation, ids in zip(requests, texts, observations, completions, strict=True)
         ]
 
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:

@@ -1,0 +1,65 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Text as tokens none of which is a control token."""
+
+from __future__ import annotations
+
+import re
+
+
+class PlainEncoder:
+    """
+    Encodes text such that no added or special token of the tokenizer can come out of it.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._control = {index: token.content for index, token in added.items() if token.special}
+        self._control |= {index: token.content for index, token in added.items() if len(token.content) > 1}
+        longest_first = sorted(filter(None, self._control.values()), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def __call__(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids = self._encode(text)
+        if self._is_clean(ids):
+            return ids
+        # `split_special_tokens` leaves added tokens whole that are not special ("<think>" in Qwen 3): cut each one
+        # after its first character, and encode letter by letter what still comes out as a control token.
+        pieces = [self._encode(piece) for piece in self._cut(text)]
+        clean = [ids if self._is_clean(ids) else self._letters(ids) for ids in pieces]
+        return [index for ids in clean for index in ids]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _is_clean(self, ids: list[int]) -> bool:
+        return self._control.keys().isdisjoint(ids)
+
+    def _cut(self, text: str) -> list[str]:
+        if self._pattern is None:
+            return [text]
+        cuts = [match.start() + 1 for match in _overlapping(self._pattern, text)]
+        return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True) if i < j]
+
+    def _letters(self, ids: list[int]) -> list[int]:
+        letters: list[int] = []
+        for index in ids:
+            if index in self._control:
+                spelled = [self._encode(letter) for letter in self._control[index]]
+                letters += [i for part in spelled for i in part if i not in self._control]
+            else:
+                letters.append(index)
+        return letters
+
+
+def _overlapping(pattern: re.Pattern, text: str):
+    position = 0
+    while (match := pattern.search(text, position)) is not None:
+        yield match
+        position = match.start() + 1
