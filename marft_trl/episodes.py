@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections import Counter
@@ -102,8 +103,8 @@ class Feedback:
 
 # What a turn can be shown: what agents said, and what an environment said.
 Seen = Turn | Feedback
-# What produces a turn: `speak(episode, agent, seen)`, with `functions=` it may call and `after=` the turn of the same
-# agent, with its results in `seen`, from which it goes on.
+# What produces a turn: `speak(episode, agent, seen)`, with `functions=` it may call, `after=` the turn of the same
+# agent, with its results in `seen`, from which it goes on, and `order=`, the how manyth turn it was asked for.
 Speak = Callable[..., Awaitable[Turn]]
 # The name under which results of tools are shown to agents other than the one that called.
 TOOL = "tool"
@@ -159,16 +160,20 @@ class Episode:
     fed: list[int] = field(default_factory=list)
     # What the environment gave for each turn, by position; 0 where it is missing
     earned: Counter[int] = field(default_factory=Counter)
-    # Where a horizon ended the episode: who would have acted next, and what it would have seen
-    horizon: tuple[str, tuple[Seen, ...]] | None = None
+    # Where a horizon ended the episode: who would have acted next, what it would have seen, and what it could call
+    horizon: tuple[str, tuple[Seen, ...], tuple[Callable, ...]] | None = None
     # What the workflow counts, for the metrics
     counts: Counter[str] = field(default_factory=Counter)
     # Whether the context overflowed and the episode was ended for it
     overflowed: bool = False
     # The environment it is played in, if it is; reward functions get it
     environment: Any = None
-    # How many of its branches wait for tools
+    # How many of its branches wait for tools; what came of those that are done, until all are; how many turns were
+    # asked for; and for each turn that called tools the one that its agent's word is in
     busy: int = 0
+    _returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = field(default_factory=list)
+    _orders: int = 0
+    _words: dict[int, int] = field(default_factory=dict)
     _answer: Turn | None = None
 
     def __repr__(self) -> str:
@@ -176,7 +181,11 @@ class Episode:
         return f"Episode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
 
     async def turn(
-        self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None
+        self,
+        agent: str,
+        sees: Sequence[Seen] | None = None,
+        tools: Sequence[Callable] | None = None,
+        rounds: int | None = None,
     ) -> Turn:
         """
         Let an agent speak and wait for what it says. Where it calls tools it speaks again with their results, until it
@@ -191,6 +200,8 @@ class Episode:
             tools (`Sequence[Callable]`, *optional*):
                 Methods of an environment that it may call in this turn, besides the tools of its spec. Turns that come
                 later depend on a turn that called one.
+            rounds (`int`, *optional*):
+                How often it may go on after results of tools, where that is less than the limits allow.
 
         Raises:
             ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
@@ -199,39 +210,85 @@ class Episode:
         self.horizon = None  # it goes on after all
         of_environment = list(tools or ())
         functions = [*self.tools.get(agent, ()), *of_environment]
+        self._orders += 1
         if not functions:
-            return await self.speak(self, agent, seen)
-        turn = await self.speak(self, agent, seen, functions=functions)
-        left, rounds = self.limits.calls, 0
-        while turn.tool_calls and (self.limits.rounds is None or rounds < self.limits.rounds):
+            return await self.speak(self, agent, seen, order=self._orders)
+        return await self._with_tools(agent, seen, functions, of_environment, self._orders, rounds)
+
+    async def _with_tools(
+        self,
+        agent: str,
+        seen: list[Seen],
+        functions: list[Callable],
+        of_environment: list[Callable],
+        order: int,
+        rounds: int | None,
+    ) -> Turn:
+        """Let an agent speak, and again after its calls, until it calls nothing or may not any more."""
+        most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=None)
+        turn = await self.speak(self, agent, seen, functions=functions, order=order)
+        left, number, called = self.limits.calls, 0, []
+        while turn.tool_calls and (most is None or number < most):
             was_refused = left <= 0
-            said = await self._call_tools(turn, functions, of_environment, max(left, 0))
-            left, rounds = left - len(turn.tool_calls), rounds + 1
+            said = await self._call_tools(turn, functions, of_environment, max(left, 0), order)
+            called.append(turn.index)
+            left, number = left - len(turn.tool_calls), number + 1
             seen = [*seen, turn, *said]
-            turn = await self.speak(self, agent, seen, functions=functions, after=turn)
+            turn = await self.speak(self, agent, seen, functions=functions, after=turn, order=order)
             if was_refused:
                 break  # it was told that no calls are left
+        object.__setattr__(turn, "audience", None)  # whatever it calls: this is its word
+        self._words |= dict.fromkeys(called, turn.index)
         return turn
 
+    def word_of(self, turn: Turn) -> Turn | None:
+        """What an agent said in the end, for a turn that called tools; other turns are their own word."""
+        if not turn.tool_calls or turn.audience is None:
+            return turn
+        index = self._words.get(turn.index)
+        return self.turns[index] if index is not None and self.turns[turn.index] is turn else None
+
     async def _call_tools(
-        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int
+        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int, order: int
     ) -> list[Feedback]:
-        """Run what a turn asks for; the results, as feedback for its agent."""
-        object.__setattr__(turn, "audience", turn.agent)
+        """
+        Run what a turn asks for; the results, as feedback for its agent. Branches that call tools at the same time go
+        on together, so that nothing depends on how long tools take.
+        """
         self.busy += 1
         try:
             results = await call_tools(functions, turn.tool_calls, self.limits, left)
-        finally:
-            self.busy -= 1
+        except BaseException:
+            self._is_back()
+            raise
         self.count("tools/calls", len(results))
         for result in results:
             if result.problem is not None:
                 self.count("tools/failures")
                 self.count(f"tools/{result.problem}")
-        names = {tool_name(function) for function in of_environment}
-        if names & {result.name for result in results}:
-            self.fed.append(turn.index)
-        return [self._note(Feedback(one.text, TOOL, tool=one.name, audience=turn.agent)) for one in results]
+        names = {tool_name(function) for function in functions}
+        said = [  # what a model made up is no name: templates render names as their own text
+            Feedback(one.text, TOOL, tool=one.name if one.name in names else "unknown", audience=turn.agent)
+            for one in results
+        ]
+        went_in = {tool_name(function) for function in of_environment} & {result.name for result in results}
+        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
+        self._returned.append((order, turn.index if went_in else None, said, noted))
+        self._is_back()
+        return await noted
+
+    def _is_back(self) -> None:
+        """Once the tools of all branches are back, take down what they gave, in the order of the turns' requests."""
+        self.busy -= 1
+        if self.busy:
+            return
+        returned, self._returned = sorted(self._returned, key=lambda one: one[0]), []
+        for _, index, said, noted in returned:
+            if index is not None:
+                self.fed.append(index)
+            results = [self._note(one) for one in said]
+            if not noted.done():
+                noted.set_result(results)
 
     def _note(self, said: Feedback) -> Feedback:
         said = dataclasses.replace(said, index=len(self.feedback))
@@ -297,7 +354,7 @@ class Episode:
         """The joint step of each turn, see [`joint_steps`]."""
         return joint_steps(self.turns, self.fed)
 
-    def cut(self, agent: str, sees: Sequence[Seen] | None = None) -> None:
+    def cut(self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None) -> None:
         """
         Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
         next and adds it to the return; without a critic it changes nothing.
@@ -307,11 +364,16 @@ class Episode:
                 Name of the agent that would have acted next.
             sees (`Sequence[Turn]`, *optional*):
                 Turns and feedback it would have been shown. All so far unless given.
+            tools (`Sequence[Callable]`, *optional*):
+                Methods of an environment that it could have called.
         """
-        self.horizon = agent, tuple(self._seen(agent, sees, "cut"))
+        functions = (*self.tools.get(agent, ()), *(tools or ()))
+        self.horizon = agent, tuple(self._seen(agent, sees, "cut")), functions
 
     def add(self, turn: Turn, seen: Sequence[Seen]) -> None:
         """Append a finished turn. Called by what runs the episode, not by workflows."""
+        if turn.tool_calls:  # until its agent's word is known, nobody else is shown it
+            object.__setattr__(turn, "audience", turn.agent)
         self.turns.append(turn)
         self.history.append(turn)
         self.asked.append(tuple(seen))

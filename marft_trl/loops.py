@@ -6,29 +6,47 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 
 Result = TypeVar("Result")
 
+# Each thread keeps its loop: clients and locks that an asynchronous tool has made stay good from batch to batch, and
+# nothing waits for threads that a tool has left behind, as `asyncio.run` does in the end.
+_OWN = threading.local()
+_BESIDE = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
+
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
-    """Run a coroutine function to its end and return its result, in a thread of its own if a loop runs in this one."""
+    """Run a coroutine function to its end and return its result, in another thread if a loop runs in this one."""
+    if _a_loop_runs():
+        return _BESIDE.submit(_run, function, arguments).result()
+    return _run(function, arguments)
+
+
+def _a_loop_runs() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(function(*arguments))
-    outcome: dict[str, Any] = {}
+        return False
+    return True
 
-    def target() -> None:
-        try:
-            outcome["result"] = asyncio.run(function(*arguments))
-        except BaseException as error:
-            outcome["error"] = error
 
-    thread = threading.Thread(target=target, name="marft-loop")
-    thread.start()
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["result"]
+def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple) -> Result:
+    loop = getattr(_OWN, "loop", None)
+    if loop is None or loop.is_closed():
+        loop = _OWN.loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(function(*arguments))
+    finally:
+        _cancel_the_rest(loop)
+
+
+def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
+    """End what was started and not waited for, so that it does not go on in the next run."""
+    rest = asyncio.all_tasks(loop)
+    for task in rest:
+        task.cancel()
+    if rest:
+        loop.run_until_complete(asyncio.wait(rest, timeout=1.0))

@@ -63,6 +63,10 @@ class ToolLimits:
 
 # Functions that are not asynchronous run one at a time, as if called in a loop, so they need not be thread-safe.
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+# How often in a row a function did not answer in time. After a few times it is not called any more: each call costs its
+# whole time, and other processes wait.
+_STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
+MAX_STRIKES = 3
 
 
 async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolLimits) -> ToolResult:
@@ -70,7 +74,8 @@ async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolL
     Call one of the functions. Whatever goes wrong becomes a text for the model, in TRL's form `{'error': '...'}`.
 
     A function that hangs is given up after `limits.seconds`: an asynchronous one is cancelled; the thread of another
-    one lives on, since Python cannot end it, and the next call gets a new thread.
+    one lives on, since Python cannot end it, and the next call gets a new thread. A function that has not answered
+    three times in a row is not called any more.
     """
     known = {tool_name(function): function for function in functions}
     if call.name not in known:
@@ -79,20 +84,68 @@ async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolL
     problem = _misfit(function, call.arguments)
     if problem is not None:
         return _failure(call.name, "arguments", problem)
-    try:
-        if inspect.iscoroutinefunction(function):
-            result = await asyncio.wait_for(function(**call.arguments), limits.seconds)
-            return ToolResult(call.name, _shorten(str(result), limits.output))
-        lock = _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-        async with lock:
-            text = await asyncio.wait_for(_in_thread(lambda: str(function(**call.arguments))), limits.seconds)
-        return ToolResult(call.name, _shorten(text, limits.output))
-    except (TimeoutError, asyncio.TimeoutError):
+    key = getattr(function, "__func__", function)
+    if _STRIKES.get(key, 0) >= MAX_STRIKES:
+        return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
+    text, error = await _outcome_of(function, call.arguments, limits.seconds)
+    _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
+    if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
-    except asyncio.CancelledError:  # the episode ends
-        raise
-    except BaseException as error:  # also SystemExit: a tool does not end the training
-        return _failure(call.name, "error", _shorten(str(error) or type(error).__name__, limits.output))
+    if error is not None:
+        return _failure(call.name, "error", _shorten(_said_by(error), limits.output))
+    return ToolResult(call.name, _shorten(as_plain(text), limits.output))
+
+
+class _GaveUp(Exception):
+    """Our own limit has passed; a tool may raise a `TimeoutError` of its own."""
+
+
+async def _outcome_of(function: Callable, arguments: dict, seconds: float) -> tuple[str, BaseException | None]:
+    """What a function returns, as a text, or what it raises, whatever that is."""
+
+    async def awaited(value: Any) -> tuple[str, BaseException | None]:
+        try:
+            return str(await value), None
+        except asyncio.CancelledError as error:
+            return "", error
+        except BaseException as error:  # also SystemExit: a tool does not end the training
+            return "", error
+
+    if inspect.iscoroutinefunction(function):
+        return await _within(awaited(function(**arguments)), seconds)
+    lock = _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        value, error = await _within(_in_thread(lambda: _text_unless_awaitable(function(**arguments))), seconds)
+    if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
+        return await _within(awaited(value), seconds)
+    return value, error
+
+
+async def _within(outcome: Any, seconds: float) -> Any:
+    """Wait for an outcome, at most so long; then it is given up, and an outcome of ours takes its place."""
+    task = asyncio.ensure_future(outcome)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()  # also where the episode ends
+    return task.result() if done else ("", _GaveUp())
+
+
+def _text_unless_awaitable(value: Any) -> Any:
+    return value if inspect.isawaitable(value) else str(value)
+
+
+def _said_by(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return as_plain(text if text and isinstance(error, Exception) else f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def as_plain(text: str) -> str:
+    """A text that can be encoded: half characters, which JSON can spell, become question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 async def call_tools(
@@ -139,27 +192,21 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters are left out)"
 
 
-async def _in_thread(function: Callable[[], str]) -> str:
+async def _in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Run a function in a thread that nothing waits for in the end; `asyncio.to_thread` waits for those that hang."""
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[str] = loop.create_future()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-    def report(result: str | None, error: BaseException | None) -> None:
-        if outcome.done():  # given up
-            return
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result or "")
+    def report(result: Any, error: BaseException | None) -> None:
+        if not outcome.done():  # else given up
+            outcome.set_result((result, error))
 
     def target() -> None:
-        result, error = None, None
+        result, error = "", None
         try:
             result = function()
         except BaseException as caught:
-            # A future refuses StopIteration, and asyncio lets SystemExit through
-            usual = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
-            error = caught if usual else RuntimeError(f"{type(caught).__name__}: {caught}")
+            error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(report, result, error)
 

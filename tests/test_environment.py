@@ -58,7 +58,7 @@ def test_rounds_feedback_and_rewards():
 def test_a_horizon_cuts_what_is_not_done():
     (episode,) = play(EnvironmentLoop(Countdown, horizon=2), ["planner", "mover"], [{"prompt": "q", "rounds": 3}])
     assert [turn.agent for turn in episode.turns] == ["planner", "mover"] * 2
-    agent, seen = episode.horizon
+    agent, seen, _ = episode.horizon
     assert agent == "planner" and list(seen) == episode.history and len(seen) == 7
 
 

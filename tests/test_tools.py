@@ -69,7 +69,12 @@ def talk():
     return "x" * 100
 
 
-TOOLS = [add, double, fail, leave, hang, wait, talk]
+async def talk_later():
+    """Talk later."""
+    return "y" * 100
+
+
+TOOLS = [add, double, fail, leave, hang, wait, talk, talk_later]
 
 
 # ---- One call ----
@@ -81,6 +86,7 @@ TOOLS = [add, double, fail, leave, hang, wait, talk]
         (ToolCall("add", {"a": 3, "b": 4}), "7", None),
         (ToolCall("double", {"a": 3}), "6", None),
         (ToolCall("talk"), "x" * 40 + "... (60 more characters are left out)", None),
+        (ToolCall("talk_later"), "y" * 40 + "... (60 more characters are left out)", None),
         (ToolCall("subtract", {}), "Tool subtract not found. There is add, double, fail", "unknown"),
         (ToolCall("add", {"a": 3}), "add: missing a required argument: 'b'", "arguments"),
         (ToolCall("add", [3, 4]), "have to be an object", "arguments"),
@@ -534,3 +540,11 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
     (logged,) = [one for one in trainer.state.log_history if "reward" in one]
     name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
     assert logged[name] > 0
+
+
+def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
+    trainer = tool_trainer(model_folder, tmp_path)
+    trainer._generate_single_turn = lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None)
+    episodes = trainer._collect([{"prompt": "What is 3+4?"}] * 2, trainer._answer)
+    assert [len(episode.turns) for episode in episodes] == [1, 1] and not episodes[0].feedback
+    assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()

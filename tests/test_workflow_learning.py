@@ -170,7 +170,7 @@ def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
 
 
 def fruit_row(draw):
-    return {"prompt": f"{draw.choice(('apples', 'pens'))} {draw.randint(1, 9)}", "solution": ""}
+    return {"prompt": f"{draw.choice(('coins', 'pens'))} {draw.randint(1, 9)}", "solution": ""}
 
 
 def kind_alone(agent, prompt, seen):
@@ -196,7 +196,8 @@ ROUTED_TEAM = [
 
 def routes(episode, agent, seen, draw):
     if agent == "boss":
-        return "<done/>" if seen else f"<call>{draw.choice(('left', 'right'))}</call>"
+        about = episode.prompt.split()[0]  # a thought before the decision, which is at random
+        return "<done/>" if seen else f"{about}<call>{draw.choice(('left', 'right'))}</call>"
     about, number = episode.prompt.split()
     return number if (about == "apples") == (agent == "left") else str(draw.randint(1, 9))
 

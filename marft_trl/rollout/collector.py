@@ -33,6 +33,7 @@ class Request:
     found: Found | None = None  # a recorded reply
     functions: tuple[Callable, ...] = ()  # that it may call
     after: Turn | None = None  # the turn that called functions, from which it goes on
+    order: int = 0  # the how manyth turn of its episode it was asked for
 
     def answered(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Turn:
         """
@@ -116,10 +117,11 @@ async def _collect(workflow, rows, answer, replays, shared) -> list[Episode]:
         seen: Sequence[Seen],
         functions: Sequence[Callable] = (),
         after: Turn | None = None,
+        order: int = 0,
     ) -> Turn:
         future = asyncio.get_running_loop().create_future()
         request = Request(episode, agent, tuple(seen), future, fed=len(episode.fed))
-        request.functions, request.after = tuple(functions), after
+        request.functions, request.after, request.order = tuple(functions), after, order
         waiting.append(request)
         return await request.reply
 
@@ -133,7 +135,7 @@ async def _collect(workflow, rows, answer, replays, shared) -> list[Episode]:
                 failed.result()  # raises
             # A branch that ended its episode has cancelled what other branches of it were waiting for
             live = [one for one in waiting if not one.reply.done() and not tasks[one.episode.index].done()]
-            batch = sorted(live, key=lambda request: request.episode.index)
+            batch = sorted(live, key=lambda request: (request.episode.index, request.order))
             waiting.clear()
             _answer_all(batch, answer, replays)
         for task in tasks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from ..tools import as_plain
+
 
 class PlainEncoder:
     """
@@ -26,6 +28,7 @@ class PlainEncoder:
     def __call__(self, text: str) -> list[int]:
         if not text:
             return []
+        text = as_plain(text)
         ids = self._encode(text)
         if self._is_clean(ids):
             return ids

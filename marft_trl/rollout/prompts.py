@@ -9,6 +9,7 @@ off, and the ids are joined.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ from transformers.utils import get_json_schema
 
 from ..agents import AgentSpec
 from ..anonymity import renamed
-from ..episodes import Feedback, Messages, Seen, Turn
+from ..episodes import TOOL, Feedback, Messages, Seen, Turn
 from .encoding import PlainEncoder
-from .views import SEPARATOR, View, fold_system, team_view
+from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
 
 
 @dataclass(eq=False)
@@ -138,7 +139,7 @@ class PromptBuilder:
         Raises:
             ValueError: the chat template cannot render the messages, or they do not fit the model's window.
         """
-        asked: list[Query] = [Query(*query) for query in queries]
+        asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
         contents = [self._observe(query) for query in asked]
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
@@ -175,21 +176,48 @@ class PromptBuilder:
                 raise ValueError(problem)
             observation.problem = problem
             return observation
-        (shorter,) = self.build([query._replace(seen=observation.seen[1:], after=None)])
-        shorter.dropped += 1
-        return shorter
+        return self._shorter(query, observation, reserved)
+
+    def _shorter(self, query: Query, observation: Observation, reserved: int) -> Observation:
+        """What still fits, without the oldest turns: as few of them as have to go, found by halving."""
+
+        def without(count: int) -> Observation:
+            rest = query._replace(seen=_from(observation.seen, count), after=None)
+            content = self._observe(rest)
+            shown = Observation(content, self._join(content, query.functions), list(rest.seen))
+            shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
+            return shown
+
+        too_few, enough = 0, len(observation.seen)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            fits = len(without(middle).ids) + reserved <= (self._window or 0)
+            too_few, enough = (too_few, middle) if fits else (middle, enough)
+        shortest = without(enough)
+        return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
 
     def _view_of(self, agent: AgentSpec) -> View:
         return agent.view or self.view
 
     def _observe(self, query: Query) -> str | Messages:
         prompt = query.prompt
+        if query.after is not None and not isinstance(query.after.observation, str):
+            return [*query.after.observation, *self._own_messages(query, query.after)]
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         agent, seen = renamed(query.agent, query.seen, self._aliases)
         messages = self._view_of(query.agent)(agent, asked, seen)
+        if not self._renders_results:
+            messages = merge_neighbours([_without_role(message) for message in messages])
         if self._plain and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(message["content"] for message in messages)
         return fold_system(messages) if self._folds_system else messages
+
+    @staticmethod
+    def _own_messages(query: Query, turn: Turn) -> Messages:
+        """A turn that called functions, and the results, as messages."""
+        results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
+        said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
+        return [{"role": "assistant", "content": turn.raw_text}, *said]
 
     def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:
         if isinstance(observation, str):
@@ -206,9 +234,8 @@ class PromptBuilder:
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
         """The turn's own prompt and tokens as they were, then the results of its calls, as TRL puts them together."""
-        results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
-        said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
-        call = {"type": "function", "function": {"name": results[0].tool, "arguments": {}}}
+        _, *said = self._own_messages(query, turn)
+        call = {"type": "function", "function": {"name": said[0]["name"], "arguments": {}}}
         calling: Messages = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -223,12 +250,13 @@ class PromptBuilder:
         if not whole.startswith(before) or not _are_whole(pieces, len(said), mark):
             raise ValueError(
                 "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
-                f"cannot go on from its call of {results[0].tool!r}. Use a template that keeps earlier messages as "
+                f"cannot go on from its call of {said[0]['name']!r}. Use a template that keeps earlier messages as "
                 "they are (see `trl.chat_template_utils.get_training_chat_template`)."
             )
         # A turn that ended at a stop text has no end-of-turn token
         closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
-        closing = [] if closed else [self._tokenizer.eos_token_id]
+        ending = self._tokenizer.eos_token_id
+        closing = [] if closed or ending is None else [ending]
         return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
 
     def _encode_template(self, piece: str) -> list[int]:
@@ -271,6 +299,21 @@ class PromptBuilder:
             self._schemas[key] = get_json_schema(function)
         return self._schemas[key]
 
+    @functools.cached_property
+    def _renders_results(self) -> bool:
+        """Whether the template shows results of an earlier turn, whose call it knows as text alone."""
+        earlier = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "x"},
+            {"role": "tool", "name": "x", "content": "x"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "x"},
+        ]
+        try:
+            return bool(self._render(earlier))
+        except Exception:
+            return False
+
     def _renders_system(self) -> bool:
         probe = secrets.token_hex(8)
         messages = [{"role": "system", "content": probe}, {"role": "user", "content": "x"}]
@@ -278,6 +321,35 @@ class PromptBuilder:
             return probe in self._template(messages)
         except Exception:
             return False
+
+
+def _as_shown(query: Query) -> Query:
+    """A query that goes on after calls, with what the calling turn was shown: its prompt stays as it was."""
+    after = query.after
+    if after is None:
+        return query
+    start = query.seen.index(after)
+    before = [
+        item
+        for item in query.seen[:start]
+        if (item.index in after.sees if isinstance(item, Turn) else item.index in after.hears)
+    ]
+    return query._replace(seen=[*before, *query.seen[start:]])
+
+
+def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
+    """Without the oldest; results of a call that goes do not stay behind."""
+    rest = list(seen[count:])
+    while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
+        rest.pop(0)
+    return rest
+
+
+def _without_role(message: dict[str, Any]) -> dict[str, Any]:
+    """The result of a tool as a user's message, for templates that know it next to its call alone."""
+    if message["role"] != "tool":
+        return message
+    return {"role": "user", "content": f"[{TOOL}]\n{message['content']}"}
 
 
 def _unbound(function: Callable) -> Callable:

@@ -15,8 +15,11 @@ from ..episodes import Messages, Seen, Turn
 View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
 # A line like "[solver]" opens what a teammate says. The same line inside a teammate's text is quoted, so that no agent
-# can put words into another's mouth.
-_SPEAKER_LINE = re.compile(r"^([^\S\n]*\[[a-z][a-z0-9_-]{0,47}\][^\S\n]*)$", re.MULTILINE)
+# can put words into another's mouth; whatever a model may take for the end of a line is one.
+_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_SPEAKER_LINE = re.compile(
+    rf"(?:(?<=[{_BREAKS}])|\A)([^\S{_BREAKS}]*\[[A-Za-z][A-Za-z0-9_-]{{0,47}}\][^\S{_BREAKS}]*)(?=[{_BREAKS}]|\Z)"
+)
 SEPARATOR = "\n\n"
 
 

@@ -84,7 +84,7 @@ class TeamPlanning(GRPOTrainer):
             adapters=size_of(adapters),
             critic=size_of(of_critic),
             gradients=size_of(trained),
-            optimizer=optimizer_size(trained, str(self.args.optim)),
+            optimizer=optimizer_size(trained, getattr(self.args.optim, "value", self.args.optim)),
             activations=activation_size(config, tokens, scored, checkpointing, width),
             cache=cache_size(config, self._episodes_at_once(), prompt + longest, width),
         )

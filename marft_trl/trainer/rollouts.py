@@ -21,7 +21,7 @@ from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.replay import Replay
 from ..rollout.tool_calls import parse_calls
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
-from ..tools import ToolCall, ToolLimits
+from ..tools import ToolCall, ToolLimits, tool_name
 from ..transcripts import Advantage
 from ..workflows import Workflow
 from .adapters import Policies
@@ -92,6 +92,7 @@ class TeamRollouts(GRPOTrainer):
         self._dropped_turns = 0
         self._extra: Counter[str] = Counter()
         self._nodes: list[Node] = []
+        self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}  # what workflows have counted so far
 
     # ---- Episodes ----
 
@@ -132,7 +133,9 @@ class TeamRollouts(GRPOTrainer):
         for its_counts, *_ in everywhere:
             total.update(its_counts)
         count = sum(number for *_, number in everywhere)
-        for name in sorted(total):
+        mode = "train" if self.model.training else "eval"
+        self._counted[mode] |= set(total)
+        for name in sorted(self._counted[mode]):  # 0 where it did not happen this time
             metrics[name].append(total[name] / count)
         if self._uses_tools:  # under TRL's names
             calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
@@ -141,6 +144,13 @@ class TeamRollouts(GRPOTrainer):
 
     def _answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
         """Turns for all waiting requests: observe, generate, decode."""
+        undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
+        if undeclared is not None:
+            raise ValueError(
+                f"The workflow `{type(self.workflow).__name__}` gives agent {undeclared.agent!r} tools "
+                f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
+                "would be read. Set its `functions` to what it passes as `tools=`."
+            )
         observations = self._prompts.build(
             Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
         )

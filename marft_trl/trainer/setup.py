@@ -23,6 +23,7 @@ from ..configs import MARFTConfig
 from ..episodes import TOOL
 from ..rewards import environment_reward
 from ..rollout.tool_calls import check_functions, prepare_template
+from ..tools import tool_name
 from ..workflows import EnvironmentLoop, Sequential, Workflow
 from .adapters import Policies, check_adapter_config
 from .critic import Critic
@@ -192,8 +193,15 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
             knows no tools.
     """
     check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
+    of_workflow = {tool_name(function) for function in workflow.functions}
     for agent in agents:
         check_functions(agent.functions, f"agent {agent.name!r}")
+        twice = sorted(of_workflow & {tool_name(function) for function in agent.functions})
+        if twice:
+            raise ValueError(
+                f"Agent {agent.name!r} has a tool named {twice[0]!r}, and so has the workflow "
+                f"`{type(workflow).__name__}`: only one of them could be called. Rename one."
+            )
         if agent.name == TOOL:
             raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
     owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")

@@ -44,19 +44,22 @@ class TurnRewards:
     def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
         """
         Each turn's own reward `(N,)`: the sum of its agent's functions, NaN where none applied or the agent has none.
+        A turn that called tools is scored by the word that came of it, not by its call.
 
         Args:
             episodes (`Sequence[Episode]`): the episode of each turn.
             turns (`Sequence[Turn]`): turns of these episodes, or candidates for one.
         """
         rewards = torch.full((len(turns),), torch.nan)
+        words = [episode.word_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
         for agent, functions in self._functions.items():
-            mine = [index for index, turn in enumerate(turns) if turn.agent == agent]
+            mine = [index for index, word in enumerate(words) if word is not None and word.agent == agent]
             if not mine or not functions:
                 continue
-            rows = [self._row(episodes[index], turns[index]) for index in mine]
+            said = [words[index] for index in mine]
+            rows = [self._row(episodes[index], word) for index, word in zip(mine, said, strict=True)]
             with self._locally(), self._swapped(functions):
-                per_func = score(self._trainer, rows, [turns[index] for index in mine])
+                per_func = score(self._trainer, rows, said)
             rewards[mine] = team_rewards(per_func, torch.ones(len(functions), device=per_func.device)).cpu()
         return rewards
 

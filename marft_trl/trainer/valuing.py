@@ -40,8 +40,8 @@ class TeamValues(GRPOTrainer):
             (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
         ]
         observations = self._prompts.build(
-            (self._specs[agent], rollout.episodes[index].prompt, seen, self._specs[agent].functions)
-            for index, agent, seen in beyond
+            (self._specs[agent], rollout.episodes[index].prompt, seen, functions)
+            for index, agent, seen, functions in beyond
         )
         next_rows = [
             Row(
@@ -51,11 +51,11 @@ class TeamValues(GRPOTrainer):
                 completion_ids=torch.zeros(0, dtype=torch.long),
                 critic=self.critic.part_of(agent),
             )
-            for (_, agent, _), observation in zip(beyond, observations, strict=True)
+            for (_, agent, *_), observation in zip(beyond, observations, strict=True)
         ]
         self._fill_values([*rows, *next_rows])
         last_values = [0.0] * len(rollout.episodes)
-        for (index, _, _), row in zip(beyond, next_rows, strict=True):
+        for (index, *_), row in zip(beyond, next_rows, strict=True):
             last_values[index] = row.old_values[0].item()
         return last_values
 

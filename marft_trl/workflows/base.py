@@ -6,11 +6,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import re
 import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..episodes import Episode, Messages, Seen, Turn, unknown_agent
 from ..loops import run_coroutine
@@ -19,6 +20,10 @@ from ..tools import ToolCall
 
 if TYPE_CHECKING:
     from ..agents import AgentSpec
+
+
+# Names under which something other than an agent may speak: those that prompts keep agents from writing as their own.
+SPEAKER_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 
 
 class Workflow(ABC):
@@ -230,7 +235,12 @@ def rehearse(
     """
 
     async def speak(
-        episode: Episode, agent: str, seen: Sequence[Seen], functions: Sequence[Callable] = (), after: Any = None
+        episode: Episode,
+        agent: str,
+        seen: Sequence[Seen],
+        functions: Sequence[Callable] = (),
+        after: Turn | None = None,
+        order: int = 0,
     ) -> Turn:
         fed = len(episode.fed)
         await asyncio.sleep(0)  # turns that are asked for side by side do not see one another

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..episodes import EndOfEpisode, Episode, Turn
 from ..hints import did_you_mean
-from .base import Workflow, check_count, check_names, together
+from .base import SPEAKER_PATTERN, Workflow, check_count, check_names, together
 
 
 # What the loop itself calls
@@ -44,7 +44,7 @@ class Environment(Protocol):
 class EnvironmentLoop(Workflow):
     """
     Agents speak, an environment answers, until it is done or the horizon is reached. Each episode has an environment
-    object of its own. Agents see the prompt and all turns and feedback so far. In an environment without `step` there
+    object of its own (one more is made at the start, to see what it has). Agents see the prompt and all turns and feedback so far. In an environment without `step` there
     is one round, in which agents call its methods as tools.
 
     The rewards of the rounds are counted as the reward function `environment_reward`. With a critic they flow back
@@ -76,6 +76,11 @@ class EnvironmentLoop(Workflow):
         source: str = "environment",
         tools: Sequence[str] | None = None,
     ):
+        if not isinstance(source, str) or not SPEAKER_PATTERN.fullmatch(source):
+            raise ValueError(
+                f"`source` of `EnvironmentLoop` is shown as the name of a speaker: a letter followed by at most 47 "
+                f"letters, digits, '_' or '-'; got {source!r}."
+            )
         if not callable(environment):
             raise TypeError(
                 "`environment` of `EnvironmentLoop` must be a class (or a function that makes an object) with "
@@ -111,7 +116,7 @@ class EnvironmentLoop(Workflow):
             if is_done:
                 break
         if not is_done:
-            episode.cut(agents[0])
+            episode.cut(agents[0], tools=[getattr(environment, name) for name in self.tools])
         await self._finish(episode, environment, number + 1)
 
     async def _finish(self, episode: Episode, environment: Environment, rounds: int) -> None:
@@ -127,7 +132,13 @@ class EnvironmentLoop(Workflow):
 
     def _example(self) -> Any:
         """An environment to look at, since a function that makes one does not tell what it has."""
-        example = self.environment()
+        try:
+            example = self.environment()
+        except TypeError as error:
+            raise TypeError(
+                f"The environment of `EnvironmentLoop` cannot be made without arguments: {error}. Pass a function that "
+                "makes it: `EnvironmentLoop(lambda: World(size=4))`."
+            ) from error
         can_act = hasattr(example, "step") or bool(_public_methods(example))
         if not hasattr(example, "reset") or not can_act:
             lack = "`step` and methods to call as tools" if hasattr(example, "reset") else "`reset`"
@@ -162,6 +173,8 @@ class EnvironmentLoop(Workflow):
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         speakers = self.agents or list(agents)
+        if not speakers:
+            return []
         if self.side_by_side:
             return [pair for name in speakers for pair in ((name, self.source), (self.source, name))]
         chain = [*speakers, self.source, speakers[0]]
@@ -180,8 +193,9 @@ class EnvironmentLoop(Workflow):
 
 
 def _public_methods(environment: Any) -> list[str]:
-    names = [name for name in dir(environment) if not name.startswith("_")]
-    return [name for name in names if name not in _OWN_METHODS and inspect.ismethod(getattr(environment, name))]
+    """Names of the methods of its class, as TRL finds them; looking at the object could run its properties."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
 
 
 def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
@@ -192,6 +206,8 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
         ValueError: the environment has no such method.
     """
     methods = _public_methods(environment)
+    if isinstance(tools, str):
+        raise TypeError(f"`tools` of `EnvironmentLoop` must be a list of names of methods, got {tools!r}.")
     if tools is None:
         return [] if hasattr(environment, "step") else methods
     for name in tools:

@@ -107,21 +107,22 @@ class Orchestrated(Workflow):
     async def run(self, episode: Episode) -> None:
         # What it may write is what it knows its teammates by
         known = {episode.aliases.get(name, name): name for name in self._callable(episode.agents)}
-        sampled = 0
         while True:
-            decision = await episode.turn(self.orchestrator)
-            sampled += len(decision.completion_ids)
+            decision = await self._turn(episode, self.orchestrator)
             route = parse_route(decision.text, list(known))
             if route.agent is not None:
                 route = Route(known[route.agent])
             if route.problem is not None:
                 route = self._fall_back(episode, decision, route.problem)
-            if route.agent is None or self._is_over(episode, sampled):
+            if route.agent is None or self._is_over(episode):
                 break
-            episode.answer = answer = await episode.turn(route.agent)
-            sampled += len(answer.completion_ids)
-            if self._is_over(episode, sampled):
+            episode.answer = await self._turn(episode, route.agent)
+            if self._is_over(episode):
                 break
+
+    async def _turn(self, episode: Episode, agent: str) -> Turn:
+        """A turn, which may call tools as long as there are turns left."""
+        return await episode.turn(agent, rounds=self.max_turns - len(episode.turns) - 1)
 
     def _fall_back(self, episode: Episode, decision: Turn, problem: str) -> Route:
         episode.count(f"routing/{problem}")
@@ -129,10 +130,11 @@ class Orchestrated(Workflow):
             episode.earn(decision, self.penalty)
         return Route() if self.fallback == "finish" else Route(self.fallback)
 
-    def _is_over(self, episode: Episode, sampled: int) -> bool:
+    def _is_over(self, episode: Episode) -> bool:
         if len(episode.turns) >= self.max_turns:
             episode.count("routing/out_of_turns")
             return True
+        sampled = sum(len(turn.completion_ids) for turn in episode.turns)
         if self.max_tokens is not None and sampled >= self.max_tokens:
             episode.count("routing/out_of_tokens")
             return True
