@@ -41,8 +41,8 @@ class GuessNumber:
         said = turns[-1].text.strip()
         if said == str(self.number):
             return f"{said} is right.", 1.0, True
-        if not said.isdigit():
-            return "Not a number.", 0.0, False
+        if said not in tuple("1234567"):
+            return "Not a number from 1 to 7.", 0.0, False
         return f"{said} is too {'low' if int(said) < self.number else 'high'}.", 0.0, False
 
 
@@ -52,6 +52,8 @@ def guess():
             return str(draw.randint(1, 7))
         low, high = 1, 7
         for item in episode.feedback:
+            if not item.text[0].isdecimal():
+                continue
             tried = int(item.text[0])
             low, high = (max(low, tried + 1), high) if "low" in item.text else (low, min(high, tried - 1))
         return str((low + high) // 2)

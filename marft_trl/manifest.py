@@ -35,6 +35,8 @@ class TeamManifest:
             Its revision.
         versions (`dict[str, str]`):
             Versions of the packages that wrote it.
+        anonymous (`str`, *optional*):
+            `"numbered"` or `"none"` where agents know one another as `agent_1`, `agent_2`, ...
     """
 
     agents: list[AgentSpec]
@@ -43,6 +45,7 @@ class TeamManifest:
     base_model: str | None = None
     base_model_revision: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    anonymous: str | None = None
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> TeamManifest:
@@ -77,6 +80,7 @@ class TeamManifest:
             base_model=data["base_model"],
             base_model_revision=data["base_model_revision"],
             versions=data["versions"],
+            anonymous=data.get("anonymous"),
         )
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -89,6 +93,7 @@ class TeamManifest:
             "base_model": self.base_model,
             "base_model_revision": self.base_model_revision,
             "versions": {name: version(name) for name in _PACKAGES},
+            **({"anonymous": self.anonymous} if self.anonymous else {}),
         }
         path = Path(folder) / MANIFEST_NAME
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

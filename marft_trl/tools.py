@@ -63,8 +63,8 @@ class ToolLimits:
 
 # Functions that are not asynchronous run one at a time, as if called in a loop, so they need not be thread-safe.
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
-# How often in a row a function did not answer in time. After a few times it is not called any more: each call costs its
-# whole time, and other processes wait.
+# How often in a row a function did not answer in time. After a few times it is not called any more: each call costs
+# its whole time, and other processes wait.
 _STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
 MAX_STRIKES = 3
 

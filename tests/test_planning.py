@@ -52,8 +52,11 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
     assert "(what solver says)" in plan.partition("What judge is shown")[2]
     assert "(what planner says)" not in plan.partition("What judge is shown")[2]
-    rows = [len(trainer._rehearse(trainer.train_dataset[0])[1][name].ids) for name in ("planner", "solver")]
-    assert f"at most {16 * (rows[0] + 8 + rows[1] + 4):,} tokens" in plan
+    rehearsal = trainer._rehearse(trainer.train_dataset[0])
+    rows = [len(rehearsal.shown[name].ids) for name in ("planner", "solver")]
+    made_up = len(trainer._tokenizer("(what planner says)")["input_ids"])
+    assert f"at most {16 * (rows[0] + 8 + rows[1] + max(8 - made_up, 0) + 4):,} tokens" in plan
+    assert "TOO LONG" not in plan
 
 
 def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path):
@@ -62,6 +65,26 @@ def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path
     assert (
         "What actor is shown" in plan and "(not reached in the rehearsal)" in plan.partition("What actor is shown")[2]
     )
+
+
+def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
+    (_, alone), (_, second), (_, third) = trainer._rehearse(trainer.train_dataset[0]).prompts
+    assert second > alone + 90 and third > second + 90
+    trainer.model.config.max_position_embeddings = third + 50
+    assert f"a turn of judge may take {third + 100:,} tokens" in trainer.plan()
+
+
+def test_workflows_that_read_the_row_have_links_too(model_folder, tmp_path):
+    class ReadsTheRow(Workflow):
+        async def run(self, episode):
+            first = await episode.turn("reasoner" if episode.row["solution"] else "actor")
+            await episode.turn("actor", sees=[first])
+
+    trainer = team_trainer(model_folder, tmp_path, workflow=ReadsTheRow())
+    assert trainer.workflow.links(["reasoner", "actor"]) == []
+    assert "reasoner -> actor" in trainer.plan()
+    assert "n0 --> n1" in str(trainer._card("team"))
 
 
 def test_a_workflow_that_waits_for_words_is_planned_too(model_folder, tmp_path):
@@ -130,7 +153,7 @@ def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
 @pytest.mark.parametrize(("kind", "first"), [(True, "agent 1 of 2"), ("none", None)])
 def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_path, kind, first):
     trainer = team_trainer(model_folder, tmp_path, anonymous=kind, workflow=Sequential(rounds=2))
-    _, shown = trainer._rehearse({"prompt": "How many?"})
+    shown = trainer._rehearse({"prompt": "How many?"}).shown
     texts = {name: trainer._tokenizer.decode(one.ids) for name, one in shown.items()}
     for text in texts.values():
         assert not any(word in text for word in ("reasoner", "actor", "Write the"))

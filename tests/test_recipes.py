@@ -181,14 +181,17 @@ TINY = [
     *("--lora_r", "4", "--max_steps", "2", "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"),
     *("--max_completion_length", "8", "--logging_steps", "1", "--report_to", "none", "--eval_size", "2"),
     *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--num_generations_eval", "1"),
-    *("--output_dir", "out"),
+    *("--output_dir", "out", "--steps_per_generation", "1"),
 ]
 ROWS = {"math": MATH, "gsm8k": GSM8K, "deepscaler": DEEPSCALER, "deepcoder": [TACO, TACO_CALL] * 4}
 GRID = [
     ("math_duo", []),
     ("gsm8k_duo", ["--num_agents", "4"]),
-    ("deepscaler", ["--num_agents", "3", "--critic", "per_agent", "--anonymous", "numbered"]),
-    ("deepcoder", ["--num_agents", "4", "--critic", "multi_head", "--shared_adapter", "true", "--code_timeout", "2"]),
+    (
+        "deepscaler",
+        ["--num_agents", "3", "--critic", "per_agent", "--anonymous", "numbered", "--shared_adapter", "false"],
+    ),
+    ("deepcoder", ["--num_agents", "4", "--critic", "multi_head", "--credit", "per_step", "--code_timeout", "2"]),
 ]
 
 
@@ -202,7 +205,7 @@ def command(recipe, model_folder, folder, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "options"), GRID, ids=[name for name, _ in GRID])
 def test_every_recipe_runs(model_folder, tmp_path, recipe, options):
-    output = run(command(recipe, model_folder, tmp_path, "--steps_per_generation", "1", *options), tmp_path)
+    output = run(command(recipe, model_folder, tmp_path, *options), tmp_path)
     assert "train_loss" in output and "eval_reward" in output
     agents = TeamManifest.load(tmp_path / "out").agents
     assert len(agents) == int(dict(zip(options[::2], options[1::2], strict=True)).get("--num_agents", 2))
@@ -228,5 +231,7 @@ def test_the_published_settings_are_in_the_files():
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
         assert (settings["lora_r"], settings["lora_alpha"], settings["beta"]) == (32, 16, 0.1)
         assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 256
-        assert (settings["learning_rate"], settings["max_completion_length"]) == (5e-6, 8192)
+        assert settings["learning_rate"] == settings["critic_learning_rate"] == 5e-6
+        assert settings["max_completion_length"] == {"deepscaler": 8192, "deepcoder": 9216}[name]
+        assert settings["shared_adapter"] and settings["credit"] == "equal" and settings["num_train_epochs"] == 50
         assert settings["lr_scheduler_kwargs"] == {"min_lr_rate": 0.05}

@@ -22,6 +22,7 @@ from marft_trl.rewards import (
     code_reward,
     get_code_reward,
     get_coder_reward,
+    get_outcome_reward,
     get_planner_reward,
     get_solver_reward,
     get_verifier_reward,
@@ -32,6 +33,7 @@ from marft_trl.rewards import (
     run_python,
 )
 from marft_trl.rewards import answers as answers_module
+from marft_trl.rewards import code as code_module
 from marft_trl.rewards import jail as jail_module
 from marft_trl.rewards.code import pass_rate, same_output
 
@@ -113,26 +115,32 @@ def test_what_a_program_may_do():
 
 def test_two_hundred_hostile_programs_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(jail_module.tempfile, "tempdir", str(tmp_path))
-    fast = [program for program, status, _ in HOSTILE.values() if status != "timeout"]
-    programs = [fast[index % len(fast)] for index in range(200)]
-    run_python("print(1)")
+    programs = [list(HOSTILE.values())[index % len(HOSTILE)][0] for index in range(200)]
+    with ThreadPoolExecutor(1) as pool:  # a process that lives is found
+        sleeper = pool.submit(run_python, "import time; time.sleep(60)", limits=Limits(seconds=2))
+        time.sleep(1)
+        assert _jailed(tmp_path)
+        assert sleeper.result().status == "timeout"
     before = set(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(4) as pool:
         statuses = [
             outcome.status for outcome in pool.map(lambda program: run_python(program, limits=QUICK), programs)
         ]
-    assert len(statuses) == 200 and "timeout" not in statuses
+    assert len(statuses) == 200 and statuses.count("timeout") >= 3 * (200 // len(HOSTILE))
     assert not os.listdir(tmp_path)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert not [line for line in _processes() if "fence.py" in line and "marft-jail" in line]
+    assert not _jailed(tmp_path)
 
 
-def _processes():
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def _jailed(folder):
+    """Processes that work in a folder below this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
         try:
-            yield path.read_text()
+            found += [path] if str(path.readlink()).startswith(str(folder)) else []
         except OSError:
             continue
+    return found
 
 
 def test_a_machine_that_cannot_fence_in_is_refused(tmp_path, monkeypatch):
@@ -303,20 +311,33 @@ def exact(completions, solution, **kwargs):
 
 def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     plan = says("1. add\n2. halve\n3. check")
-    half = says("1. add\nthen halve")
-    turns = [[plan, says("7", 1)], [half, says("8", 1)]]
+    half = says("- add\nthen halve")
     columns = {"solution": ["7", "7"], "completions": ["x", "y"], "prompts": ["", ""]}
-    columns["answer_turn"] = [says("7", 1), says("8", 1)]
-    assert get_planner_reward(exact)(turn=[plan, half], turns=turns, **columns) == [1.0, 0.25]
-    assert get_planner_reward(exact, steps=3)(turn=[half, plan], turns=turns, **columns) == [0.5 / 3 + 0.5, 0.5]
+    columns |= {"answer_turn": [says("7", 1), says("8", 1)], "turns": [[], []]}
+    assert get_planner_reward(exact)(turn=[plan, half], **columns) == [1.0, 0.25]
+    assert get_planner_reward(exact, steps=3)(turn=[half, plan], **columns) == [0.5 / 3 + 0.5, 0.5]
     with pytest.raises(ValueError, match="a candidate turn does not have yet"):
-        get_planner_reward(exact)(turn=[plan], turns=[turns], answer_turn=[None], solution=["7"])
-    boxes = [says("\\boxed{6}"), says("6")]
-    assert get_solver_reward(exact)(turn=boxes, turns=turns, **columns) == [0.1, 0.0]
-    assert get_solver_reward(exact)(turn=[says("7"), says("7")], turns=turns, **columns) == [1.0, 1.0]
-    blocks = [says(block("1")), says("```\n1\n```")]
-    assert get_coder_reward(exact)(turn=blocks, turns=turns, **columns) == [0.1, 0.0]
-    assert get_verifier_reward(exact)(turn=[says("7"), says("8")], turns=turns, **columns) == [1.0, 0.0]
+        get_planner_reward(exact)(turn=[plan], answer_turn=[None], solution=["7"])
+    # by the episode's outcome, 1 and 0; nothing without the form
+    assert get_solver_reward(exact)(turn=[says("\\boxed{6}")] * 2, **columns) == [1.0, 0.1]
+    assert get_solver_reward(exact)(turn=[says("7"), says("7")], **columns) == [0.0, 0.0]
+    assert get_coder_reward(exact)(turn=[says(block("1")), says("```\n1\n```")], **columns) == [1.0, 0.0]
+    assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
+    assert get_outcome_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
+    candidates = {**columns, "answer_turn": [None, None]}
+    assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **candidates) == [0.0, 1.0]
+
+
+def test_a_program_runs_once_for_its_tests_however_many_ask(monkeypatch):
+    runs = []
+    monkeypatch.setattr(code_module, "run_python", lambda *a, **k: runs.append(a) or run_python(*a, **k))
+    reward = get_code_reward(seconds=1)
+    completions = [block("print(3)")] * 3 + [block("print(7)")]
+    assert [reward(completions, [ADD] * 4) for _ in range(2)] == [[0.5, 0.5, 0.5, 0.5]] * 2
+    assert len(runs) == 4  # two programs, two tests
+    hangs = block("while True: pass")
+    assert reward([hangs], [{"inputs": ["a"] * 9, "outputs": ["a"] * 9}]) == [0.0]
+    assert len(runs) == 6
 
 
 def test_mathematics_in_the_background_has_a_time_limit():

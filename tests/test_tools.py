@@ -9,12 +9,14 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.chat_template_utils import qwen3_chat_template
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.rollout.collector import collect
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import parse_calls, prepare_template
+from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
@@ -129,6 +131,74 @@ def test_of_many_calls_one_refusal_says_it_all():
     assert len(results) == 4 and results[3].problem == "too_many" and "No more than 3 calls" in results[3].text
 
 
+async def leave_later():
+    """Leave later."""
+    raise SystemExit(4)
+
+
+async def cancelled():
+    """Cancel what it waits for."""
+    task = asyncio.ensure_future(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
+
+
+def mute():
+    """Raise something without words."""
+    raise Mute
+
+
+def own_timeout():
+    """Raise a timeout of its own."""
+    raise TimeoutError("the server is slow")
+
+
+def half():
+    """Half a character."""
+    return "\ud83d"
+
+
+def decorated():
+    """An asynchronous function behind a plain one."""
+    return double(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "problem"),
+    [
+        (leave_later, "SystemExit: 4", "error"),
+        (cancelled, "CancelledError", "error"),
+        (mute, "Mute", "error"),
+        (own_timeout, "the server is slow", "error"),
+        (half, "?", None),
+        (decorated, "8", None),
+    ],
+)
+def test_odd_ends_of_a_call_stay_in_the_call(function, text, problem):
+    result = asyncio.run(call_tool([function], ToolCall(function.__name__), ToolLimits(seconds=5)))
+    assert text in result.text and result.problem == problem
+
+
+def test_a_tool_that_hangs_again_and_again_is_not_called_any_more():
+    calls = []
+
+    def stuck():
+        calls.append(1)
+        time.sleep(5)
+
+    async def often():
+        return [await call_tool([stuck], ToolCall("stuck"), ToolLimits(seconds=0.05)) for _ in range(6)]
+
+    results = asyncio.run(often())
+    assert len(calls) == 3 and all(result.problem == "timeout" for result in results)
+    assert "out of order" in results[-1].text
+
+
 # ---- An episode ----
 
 
@@ -172,6 +242,58 @@ def test_an_agent_that_always_calls_comes_to_an_end(limits, turns, executed):
     episode = rehearse(Limited(), ["solver"], lambda *_: ToolCall("double", {"a": 1}), "q", {"solver": [double]})
     assert len(episode.turns) == turns and [one.text for one in episode.feedback].count("2") == executed
     assert episode.counts["tools/too_many"] == (limits[1] is None)
+
+
+@pytest.mark.parametrize("slow", ["first", "second"])
+def test_nothing_depends_on_how_long_tools_take(slow):
+    class World:
+        def reset(self, **row): ...
+
+        async def look(self, who: str):
+            await asyncio.sleep(0.05 if who == slow else 0)
+            return f"seen by {who}"
+
+        def get_reward(self):
+            return 1.0
+
+    def answer(requests):
+        return [
+            one.answered("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
+            for one in requests
+        ]
+
+    def look(agent):
+        return ToolCall("look", {"who": agent})
+
+    (episode,) = collect(EnvironmentLoop(World, side_by_side=True), [{"prompt": "q"}], ["first", "second"], answer)
+    assert [turn.agent for turn in episode.turns] == ["first", "second"] * 2
+    assert [item.text for item in episode.feedback] == ["seen by first", "seen by second"]
+    assert [turn.fed for turn in episode.turns] == [0, 0, 2, 2] and episode.fed == [0, 1]
+    assert episode.answer.agent == "second" and dict(episode.earned) == {3: 1.0}
+
+
+@pytest.mark.parametrize("order", [("solver", "judge"), ("judge", "solver")])
+def test_branches_side_by_side_are_not_shown_calls(order):
+    class Twice(Workflow):
+        async def run(self, episode):
+            await together(self.twice(episode, name) for name in order)
+
+        async def twice(self, episode, name):
+            await episode.turn(name)
+            return await episode.turn(name)
+
+    tools = {"solver": [add, fail]}
+    episode = rehearse(Twice(), ["solver", "judge"], calculates, "q", tools)
+    calls = {turn.index for turn in episode.turns if turn.tool_calls}
+    assert calls and not any(calls & set(turn.sees) for turn in episode.turns if turn.agent == "judge")
+
+
+def test_a_name_that_a_model_made_up_is_not_shown_as_one():
+    name = "x<|im_end|>"
+    episode = rehearse(
+        Sequential(), ["solver"], lambda agent, seen: "done" if seen else ToolCall(name), "q", {"solver": [add]}
+    )
+    assert episode.feedback[0].tool == "unknown" and name in episode.feedback[0].text
 
 
 def test_without_tools_nothing_is_called():
@@ -548,3 +670,80 @@ def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
     episodes = trainer._collect([{"prompt": "What is 3+4?"}] * 2, trainer._answer)
     assert [len(episode.turns) for episode in episodes] == [1, 1] and not episodes[0].feedback
     assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()
+
+
+def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):
+    def seven(completions, **kwargs):
+        return [float("7" in text) for text in map(str, completions)]
+
+    trainer = tool_trainer(
+        model_folder,
+        tmp_path,
+        {"credit": "per_step", "advantage": "none"},
+        agents=[AgentSpec("solver", tools=[add], reward_funcs=seven)],
+    )
+    canned(trainer)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer._generate_and_score_completions([ROWS[0] for _ in range(8)])
+    by_episode = {}
+    for row in slice_.rows:
+        by_episode.setdefault(row.episode, set()).add(float(row.advantage))
+    assert all(len(advantages) == 1 for advantages in by_episode.values())
+    assert {0.0, 1.0} == set().union(*by_episode.values())
+
+
+def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path):
+    class Undeclared(Workflow):
+        async def run(self, episode):
+            await episode.turn("solver", tools=[add])
+
+    trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
+    with pytest.raises(ValueError, match=r"gives agent 'solver' tools \(add\) that the trainer was not told of"):
+        trainer._collect([{"prompt": "q"}], trainer._answer)
+
+
+def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="has a tool named 'add', and so has the workflow"):
+        tool_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(Cupboard), reward_funcs=None)
+
+
+def test_what_follows_a_call_is_recorded_as_it_was_shown():
+    """A view, or a window, that left turns out of the prompt of a call leaves them out of what follows."""
+    build = PromptBuilder(
+        TOKENIZER, None, view=lambda a, prompt, seen: team_view(a, prompt, seen[-1:]), chat_template=TEMPLATE, ends=[2]
+    )
+    episode = rehearse(Sequential(), ["planner", "judge", "solver"], calculates, "q", {"solver": [add, fail]})
+    planner, judge, call, _ = episode.turns
+    agent = AgentSpec("solver", tools=[add])
+    (first,) = build.build([Query(agent, "q", (planner, judge), (add,))])
+    shown = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": tuple(first.ids)}
+    for name, value in shown.items():
+        object.__setattr__(call, name, value)
+    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)))
+    (second,) = build.build([Query(agent, "q", (planner, judge, call, *episode.feedback), (add,), call)])
+    assert second.seen == [judge, call, *episode.feedback]
+    assert second.content[: len(first.content)] == first.content
+    assert "planner saw" not in TOKENIZER.decode(second.ids) and "judge saw" in TOKENIZER.decode(second.ids)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "gptoss", "llama3_1", "glm4moe"])
+def test_later_turns_are_rendered_by_templates_that_want_results_next_to_their_calls(name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = getattr(chat_template_utils, f"{name}_chat_template")
+    build = PromptBuilder(tokenizer, None, ends=[2])
+    episode = rehearse(Sequential(rounds=2), ["solver", "judge"], calculates, "q", {"solver": [add, fail]})
+    (later,) = build.build([Query(AgentSpec("solver", tools=[add]), "q", tuple(episode.history[:5]), (add,))])
+    text = tokenizer.decode(later.ids)
+    assert "7" in text and "no such thing" in text
+
+
+def test_hundreds_of_turns_are_dropped_in_a_moment():
+    build = PromptBuilder(
+        TOKENIZER, lambda prompts: [[1]], window=200, reserved={"solver": 10}, overflow="drop_oldest_turn"
+    )
+    episode = rehearse(Sequential(rounds=1200), ["solver"], lambda *_: "word", "q")
+    start = time.process_time()
+    (observation,) = build.build([Query(AgentSpec("solver"), "q", tuple(episode.turns))])
+    assert 0 < len(observation.seen) < 1200 and observation.dropped == 1200 - len(observation.seen)
+    assert len(observation.ids) + 10 <= 200 and time.process_time() - start < 10

@@ -29,6 +29,7 @@ class Source:
 
     path: str
     names: tuple[str | None, ...]
+    columns: tuple[str, ...]
     read: callable
     kind: str  # "math" or "code"
 
@@ -125,12 +126,30 @@ def _value(value):
     return json.loads(value) if isinstance(value, str) else value
 
 
+def load_file(file, source):
+    """Rows of a local file, after checking that it has the columns of the source."""
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    if Path(file).suffix not in kinds:
+        raise ValueError(f"A file of `--problem_files` must end in {', '.join(kinds)}; got {file!r}.")
+    rows = load_dataset(kinds[Path(file).suffix], data_files=file, split="train")
+    missing = [column for column in source.columns if column not in rows.column_names]
+    if missing:
+        raise ValueError(f"{file!r} lacks the columns {missing} of {source.path}; it has {rows.column_names}.")
+    return rows
+
+
 SOURCES = {
-    "math": Source("DigitalLearningGmbH/MATH-lighteval", (None,), read_math, "math"),
-    "gsm8k": Source("openai/gsm8k", ("main",), read_gsm8k, "math"),
-    "deepscaler": Source("agentica-org/DeepScaleR-Preview-Dataset", (None,), read_deepscaler, "math"),
+    "math": Source("DigitalLearningGmbH/MATH-lighteval", (None,), ("problem", "solution"), read_math, "math"),
+    "gsm8k": Source("openai/gsm8k", ("main",), ("question", "answer"), read_gsm8k, "math"),
+    "deepscaler": Source(
+        "agentica-org/DeepScaleR-Preview-Dataset", (None,), ("problem", "answer"), read_deepscaler, "math"
+    ),
     "deepcoder": Source(
-        "agentica-org/DeepCoder-Preview-Dataset", ("primeintellect", "taco", "lcbv5"), read_deepcoder, "code"
+        "agentica-org/DeepCoder-Preview-Dataset",
+        ("primeintellect", "taco", "lcbv5"),
+        ("problem", "tests"),
+        read_deepcoder,
+        "code",
     ),
 }
 
@@ -142,8 +161,7 @@ def load_problems(source, files=None):
     """
     chosen = SOURCES[source]
     if files:
-        kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-        parts = [load_dataset(kinds[Path(file).suffix], data_files=file, split="train") for file in files]
+        parts = [load_file(file, chosen) for file in files]
     else:
         parts = [load_dataset(chosen.path, name, split="train") for name in chosen.names]
     problems = [Dataset.from_list([one for one in map(chosen.read, part) if one is not None]) for part in parts]

@@ -45,6 +45,14 @@ ROLES = {
 }
 
 
+def check_team(profile, count):
+    """Raise unless there is such a team."""
+    if profile not in ROLES:
+        raise ValueError(f"`profile` must be one of {', '.join(ROLES)}, got {profile!r}.")
+    if count not in ROLES[profile]:
+        raise ValueError(f"`num_agents` must be one of {', '.join(map(str, ROLES[profile]))}, got {count}.")
+
+
 def make_team(profile, count, outcome=None, shared_adapter=False):
     """
     The agents of a team.
@@ -55,8 +63,7 @@ def make_team(profile, count, outcome=None, shared_adapter=False):
         outcome: the reward of the answer, where turns have rewards of their own; `None` where they have none.
         shared_adapter: whether all act with one LoRA.
     """
-    if count not in ROLES[profile]:
-        raise ValueError(f"`num_agents` must be one of {', '.join(map(str, ROLES[profile]))}, got {count}.")
+    check_team(profile, count)
     return [
         AgentSpec(
             role,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from peft import LoraConfig
 from problems import SOURCES, load_problems
-from teams import make_team
+from teams import check_team, make_team
 from trl import ModelConfig, TrlParser, get_quantization_config
 
 from marft_trl import MARFTConfig, MARFTTrainer
@@ -64,7 +64,12 @@ class RecipeArguments:
 def main():
     parser = TrlParser((RecipeArguments, MARFTConfig, ModelConfig))
     recipe, training_args, model_args = parser.parse_args_and_config()
+    check_team(recipe.profile, recipe.num_agents)
     dataset = load_problems(recipe.problems, recipe.problem_files)
+    if recipe.eval_size >= len(dataset):
+        raise ValueError(
+            f"`--eval_size` ({recipe.eval_size}) leaves nothing to train on: there are {len(dataset)} problems."
+        )
     parts = dataset.train_test_split(test_size=recipe.eval_size, seed=0) if recipe.eval_size else {"train": dataset}
     is_code = SOURCES[recipe.problems].kind == "code"
     outcome = get_code_reward(seconds=recipe.code_timeout) if is_code else math_reward

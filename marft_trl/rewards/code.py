@@ -14,6 +14,10 @@ from .texts import last_text
 
 
 _LANGUAGES = ("python", "python3", "py")
+# Tests a program may hang in before the rest of them count as failed
+_MOST_TIMEOUTS = 2
+# Programs whose pass rates are kept
+_MOST_KNOWN = 4096
 
 
 def last_python_block(text: str) -> str | None:
@@ -46,6 +50,7 @@ def get_code_reward(
 
     Args:
         seconds (`float`, *optional*, defaults to `10.0`): wall-clock time of a test; of all together for a function.
+            A program that hangs in two tests is not run on the others, which count as failed.
         memory (`int`, *optional*): bytes that a program may use.
         workers (`int`, *optional*, defaults to `4`): programs that run at once.
         strict (`bool`, *optional*, defaults to `True`): whether to refuse to run where the machine cannot fence in.
@@ -54,18 +59,30 @@ def get_code_reward(
         for a row without tests.
     """
     limits = Limits(seconds=seconds, memory=memory, strict=strict)
+    known: dict[tuple, float | None] = {}  # several reward functions may ask for the same
 
     def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
         programs = [last_python_block(last_text(completion)) for completion in completions]
+        texts = [its if isinstance(its, str) else json.dumps(its) for its in tests]
+        jobs = list(zip(programs, texts, strict=True))
+        fresh = [job for job in dict.fromkeys(jobs) if job not in known]
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda program, its: pass_rate(program, its, limits), programs, tests))
+            rates = pool.map(lambda job: pass_rate(job[0], json.loads(job[1]), limits), fresh)
+            known.update(zip(fresh, rates, strict=True))
+        answers = [known[job] for job in jobs]
+        for job in list(known)[:-_MOST_KNOWN]:
+            del known[job]
+        return answers
 
     return code_reward
 
 
 def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """[`get_code_reward`] with its defaults."""
-    return get_code_reward()(completions, tests)
+    return _DEFAULT(completions, tests)
+
+
+_DEFAULT = get_code_reward()
 
 
 def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> float | None:
@@ -89,11 +106,13 @@ def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> 
             for one, output in zip(returned, outputs, strict=False)
         ]
     else:
-        ended = [run_python(program, stdin=text, limits=limits) for text in inputs]
-        right = [
-            outcome.status == "ok" and same_output(outcome.stdout, output)
-            for outcome, output in zip(ended, outputs, strict=True)
-        ]
+        right, hung = [], 0
+        for text, output in zip(inputs, outputs, strict=True):
+            outcome = run_python(program, stdin=text, limits=limits)
+            right.append(outcome.status == "ok" and same_output(outcome.stdout, output))
+            hung += outcome.status == "timeout"
+            if hung >= _MOST_TIMEOUTS:
+                break
     return sum(right) / len(inputs)
 
 

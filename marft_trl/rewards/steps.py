@@ -16,24 +16,23 @@ from .math import boxed
 
 
 Reward = Callable[..., Sequence["float | None"]]
-_NUMBERED = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.)]|[Ss]tep \d{1,3})", re.MULTILINE)
+_STEP = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.):]|[Ss]tep \d{1,3}|[-*\u2022][ \t])", re.MULTILINE)
 
 
 def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     """
-    Half for a plan of at least `steps` numbered steps, in proportion if it has fewer, half for the episode's outcome.
+    Half for a plan of at least `steps` steps (numbered or bulleted lines), in proportion if it has fewer, half for the
+    episode's outcome.
 
     Args:
         outcome (`Callable`): scores the turn that answers for the team, in TRL's signature.
-        steps (`int`, *optional*, defaults to `2`): numbered steps that are enough; MARFT v2 has 2 for mathematics and
-            3 for code.
+        steps (`int`, *optional*, defaults to `2`): steps that are enough; MARFT v2 has 2 for mathematics and 3 for
+            code.
     """
 
-    def planner_reward(
-        turn: Sequence[Turn], answer_turn: Sequence[Turn | None], turns: Any = None, **columns: Any
-    ) -> list[float | None]:
-        plans = [min(len(_NUMBERED.findall(one.text)) / steps, 1.0) for one in turn]
-        ends = _outcomes(outcome, _answers(answer_turn, "planner"), columns)
+    def planner_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
+        plans = [min(len(_STEP.findall(one.text)) / steps, 1.0) for one in turn]
+        ends = _outcomes(outcome, _answers(columns, "planner"), columns)
         return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
 
     return planner_reward
@@ -42,49 +41,54 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
 def get_outcome_reward(outcome: Reward) -> Reward:
     """The episode's outcome, for agents whose own words cannot be scored, such as a reflector's."""
 
-    def outcome_reward(
-        answer_turn: Sequence[Turn | None], turns: Any = None, turn: Any = None, **columns: Any
-    ) -> list[float | None]:
-        return list(_outcomes(outcome, _answers(answer_turn, "outcome"), columns))
+    def outcome_reward(**columns: Any) -> list[float | None]:
+        return list(_outcomes(outcome, _answers(columns, "outcome"), columns))
 
     return outcome_reward
 
 
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
-    """The outcome of the turn itself, at least `floor` where it has a `\\boxed{}` answer."""
+    """The episode's outcome, at least `floor`, where the turn has a `\\boxed{}` answer; 0 where it has none."""
 
     def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _at_least(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
+        return _if_formed(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
 
     return solver_reward
 
 
 def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
-    """The outcome of the turn itself, at least `floor` where it has a Python block."""
+    """The episode's outcome, at least `floor`, where the turn has a Python block; 0 where it has none."""
 
     def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _at_least(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
+        return _if_formed(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
 
     return coder_reward
 
 
 def get_verifier_reward(outcome: Reward) -> Reward:
-    """The outcome of the turn itself."""
+    """The episode's outcome."""
 
     def verifier_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return list(_outcomes(outcome, turn, columns))
+        return list(_outcomes(outcome, _answers_or_own(turn, columns), columns))
 
     return verifier_reward
 
 
-def _at_least(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:
-    ends = _outcomes(outcome, turn, columns)
-    return [max(end, floor) if holds and end is not None else end for end, holds in zip(ends, has_form, strict=True)]
+def _if_formed(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:
+    ends = _outcomes(outcome, _answers_or_own(turn, columns), columns)
+    return [
+        None if end is None else max(end, floor) if holds else 0.0 for end, holds in zip(ends, has_form, strict=True)
+    ]
 
 
-def _answers(answer_turn: Sequence[Turn | None], whose: str) -> list[Turn]:
-    answers = [one for one in answer_turn if one is not None]
-    if len(answers) < len(answer_turn):
+def _answers_or_own(turn: Sequence[Turn], columns: dict[str, Any]) -> list[Turn]:
+    """The turns that answer for the team; a candidate, whose episode has no answer yet, for itself."""
+    return [own if answer is None else answer for own, answer in zip(turn, columns["answer_turn"], strict=True)]
+
+
+def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
+    answers = [one for one in columns["answer_turn"] if one is not None]
+    if len(answers) < len(columns["answer_turn"]):
         raise ValueError(
             f"The {whose} reward needs the answer of the episode, which a candidate turn does not have yet. With "
             "`advantage='turn'` set `own_reward_weight=0`, or give the agent a reward of its own words alone."

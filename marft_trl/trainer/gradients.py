@@ -70,7 +70,8 @@ def split_groups(
     Split the optimizer's parameter groups by adapter, in place, before its first step.
 
     Groups come in the order of the adapters' names, whatever the order of the agents, so that the state of an
-    optimizer (kept by position) finds its adapter again.
+    optimizer (kept by position) finds its adapter again; the critic's come last, since the first one's learning rate
+    is what the Trainer logs.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -81,7 +82,7 @@ def split_groups(
             Learning rate of each adapter, where it has its own.
     """
     groups = []
-    for adapter in sorted(adapters):
+    for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
         own = {id(parameter) for parameter in adapters[adapter].values()}
         for group in optimizer.param_groups:
             parameters = [parameter for parameter in group["params"] if id(parameter) in own]

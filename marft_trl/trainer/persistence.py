@@ -43,6 +43,7 @@ class TeamPersistence(GRPOTrainer):
             adapters={name: {"folder": name, "trained": name in self.policies.trained} for name in names},
             base_model=None if not base or os.path.isdir(base) else base,
             base_model_revision=(self.args.model_init_kwargs or {}).get("revision"),
+            anonymous=self.anonymous,
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -79,7 +80,7 @@ class TeamPersistence(GRPOTrainer):
             tags=[*tags, *self._tag_names],
             figures=figures,
             max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
-            picture=self.workflow.mermaid([agent.name for agent in self.agents]),
+            picture=self.workflow.mermaid([agent.name for agent in self.agents], self._links()),
         )
 
     def _get_train_sampler(self, dataset: Dataset | None = None):

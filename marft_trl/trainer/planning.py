@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trl import GRPOTrainer
@@ -18,12 +19,31 @@ from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.transformers_generator import Sampling
 from ..transcripts import messages_as_text
 from ..workflows import Workflow
+from ..workflows.base import turn_links
 from .adapters import Policies
 from .memory import MemoryPlan, activation_size, cache_size, optimizer_size, size_of
+from .setup import context_window
 
 
 # Turns after which a rehearsal with made-up replies is ended: a loop may wait for words that never come.
 _LONGEST_REHEARSAL = 64
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """
+    An episode with made-up replies.
+
+    Args:
+        episode ([`Episode`]): its turns.
+        shown (`dict[str, Observation]`): what each agent was shown first.
+        prompts (`list[tuple[str, int]]`): for each turn its agent, and how many tokens it would be shown if all turns
+            it sees were as long as they may be.
+    """
+
+    episode: Episode
+    shown: dict[str, Observation]
+    prompts: list[tuple[str, int]]
 
 
 class TeamPlanning(GRPOTrainer):
@@ -34,6 +54,7 @@ class TeamPlanning(GRPOTrainer):
     critic: Any
     policies: Policies
     workflow: Workflow
+    _aliases: dict[str, str]
     _collect: Callable[..., list[Episode]]
     _prompts: PromptBuilder
     _samplings: dict[str, Sampling]
@@ -45,12 +66,13 @@ class TeamPlanning(GRPOTrainer):
         memory, and what each agent is shown on the first row of the dataset, with made-up replies of its teammates.
         Nothing is generated or trained.
         """
-        row = next(iter(self.train_dataset))
-        episode, shown = self._rehearse(row)
+        rehearsal = self._rehearse(next(iter(self.train_dataset)))
+        episode, shown = rehearsal.episode, rehearsal.shown
+        links = [f"{start} -> {end}" for start, end in self._links(rehearsal)]
         parts = {
             "Team": [self._describe(agent) for agent in self.agents],
-            f"Workflow: {type(self.workflow).__name__}": self._describe_links(),
-            "Batches": self._describe_batches(episode, shown),
+            f"Workflow: {type(self.workflow).__name__}": links or ["(nobody is shown another's words)"],
+            "Batches": self._describe_batches(rehearsal),
             "Memory of a process (activations are an estimate)": str(self.memory_plan()).splitlines(),
         }
         lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
@@ -64,19 +86,19 @@ class TeamPlanning(GRPOTrainer):
         """The memory that this process needs, part by part."""
         adapters = [p for name in self.policies.names for p in self.policies.parameters(name).values()]
         adapters = adapters if self.policies.has_adapters else []
-        of_critic = (
-            [p for part in self.critic.parts for p in self.critic.parameters(part).values()] if self.critic else []
-        )
+        critics = self.critic.parts if self.critic is not None else []
+        of_critic = [parameter for part in critics for parameter in self.critic.parameters(part).values()]
         apart = {id(tensor) for tensor in [*adapters, *of_critic]}
         model = self.accelerator.unwrap_model(self.model)
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
         trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self.args.bf16 or self.args.fp16 else 4
-        longest = max(sampling.max_completion_length for sampling in self._samplings.values())
         rows = self.args.per_device_train_batch_size
-        prompt = max(len(one.ids) for one in self._rehearse(next(iter(self.train_dataset)))[1].values())
-        tokens = min(rows * (prompt + longest), self.args.max_tokens_per_micro_batch or rows * (prompt + longest))
+        prompts = self._rehearse(next(iter(self.train_dataset))).prompts
+        longest = max(sampling.max_completion_length for sampling in self._samplings.values())
+        turn = max(prompt + self._samplings[agent].max_completion_length for agent, prompt in prompts)
+        tokens = min(rows * turn, self.args.max_tokens_per_micro_batch or rows * turn)
         scored = min(rows * longest, tokens)
         checkpointing = bool(self.args.gradient_checkpointing)
         return MemoryPlan(
@@ -84,17 +106,17 @@ class TeamPlanning(GRPOTrainer):
             adapters=size_of(adapters),
             critic=size_of(of_critic),
             gradients=size_of(trained),
-            optimizer=optimizer_size(trained, getattr(self.args.optim, "value", self.args.optim)),
+            optimizer=optimizer_size(trained, str(getattr(self.args.optim, "value", self.args.optim))),
             activations=activation_size(config, tokens, scored, checkpointing, width),
-            cache=cache_size(config, self._episodes_at_once(), prompt + longest, width),
+            cache=cache_size(config, self._episodes_at_once(), turn, width),
         )
 
     def _episodes_at_once(self) -> int:
         return self.args.per_device_train_batch_size * self.args.steps_per_generation
 
-    def _rehearse(self, row: dict[str, Any]) -> tuple[Episode, dict[str, Observation]]:
-        """An episode with made-up replies, and what each agent was shown first."""
+    def _rehearse(self, row: dict[str, Any]) -> Rehearsal:
         shown: dict[str, Observation] = {}
+        prompts: list[tuple[str, int]] = []
 
         def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
             built = self._prompts.build(
@@ -102,14 +124,38 @@ class TeamPlanning(GRPOTrainer):
             )
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
+                prompts.append((request.agent, self._longest(observation)))
             if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
-            return [one.answered(f"(what {self._aliases.get(one.agent, one.agent)} says)") for one in requests]
+            return [one.answered(self._made_up(one.agent)) for one in requests]
 
         (episode,) = self._collect([row], answer)
         rest = [agent for agent in self.agents if agent.name not in shown]
         alone = self._prompts.build(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
-        return episode, {**shown, **{agent.name: one for agent, one in zip(rest, alone, strict=True)}}
+        shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
+        return Rehearsal(episode, shown, prompts)
+
+    def _made_up(self, agent: str) -> str:
+        return f"(what {self._aliases.get(agent, agent)} says)"
+
+    def _longest(self, observation: Observation) -> int:
+        """Tokens of an observation if the turns in it were as long as they may be."""
+        longer = 0
+        for item in observation.seen:
+            if isinstance(item, Turn):
+                made_up = len(self._tokenizer(item.text, add_special_tokens=False)["input_ids"])
+                longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
+        return len(observation.ids) + longer
+
+    def _links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
+        """Who sees whom: as the workflow says, or as it is in a rehearsal on the first row."""
+        pairs = self.workflow.links([agent.name for agent in self.agents])
+        if pairs or len(self.agents) == 1:
+            return pairs
+        try:
+            return turn_links((rehearsal or self._rehearse(next(iter(self.train_dataset)))).episode.turns)
+        except Exception:  # a picture is not worth a run
+            return []
 
     def _describe(self, agent: AgentSpec) -> str:
         sampling = self._samplings[agent.name]
@@ -122,29 +168,36 @@ class TeamPlanning(GRPOTrainer):
         facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []
         return f"{agent.name}: {'; '.join(facts)}"
 
-    def _describe_links(self) -> list[str]:
-        pairs = self.workflow.links([agent.name for agent in self.agents])
-        return [f"{start} -> {end}" for start, end in pairs] or ["(who sees whom depends on the episode)"]
-
-    def _describe_batches(self, episode: Episode, shown: dict[str, Observation]) -> list[str]:
+    def _describe_batches(self, rehearsal: Rehearsal) -> list[str]:
         args, processes = self.args, self.accelerator.num_processes
         episodes = self._episodes_at_once() * processes
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
-        turns = Counter(turn.agent for turn in episode.turns)
-        trained = [agent.name for agent in self.agents if agent.trainable]
+        turns = Counter(turn.agent for turn in rehearsal.episode.turns)
+        trained = {agent.name for agent in self.agents if agent.trainable}
         rows = sum(turns[name] for name in trained)
-        longest = sum(
-            turns[name] * (len(shown[name].ids) + self._samplings[name].max_completion_length) for name in trained
-        )
+        lengths = [(name, prompt + self._samplings[name].max_completion_length) for name, prompt in rehearsal.prompts]
+        longest = sum(length for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
         return [
             f"{episodes} episodes are generated at once: {episodes // args.num_generations} prompts x "
             f"{args.num_generations} episodes, on {processes} process{'es' if processes > 1 else ''}",
-            f"{len(episode.turns)} turns in an episode, as rehearsed: {by_agent}",
+            f"{len(rehearsal.episode.turns)} turns in an episode, as rehearsed: {by_agent}",
             f"{per_step} episodes in an optimizer step: {per_step * rows} training rows, at most "
-            f"{per_step * longest:,} tokens with prompts as rehearsed",
+            f"{per_step * longest:,} tokens, with every turn as long as it may be",
+            *self._describe_window(lengths),
             f"micro-batches of at most {args.per_device_train_batch_size} rows"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
             f"each episode is used {args.num_iterations} time{'s' if args.num_iterations > 1 else ''}; {length}",
+        ]
+
+    def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
+        """A warning where a turn may outgrow the model's window."""
+        window = context_window(self.model)
+        name, length = max(lengths, key=lambda one: one[1])
+        if window is None or length <= window:
+            return []
+        return [
+            f"TOO LONG: a turn of {name} may take {length:,} tokens with what it is shown, the model's window is "
+            f"{window:,}; context_overflow={self.args.context_overflow!r} says what happens then"
         ]

@@ -56,7 +56,7 @@ class TurnRewards:
             mine = [index for index, word in enumerate(words) if word is not None and word.agent == agent]
             if not mine or not functions:
                 continue
-            said = [words[index] for index in mine]
+            said = [word for word in (words[index] for index in mine) if word is not None]
             rows = [self._row(episodes[index], word) for index, word in zip(mine, said, strict=True)]
             with self._locally(), self._swapped(functions):
                 per_func = score(self._trainer, rows, said)

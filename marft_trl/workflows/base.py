@@ -31,7 +31,7 @@ class Workflow(ABC):
     Base class of workflows. Subclass it and write `run` as plain Python control flow:
 
     ```python
-    class UntilApproved(Workflow):
+    class Redraft(Workflow):
         async def run(self, episode):
             draft = await episode.turn("writer")
             review = await episode.turn("critic", sees=[draft])
@@ -113,17 +113,18 @@ class Workflow(ABC):
             turns = rehearse(self, agents, lambda agent, seen: next(replies)).turns
         except Exception:  # it needs columns, an environment or real replies
             return []
-        return _reduced(turns)
+        return turn_links(turns)
 
-    def mermaid(self, agents: Sequence[str] = ()) -> str:
+    def mermaid(self, agents: Sequence[str] = (), links: Sequence[tuple[str, str]] | None = None) -> str:
         """
         The workflow as a [Mermaid](https://mermaid.js.org) flowchart, as Markdown viewers draw it.
 
         Args:
             agents (`Sequence[str]`, *optional*): names of the team's agents; those the workflow names unless given.
+            links (`Sequence[tuple[str, str]]`, *optional*): who is shown to whom; [`links`] unless given.
         """
         names = list(agents) or self.named_agents()
-        pairs = self.links(names)
+        pairs = self.links(names) if links is None else list(links)
         nodes = list(dict.fromkeys([node for pair in pairs for node in pair] or names))
         keys = {node: f"n{index}" for index, node in enumerate(nodes)}
         boxes = [f'    {keys[node]}["{_label(node)}"]' for node in nodes]
@@ -140,8 +141,8 @@ def _label(name: str) -> str:
     return "".join(char if char.isalnum() or char in " _-." else "_" for char in name)
 
 
-def _reduced(turns: Sequence[Turn]) -> list[tuple[str, str]]:
-    """Links between turns, without those that a longer way makes plain."""
+def turn_links(turns: Sequence[Turn]) -> list[tuple[str, str]]:
+    """Who is shown to whom among the turns of an episode, without links that a longer way makes plain."""
     counts = Counter(turn.agent for turn in turns)
     spoken: Counter[str] = Counter()
     names: list[str] = []
@@ -228,7 +229,7 @@ def rehearse(
     Example:
 
     ```python
-    >>> episode = rehearse(UntilApproved(), ["writer", "critic"], lambda agent, seen: "OK")
+    >>> episode = rehearse(Redraft(), ["writer", "critic"], lambda agent, seen: "OK")
     >>> [turn.agent for turn in episode.turns]
     ['writer', 'critic']
     ```

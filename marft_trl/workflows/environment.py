@@ -44,8 +44,8 @@ class Environment(Protocol):
 class EnvironmentLoop(Workflow):
     """
     Agents speak, an environment answers, until it is done or the horizon is reached. Each episode has an environment
-    object of its own (one more is made at the start, to see what it has). Agents see the prompt and all turns and feedback so far. In an environment without `step` there
-    is one round, in which agents call its methods as tools.
+    object of its own; one more is made at the start, to see what it has. Agents see the prompt and all turns and
+    feedback so far. In an environment without `step` there is one round, in which agents call its methods as tools.
 
     The rewards of the rounds are counted as the reward function `environment_reward`. With a critic they flow back
     through GAE from the round that earned them, and where the horizon ends an episode the critic values what the first
@@ -136,8 +136,8 @@ class EnvironmentLoop(Workflow):
             example = self.environment()
         except TypeError as error:
             raise TypeError(
-                f"The environment of `EnvironmentLoop` cannot be made without arguments: {error}. Pass a function that "
-                "makes it: `EnvironmentLoop(lambda: World(size=4))`."
+                f"The environment of `EnvironmentLoop` cannot be made without arguments: {error}. Pass a function "
+                "that makes it: `EnvironmentLoop(lambda: World(size=4))`."
             ) from error
         can_act = hasattr(example, "step") or bool(_public_methods(example))
         if not hasattr(example, "reset") or not can_act:
