@@ -160,6 +160,8 @@ class Episode:
     fed: list[int] = field(default_factory=list)
     # What the environment gave for each turn, by position; 0 where it is missing
     earned: Counter[int] = field(default_factory=Counter)
+    # What reward functions of single turns gave each turn; empty where there are none
+    own_rewards: list[float] = field(default_factory=list)
     # Where a horizon ended the episode: who would have acted next, what it would have seen, and what it could call
     horizon: tuple[str, tuple[Seen, ...], tuple[Callable, ...]] | None = None
     # What the workflow counts, for the metrics

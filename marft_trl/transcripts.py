@@ -27,7 +27,6 @@ class Entry:
         shown (`str`): what the agent was shown, as text; empty for feedback.
         tokens (`tuple[str, ...]`): the text of each token, where it is known.
         advantages (`float` or `tuple[float, ...]`, *optional*): of the turn, or of each of its tokens.
-        earned (`float`): what the turn earned in an environment.
         is_feedback (`bool`): whether an environment or a tool said it.
     """
 
@@ -37,7 +36,6 @@ class Entry:
     shown: str = ""
     tokens: tuple[str, ...] = ()
     advantages: float | tuple[float, ...] | None = None
-    earned: float = 0.0
     is_feedback: bool = False
 
 
@@ -77,7 +75,7 @@ class Transcript:
         """
         names = _numbered(episode.turns)
         entries = [
-            _of_turn(item, names, item is episode.answer, episode.earned[item.index], advantages, tokens)
+            _of_turn(item, names, item is episode.answer, _rewards_of(item, episode), advantages, tokens)
             if isinstance(item, Turn)
             else _of_feedback(item)
             for item in episode.history
@@ -165,7 +163,7 @@ def _of_turn(
     turn: Turn,
     names: Sequence[str],
     answers: bool,
-    earned: float = 0.0,
+    rewards: Sequence[str] = (),
     advantages: Sequence[Advantage] | None = None,
     tokens: Sequence[Sequence[str]] | None = None,
 ) -> Entry:
@@ -173,7 +171,7 @@ def _of_turn(
     notes = [f"sees {', '.join(saw)}" if saw else "sees the prompt"]
     notes += [f"calls {', '.join(call.name for call in turn.tool_calls)}"] if turn.tool_calls else []
     notes += ["cut off at its length limit"] if turn.truncated else []
-    notes += [f"earned {earned:.3g}"] if earned else []
+    notes += rewards
     notes += ["the team's answer"] if answers else []
     advantage = advantages[turn.index] if advantages is not None else None
     return Entry(
@@ -183,8 +181,15 @@ def _of_turn(
         shown=messages_as_text(turn.observation),
         tokens=tuple(tokens[turn.index]) if tokens is not None else (),
         advantages=tuple(advantage) if isinstance(advantage, Sequence) else advantage,
-        earned=earned,
     )
+
+
+def _rewards_of(turn: Turn, episode: Episode) -> list[str]:
+    """What the turn itself was given: by the environment, and by reward functions of single turns."""
+    earned = episode.earned[turn.index]
+    own = episode.own_rewards[turn.index] if episode.own_rewards else None
+    notes = [f"earned {earned:.3g}"] if earned else []
+    return notes + ([f"reward of the turn {own:.3g}"] if own is not None and own == own else [])
 
 
 def _of_feedback(item: Feedback) -> Entry:

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.anonymity import anonymity, anonymize
 from marft_trl.rollout.collector import collect
 from marft_trl.tiny import tiny_agents
@@ -161,6 +161,10 @@ def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_
     assert first is None or first in texts["reasoner"]
     trainer.train()
     assert any("agents/reasoner/reward" in entry for entry in trainer.state.log_history)
+    trainer.save_model()
+    assert TeamManifest.load(tmp_path).anonymous == trainer.anonymous == ("numbered" if kind is True else kind)
+    with pytest.raises(ValueError, match="was written with `anonymous='n.*'`, but the trainer has `anonymous=False`"):
+        team_trainer(model_folder, tmp_path / "named")._load_from_checkpoint(str(tmp_path))
 
 
 def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):

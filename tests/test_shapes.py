@@ -118,6 +118,15 @@ def test_graphs_that_cannot_run_are_refused_and_no_others(sees):
             Graph(sees)
 
 
+def test_every_cycle_and_every_unknown_agent_is_named():
+    with pytest.raises(ValueError, match=r"(?s)'a' -> 'b' -> 'a'.*'c' -> 'd' -> 'c'|'c' -> 'd' -> 'c'.*'a' -> 'b'"):
+        Graph({"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"], "end": ["a", "c"]})
+    with pytest.raises(ValueError, match=r"'po'.* Did you mean 'pro'\?.*'juge'.* Did you mean 'judge'\?"):
+        Debate(["po", "con"], judge="juge").check(["pro", "con", "judge"])
+    with pytest.raises(TypeError, match="`approves` of `UntilApproved` must be a text or a function"):
+        UntilApproved("a", "b", approves=3)
+
+
 def test_all_problems_of_a_graph_are_named_at_once():
     with pytest.raises(ValueError) as error:
         Graph({"planner": ["judge"], "solver": ["planer"], "judge": ["planner", "planner"], "idle": []}, answer="juge")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marft_trl import Sequential, Workflow
+from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.tools import ToolCall
 from marft_trl.transcripts import Entry, Transcript, format_episode, html_page
 from marft_trl.workflows import rehearse
@@ -85,6 +85,17 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, tuple(name for name, _ in attributes)))
         self.colours += [dict(attributes)["style"]] if tag == "span" else []
+
+
+def test_the_own_reward_of_a_turn_is_told(model_folder, tmp_path):
+    def half(completions, **kwargs):
+        return [0.25] * len(completions)
+
+    agents = [AgentSpec("solver", reward_funcs=half)]
+    settings = {"credit": "per_step", "max_steps": 1, "log_completions": True}
+    team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
+    (page,) = (tmp_path / "completions").glob("*.html")
+    assert "reward of the turn 0.25" in page.read_text()
 
 
 def test_tokens_are_coloured_by_their_advantage():

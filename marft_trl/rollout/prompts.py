@@ -169,8 +169,9 @@ class PromptBuilder:
             problem = (
                 f"What agent {agent.name!r} is shown has {len(observation.ids)} tokens and it may generate {reserved} "
                 f"more, but the model's window is {self._window} tokens ({len(observation.seen)} turns shown). Lower "
-                "`max_completion_length`, show fewer turns (`sees=`), set `context_overflow='drop_oldest_turn'` or "
-                f"'end_episode', or shorten the prompt {str(prompt)[:80]!r}."
+                "`max_completion_length`, show fewer turns (`sees=`), set "
+                + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
+                + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
             )
             if self._overflow != "end_episode":
                 raise ValueError(problem)

@@ -63,6 +63,8 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
     def _own_rewards(self, episodes: Sequence[Episode], is_sum: bool) -> list[torch.Tensor]:
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
         scores = self._turn_rewards.of_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
+        for episode, its in zip(episodes, scores.split([len(one.turns) for one in episodes]), strict=True):
+            episode.own_rewards = its.tolist()
         own_mean = self._mean_over_processes(scores)
         if own_mean is not None:
             self._metrics["train"]["own_reward"].append(own_mean)

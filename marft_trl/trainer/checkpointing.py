@@ -45,14 +45,25 @@ class EpochSampler(RepeatSampler):
                 torch.randperm(self.num_samples, generator=self.generator)
 
 
-def load_team_adapters(model: PeftModel, policies: Policies, agents: Sequence[AgentSpec], folder: str | Path) -> None:
+def load_team_adapters(
+    model: PeftModel,
+    policies: Policies,
+    agents: Sequence[AgentSpec],
+    folder: str | Path,
+    anonymous: str | None = None,
+) -> None:
     """
     Load every adapter of the team from a checkpoint, in place.
 
     Raises:
-        ValueError: the checkpoint has another team.
+        ValueError: the checkpoint has another team, or one with other names.
     """
     manifest = TeamManifest.load(folder)
+    if manifest.anonymous != anonymous:
+        raise ValueError(
+            f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the trainer "
+            f"has `anonymous={anonymous or False!r}`. Resume with the same."
+        )
     saved = {agent.name: agent.adapter for agent in manifest.agents}
     present = {agent.name: agent.adapter for agent in agents}
     if saved != present or set(manifest.adapters) != set(policies.names):

@@ -30,6 +30,7 @@ class TeamPersistence(GRPOTrainer):
     policies: Policies
     workflow: Workflow
     critic: Critic | None
+    anonymous: str | None
     schedule: Schedule
     _entropy_control: dict[str, tuple[float, float]]
 
@@ -120,7 +121,9 @@ class TeamPersistence(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.policies.has_adapters:
-            checkpointing.load_team_adapters(self.model, self.policies, self.agents, resume_from_checkpoint)
+            checkpointing.load_team_adapters(
+                self.model, self.policies, self.agents, resume_from_checkpoint, self.anonymous
+            )
             self._load_critic(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -151,7 +154,9 @@ class TeamPersistence(GRPOTrainer):
 
     def _load_best_model(self) -> None:
         if self.policies.has_adapters:
-            checkpointing.load_team_adapters(self.model, self.policies, self.agents, self.state.best_model_checkpoint)
+            checkpointing.load_team_adapters(
+                self.model, self.policies, self.agents, self.state.best_model_checkpoint, self.anonymous
+            )
             self._load_critic(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()

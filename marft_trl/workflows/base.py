@@ -71,9 +71,10 @@ class Workflow(ABC):
         Raises:
             ValueError: the workflow names an agent that the team does not have.
         """
-        for name in self.named_agents():
-            if name not in agents:
-                raise ValueError(unknown_agent(name, agents, f"The workflow `{type(self).__name__}`"))
+        unknown = [name for name in self.named_agents() if name not in agents]
+        if unknown:
+            where = f"The workflow `{type(self).__name__}`"
+            raise ValueError(" ".join(unknown_agent(name, agents, where) for name in unknown))
 
     def named_agents(self) -> list[str]:
         """

@@ -141,11 +141,22 @@ def _names(node: str, others: object) -> list[str]:
 
 
 def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
-    try:
-        graphlib.TopologicalSorter(sees).prepare()
-    except graphlib.CycleError as error:
-        return ["it has the cycle " + " -> ".join(map(repr, error.args[1]))]
-    return []
+    """Each cycle that shares no node with those before it."""
+    found: list[str] = []
+    rest = dict(sees)
+    while True:
+        try:
+            graphlib.TopologicalSorter(rest).prepare()
+        except graphlib.CycleError as error:
+            cycle = error.args[1]
+            found.append("it has the cycle " + " -> ".join(map(repr, cycle)))
+            rest = {
+                node: [other for other in others if other not in cycle]
+                for node, others in rest.items()
+                if node not in cycle
+            }
+        else:
+            return found
 
 
 def _ancestors(sees: Mapping[str, Sequence[str]], node: str) -> set[str]:

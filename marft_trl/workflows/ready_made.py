@@ -92,6 +92,10 @@ class UntilApproved(Workflow):
     ):
         self.writer, self.reviewer = check_names("writer and reviewer", [writer, reviewer], self)
         self.rounds = check_count("rounds", rounds, self)
+        if not callable(approves) and (not isinstance(approves, str) or not approves):
+            raise TypeError(
+                f"`approves` of `UntilApproved` must be a text or a function of the review, got {approves!r}."
+            )
         self.approves = approves
 
     async def run(self, episode: Episode) -> None:
