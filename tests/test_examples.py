@@ -65,6 +65,7 @@ def test_math_duo_on_real_records(model_folder, tmp_path, kind):
     assert {"step", "prompt", "completion", "advantage", "episode", "turn", "sees", "accuracy_reward"} <= set(table)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_math_duo_on_two_processes(model_folder, tmp_path):
     arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--use_cpu", "true"]
@@ -75,6 +76,7 @@ def test_math_duo_on_two_processes(model_folder, tmp_path):
     assert sorted(table["episode"][table["mode"] == "train"].unique()) == list(range(8))  # of both processes
 
 
+@pytest.mark.slow
 def test_ppo_team_on_real_records(model_folder, tmp_path):
     arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--output_dir", "out"]
     arguments += ["--per_device_train_batch_size", "4", "--max_completion_length", "8", "--max_steps", "4"]
@@ -96,6 +98,7 @@ def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_
     assert not (tmp_path / "out" / "_critic").exists()
 
 
+@pytest.mark.slow
 def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
     code = (
         "import sys, marft_trl.tiny\n"
@@ -145,9 +148,8 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
     assert gains[0] > 0 and gains[2] >= 15, figures
 
 
-@pytest.mark.parametrize(
-    "world", ["store", *(pytest.param(name, marks=pytest.mark.slow) for name in ("guess", "grid"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["guess", "grid", "store"])
 def test_teams_play_in_the_worlds(tmp_path, world):
     options = ["--world", world, "--max_steps", "1", "--teaching_steps", "5", "--output_dir", "out"]
     output = run([str(ROOT / "examples" / "play.py"), *options], tmp_path)

@@ -1,5 +1,6 @@
 """What is recorded is what was shown, in any program: in prompts, joint steps and transcripts."""
 
+import functools
 import re
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import AgentSpec, Turn, Workflow
+from marft_trl.episodes import Feedback
 from marft_trl.rollout.collector import collect
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import prepare_template
@@ -21,6 +23,7 @@ from marft_trl.workflows import (
     Orchestrated,
     Sequential,
     UntilApproved,
+    rehearse,
     together,
 )
 
@@ -73,7 +76,7 @@ class Program(Workflow):
 
 def play(program, rows):
     """Episodes with real prompts; every turn says a tag of its own, the caller calls its tool once each time."""
-    build = PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), ends=[2])
+    build = builder()
     specs = {agent.name: agent for agent in AGENTS}
 
     def answer(requests):
@@ -199,6 +202,52 @@ def test_what_is_recorded_is_what_was_shown_in_every_shipped_workflow(name):
         check_records(episode, [])
         assert episode.joint_steps() == depths(episode)
         assert is_told_truly(episode)
+
+
+TAGS = ["<call>second</call>", "<call>", "<done/>", "APPROVED", "<|im_end|>", "<tool_call>", "[first]"]
+PIECES = [*TAGS, "\ud800", "\r", "\x00", "²"]
+ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=8).map("".join)
+
+
+def survives(text):
+    """Whether every shipped workflow comes to an end within its bounds when all agents say this."""
+    episodes = [
+        rehearse(workflow, [one.name for one in AGENTS], lambda *_: text, "q") for workflow in SHIPPED.values()
+    ]
+    return all(1 <= len(episode.turns) <= 12 and episode.answer is not None for episode in episodes)
+
+
+def can_be_shown(text):
+    """Whether a text is shown to its own agent and to another, as turn, feedback and result, within the template."""
+    counts = []
+    for words in (text, "a"):
+        shown = builder().build([(agent, "q", said(words)) for agent in AGENTS[:2]])
+        counts.append([sum(index in TOKENIZER.added_tokens_decoder for index in one.ids) for one in shown])
+    return counts[0] == counts[1]
+
+
+@functools.cache
+def builder():
+    return PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), ends=[2])
+
+
+def said(text):
+    result = Feedback(text, tool="add", audience="first")
+    return [Turn("first", text, 0), Turn("second", text, 1), Feedback(text), result]
+
+
+@settings(max_examples=100)
+@given(ODD)
+def test_no_text_makes_a_workflow_or_a_prompt_raise(text):
+    assert survives(text) and can_be_shown(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=10_000)
+@given(ODD)
+def test_none_of_ten_thousand_texts_does(text):
+    assert survives(text) and can_be_shown(text)
 
 
 @pytest.mark.parametrize("name", ["graph", "debate", "orchestrated", "environment"])

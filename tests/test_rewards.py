@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import Turn
@@ -113,6 +113,7 @@ def test_what_a_program_may_do():
     assert "HOME" not in outcome.stdout and "PATH" not in outcome.stdout
 
 
+@pytest.mark.slow
 def test_two_hundred_hostile_programs_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(jail_module.tempfile, "tempdir", str(tmp_path))
     programs = [list(HOSTILE.values())[index % len(HOSTILE)][0] for index in range(200)]
@@ -261,6 +262,9 @@ def test_outputs_are_compared_by_words():
 # ---- Mathematics ----
 
 
+MARKS = ["\\boxed{", "}", "{", "1", ",", "```python\n", "\n```"]
+
+
 @pytest.mark.parametrize(
     ("text", "solution", "score"),
     [
@@ -286,6 +290,20 @@ def test_math(text, solution, score):
     st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", ",", ".", "-", "x", "\\frac", "$"]), max_size=30).map("".join)
 )
 def test_answers_never_raise(text):
+    check_answers(text)
+    assert boxed(text) is None or boxed(text) in text
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(st.lists(st.one_of(st.sampled_from(MARKS), st.characters()), max_size=30).map("".join))
+def test_none_of_ten_thousand_texts_makes_an_answer_raise(text):
+    check_answers(text)
+    block_found = last_python_block(text)
+    assert block_found is None or block_found in text
+
+
+def check_answers(text):
     inside, answer = boxed(text), math_answer(text)
     assert inside is None or f"\\boxed{{{inside}}}" in text
     assert answer is None or answer in text.replace(",", "") or answer == inside

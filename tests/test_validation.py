@@ -189,9 +189,9 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
         ({"args": {"output_dir": "x"}}, TypeError, "`args` must be a `MARFTConfig`"),
         ({"model": 3}, TypeError, "`model` must be"),
         ({"processing_class": "gpt2"}, TypeError, "`processing_class` must be a tokenizer"),
-        ({"tools": [print]}, ValueError, "`tools` is not supported"),
+        ({"tools": [print]}, ValueError, "`print` of agent 'reasoner' cannot be described"),
         ({"rollout_func": print}, ValueError, "`rollout_func` is not supported.*workflow"),
-        ({"environment_factory": print}, ValueError, "`environment_factory` is not supported"),
+        ({"environment_factory": print}, TypeError, "`NoneType` of `EnvironmentLoop` has no `reset`"),
         ({"eval_metrics": ["accuracy"]}, TypeError, "`eval_metrics` takes"),
     ],
 )
