@@ -151,7 +151,7 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("at", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3, 5))])
 def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings, at):
     prompts = 4 if "critic" in settings else 3
 
@@ -346,7 +346,7 @@ def run_on_hub(hub: Hub, tmp_path, code: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+@pytest.mark.parametrize("strategy", [pytest.param("every_save", marks=pytest.mark.slow), "checkpoint"])
 def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, strategy):
     output = str(tmp_path / "out")
     pushed = run_on_hub(
