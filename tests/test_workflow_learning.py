@@ -6,9 +6,7 @@ half was right.
 """
 
 import copy
-import importlib
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,20 +168,6 @@ def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
             assert any(f".{agent.name}." in one for one in changed), agent.name
     print(name, [(round(first, 2), round(last, 2)) for first, last in figures])
     assert all(last > first + 0.1 for first, last in figures), figures
-
-
-# ---- An orchestrator, two executors and an environment ----
-
-
-def test_a_crew_in_a_store_gets_better(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
-    play, worlds = importlib.import_module("play"), importlib.import_module("worlds")
-    trainer, before, after = play.play(worlds.store(), tmp_path, max_steps=30, teaching_steps=600)
-    print("store", round(before["eval_reward"], 2), round(after["eval_reward"], 2))
-    assert after["eval_reward"] > before["eval_reward"] + 0.1
-    for agent in ("boss", "left", "right"):
-        ends = [p for name, p in trainer.policies.parameters(agent).items() if "lora_B" in name]
-        assert ends and all(parameter.any() for parameter in ends), agent  # which were 0
 
 
 # ---- Only one of two specialists can answer ----
