@@ -1,5 +1,6 @@
 """The examples run as their docstrings say."""
 
+import importlib
 import json
 import os
 import re
@@ -156,6 +157,18 @@ def test_teams_play_in_the_worlds(tmp_path, world):
     assert re.search(r"reward of 400 episodes: -?[\d.]+ before, -?[\d.]+ after training", output)
     names = {"guess": ["guesser"], "grid": ["planner", "mover"], "store": ["boss", "left", "right"]}[world]
     assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    play, worlds = importlib.import_module("play"), importlib.import_module("worlds")
+    trainer, before, after = play.play(worlds.store(), tmp_path, max_steps=30, teaching_steps=600)
+    assert after["eval_reward"] > before["eval_reward"] + 0.1, (before, after)
+    for agent in ("boss", "left", "right"):
+        ends = [p for name, p in trainer.policies.parameters(agent).items() if "lora_B" in name]
+        assert ends and any(p.any() for p in ends), agent
 
 
 def test_transcript_of_a_message_prompt():
