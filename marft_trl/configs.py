@@ -114,10 +114,17 @@ class MARFTConfig(GRPOConfig):
             `"joint"`: all agents learn in every step. `"sequential"`: one after the other on the same episodes, whose
             advantages are multiplied by the ratios of the agents before (HAPPO). `"resampled"`: one after the other,
             each on new episodes.
-        max_tokens_per_micro_batch (`int`, *optional*, defaults to `16384`):
-            Largest number of tokens, padding included, in one forward and backward pass. A micro-batch holds rows of
-            one agent, at most `per_device_train_batch_size` of them; a single longer row still forms one. It bounds
-            memory and changes no result beyond rounding. `None` for no bound.
+        max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
+            Largest number of tokens that one forward and backward pass computes, padding included. A micro-batch holds
+            rows of one agent, at most `per_device_train_batch_size` of them; a single longer row still forms one. It
+            bounds memory and changes no result beyond rounding. Unless set: what fits into the memory that is free
+            when training begins.
+        gradient_checkpointing (`bool`, *optional*, defaults to `None`):
+            As in `GRPOConfig`. Unless set: only where not even the longest row fits into the memory without it.
+        share_prefixes (`bool`, *optional*, defaults to `True`):
+            Compute what rows have in common at their beginning, such as the prompt of a group, once: in generation, in
+            scoring and in training, and score no position that is not read. It changes no result beyond rounding.
+            `False`: the passes of `GRPOTrainer`, whose results a single agent then reproduces to the last bit.
         context_overflow (`str`, *optional*, defaults to `"raise"`):
             What happens when what an agent sees, plus its `max_completion_length`, is longer than the model's window:
             `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in
@@ -276,11 +283,19 @@ class MARFTConfig(GRPOConfig):
         },
     )
     max_tokens_per_micro_batch: int | None = field(
-        default=16384,
+        default=None,
         metadata={
             "help": "Largest number of tokens, padding included, in one forward and backward pass. Bounds memory and "
-            "changes no result beyond rounding."
+            "changes no result beyond rounding. Unless set: what fits into the free memory."
         },
+    )
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "As in GRPOConfig. Unless set: only where the longest row does not fit without it."},
+    )
+    share_prefixes: bool = field(
+        default=True,
+        metadata={"help": "Compute what rows have in common at their beginning once. False: GRPOTrainer's passes."},
     )
     context_overflow: str = field(
         default="raise",
@@ -325,12 +340,15 @@ class MARFTConfig(GRPOConfig):
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         check_numbers(self)
+        when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
         try:
             super().__post_init__()
         except ValueError as error:
             # GRPOConfig wants two episodes of a prompt; what it would check after that concerns vLLM alone.
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
+        if when_needed:  # TrainingArguments makes it `False`, which is what an own choice looks like
+            self.gradient_checkpointing = self.activation_checkpointing = None
         check_choices(self)
         check_supported(self)
         check_combinations(self)

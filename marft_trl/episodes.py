@@ -54,6 +54,8 @@ class Turn:
         audience (`str`, *optional*):
             The one agent that is shown it where a workflow does not say what is seen: a turn that called tools, which
             only its own agent went on from. `None`: everybody.
+        logps (`Sequence[float]`, *optional*):
+            Log-probabilities of the sampled tokens, where generation has kept them.
     """
 
     agent: str
@@ -69,6 +71,7 @@ class Turn:
     fed: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     audience: str | None = None
+    logps: Sequence[float] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         if self.raw_text is None:

@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Workflow
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import tiny_model
 
 from .helpers import lora, team_trainer
@@ -138,7 +139,7 @@ class World:
         """
         trainer, calls = self.trainer, itertools.count()
         trainer._generator.generate = lambda agents, prompt_ids, **options: [
-            list(turn) for turn in replies(next(calls), agents, prompt_ids, options)
+            Sampled(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
         ]
         trainer.args.per_device_train_batch_size = len(outcomes)
         (slice_,) = trainer._generate_and_score_completions([{"prompt": "a"} for _ in outcomes])

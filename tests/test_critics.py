@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
 from .helpers import lora, moved, team_trainer, weights
@@ -69,7 +70,7 @@ def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
     trainer.train()
     explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
     assert abs(explained[0]) < 0.5  # it starts with next to nothing
-    assert explained[-1] > 0.95
+    assert sum(explained[-3:]) / 3 > 0.95
     assert not any("_critic" not in name for name in moved(before, weights(trainer)))
 
 
@@ -97,7 +98,7 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
     def values(is_masked):
         settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 7]] * len(agents)  # without an end
+        trainer._generator.generate = lambda agents, prompt_ids: [Sampled([5, 6, 7])] * len(agents)  # without an end
         trainer.model.train()
         (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
         assert {row.num_loss_tokens for row in slice_.rows} == {0 if is_masked else 3}
@@ -115,7 +116,7 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path):
         backbone.register_forward_hook(lambda *_: passes.append(1))
         torch.manual_seed(0)
         trainer.model.train()
-        trainer._generator.generate = lambda agents, prompt_ids: [[5, 6, 2]] * len(agents)
+        trainer._generator.generate = lambda agents, prompt_ids: [Sampled([5, 6, 2])] * len(agents)
         (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
         return torch.stack([row.features for row in slice_.rows]), len(passes)
 

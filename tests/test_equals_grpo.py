@@ -6,7 +6,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from marft_trl import AgentSpec, MARFTTrainer
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_dataset
 
 from .helpers import SETTINGS, lora, varied_reward
@@ -21,11 +21,14 @@ def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward
     dataset = tiny_dataset(64)
     if conversational:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    team = {"agents": [AgentSpec("solo")]} if trainer_class is MARFTTrainer else {}
+    team, config_class = {}, GRPOConfig
+    if trainer_class is MARFTTrainer:
+        team, config_class = {"agents": [AgentSpec("solo")]}, MARFTConfig
+        settings = {"share_prefixes": False, **settings}
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
-        args=GRPOConfig(str(tmp_path), **{**arguments, **settings}),
+        args=config_class(str(tmp_path), **{**arguments, **settings}),
         train_dataset=dataset,
         peft_config=peft_config,
         **team,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import tiny_dataset
 from marft_trl.trainer.advantages import TeamAdvantages
 
@@ -50,10 +51,10 @@ def canned(trainer):
     said = []
 
     def generate(agents, prompt_ids, by_reference=False):
-        replies = [[5, 2] for _ in agents]
+        replies = [Sampled([5, 2]) for _ in agents]
         if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4 and not said:
             said.append(True)  # whatever comes after the episodes is a re-run
-            replies[0] = [7, 2]
+            replies[0] = Sampled([7, 2])
         return replies
 
     trainer._generator.generate = generate
@@ -184,7 +185,7 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
         calls.append((agents[0], len(agents)))
         # the second candidate of the solver is right, so the episode goes on from it
         right = agents[0] == "solver" and len(calls) > 3
-        return [[7, 2] if right and index % 2 else [5, 2] for index in range(len(agents))]
+        return [Sampled([7, 2] if right and index % 2 else [5, 2]) for index in range(len(agents))]
 
     trainer._generator.generate = generate
     trainer.model.train()

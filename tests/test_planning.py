@@ -9,7 +9,7 @@ from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.anonymity import anonymity, anonymize
 from marft_trl.rollout.collector import collect
 from marft_trl.tiny import tiny_agents
-from marft_trl.trainer.memory import MemoryPlan, activation_size, cache_size, optimizer_size, size_of
+from marft_trl.trainer.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.workflows import Graph, Orchestrated
 
 from .helpers import echo, team_trainer, weights
@@ -69,7 +69,7 @@ def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path
 
 def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
-    (_, alone), (_, second), (_, third) = trainer._rehearse(trainer.train_dataset[0]).prompts
+    (_, alone, _), (_, second, _), (_, third, _) = trainer._rehearse(trainer.train_dataset[0]).prompts
     assert second > alone + 90 and third > second + 90
     trainer.model.config.max_position_embeddings = third + 50
     assert f"a turn of judge may take {third + 100:,} tokens" in trainer.plan()
@@ -123,9 +123,11 @@ def test_sizes_by_hand():
     assert optimizer_size([tensor], "sgd") == 0
     # keys and values x 2 layers x 3 rows x 10 tokens x 2 heads x 2 numbers x 4 bytes
     assert cache_size(Config, 3, 10, 4) == 2 * 2 * 3 * 10 * 2 * 2 * 4
-    layer = 10 * (8 * 8 + 4 * 16) * 4
-    assert activation_size(Config, 10, 4, False, 4) == 2 * layer + 3 * 4 * 100 * 4
-    assert activation_size(Config, 10, 4, True, 4) == 2 * 10 * 8 * 4 + layer + 3 * 4 * 100 * 4
+    cost = ActivationCost(per_token=100.0, per_repeat=10.0, per_checkpointed=7.0)
+    assert cost.size(5, 3, False) == 530 and cost.size(5, 3, True) == 65
+    # a tile of the head: 50 tokens x 100 columns, or 4096 tokens x 32768 columns, x 4 bytes x 6 copies without Triton
+    assert head_size(100, 50, torch.device("cpu")) == 50 * 100 * 4 * 6
+    assert head_size(10**6, 10**6, torch.device("cpu")) == 4096 * 32768 * 4 * 6
     assert MemoryPlan(1, 2, 3, 4, 5, 6, 20).total == 1 + 2 + 3 + 5 + 20
 
 

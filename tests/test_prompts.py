@@ -181,7 +181,7 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
 
     def spy(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
-        sampled.extend(zip(agents, prompt_ids, completions, strict=True))
+        sampled.extend(zip(agents, prompt_ids, [its.ids for its in completions], strict=True))
         return completions
 
     trainer._generator.generate = spy

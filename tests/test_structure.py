@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import from its own layer's predecessors only.
 LAYERS = [
-    {"hints", "loops", "tools", "trainer.functional"},
-    {"episodes"},
+    {"hints", "loops", "prefixes", "tools", "trainer.functional"},
+    {"episodes", "forward"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
     {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail", "rewards.answers"},
     {"rewards.code", "rewards.math"},
@@ -25,8 +25,8 @@ LAYERS = [
     {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
     | {"workflows.environment"},
     {"workflows"},
-    {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls"}
-    | {"rollout.transformers_generator"},
+    {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls", "rollout.decoding"},
+    {"rollout.transformers_generator"},
     {"rollout.prompts"},
     {"rollout.collector"},
     {
@@ -34,13 +34,13 @@ LAYERS = [
         "trainer.adapters",
         "trainer.batching",
         "trainer.gradients",
-        "trainer.scoring",
         "trainer.memory",
         "trainer.metrics",
         "trainer.schedules",
         "trainer.validation",
     },
-    {"trainer.cards", "trainer.checkpointing", "trainer.critic", "trainer.evaluation", "trainer.turn_rewards"},
+    {"trainer.cards", "trainer.checkpointing", "trainer.critic", "trainer.evaluation", "trainer.turn_rewards"}
+    | {"trainer.fitting", "trainer.scoring"},
     {"trainer.rollouts", "trainer.setup"},
     {
         "trainer.advantages",

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.configs import as_marft_config
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.validation import check_scores
 
@@ -368,7 +369,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     def spy_generate(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
-        sampled.extend(tuple(ids) for ids in completions)
+        sampled.extend(tuple(its.ids) for its in completions)
         return completions
 
     def spy_roll(inputs):
@@ -426,7 +427,7 @@ def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     generate = trainer._generator.generate
 
     def sometimes_nothing(agents, prompt_ids):
-        return [[] if i % 3 == 0 else ids for i, ids in enumerate(generate(agents, prompt_ids))]
+        return [Sampled([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
 
     trainer._generator.generate = sometimes_nothing
     before = weights(trainer)
@@ -435,7 +436,7 @@ def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     assert all(math.isfinite(e["loss"]) for e in trainer.state.log_history if "loss" in e)
 
     trainer = team_trainer(model_folder, tmp_path)
-    trainer._generator.generate = lambda agents, prompt_ids: [[] for _ in agents]
+    trainer._generator.generate = lambda agents, prompt_ids: [Sampled([]) for _ in agents]
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))

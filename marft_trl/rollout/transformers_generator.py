@@ -7,11 +7,12 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StopStringCriteria
 
 from ..agents import AgentSpec
+from .decoding import Recorder, can_decode, decode
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,19 @@ class Sampling:
         )
 
 
+class Sampled(NamedTuple):
+    """
+    What was sampled for one observation.
+
+    Args:
+        ids (`list[int]`): token ids.
+        logps (`list[float]`, *optional*): their log-probabilities, where these are as scoring would have them.
+    """
+
+    ids: list[int]
+    logps: list[float] | None = None
+
+
 class TransformersGenerator:
     """
     Generates turns with the generation of TRL's `GRPOTrainer`.
@@ -54,16 +68,21 @@ class TransformersGenerator:
             Switches adapters.
         samplings (`dict[str, Sampling]`):
             How each agent samples.
+        share (`bool`):
+            Compute what observations have in common once.
+        records (`bool`):
+            Keep log-probabilities of what is sampled.
     """
 
-    def __init__(self, trainer, policies, samplings: dict[str, Sampling]):
+    def __init__(self, trainer, policies, samplings: dict[str, Sampling], share: bool, records: bool):
+        self._share, self.records = share, share and records
         self._trainer = trainer
         self._policies = policies
         self._samplings = samplings
 
     def generate(
         self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False
-    ) -> list[list[int]]:
+    ) -> list[Sampled]:
         """
         Args:
             agents (`Sequence[str]`):
@@ -73,24 +92,27 @@ class TransformersGenerator:
             by_reference (`bool`, *optional*, defaults to `False`):
                 Let the agents' references speak instead of the agents.
 
-        Returns: the sampled tokens of each, in order.
+        Returns: what was sampled for each, in order.
         """
         groups: dict[tuple[str, Sampling], list[int]] = {}
         for index, agent in enumerate(agents):
             groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent]), []).append(index)
-        completions: list[list[int]] = [[] for _ in agents]
+        completions: list[Sampled] = [Sampled([]) for _ in agents]
         for (_, sampling), indices in groups.items():
             agent = agents[indices[0]]
             self._policies.activate(agent)
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
-            with self._sampling(sampling), speaker:
+            recorder = Recorder() if self.records and not by_reference else None
+            with self._sampling(sampling, recorder), speaker:
                 sampled, _ = self._trainer._generate_single_turn([prompt_ids[i] for i in indices], None, {}, 1)
-            for index, ids in zip(indices, sampled, strict=True):
-                completions[index] = self._cut_at_stop(ids, sampling.stop)
+            logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
+            for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
+                ids = self._cut_at_stop(ids, sampling.stop)
+                completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
         return completions
 
     @contextlib.contextmanager
-    def _sampling(self, sampling: Sampling) -> Iterator[None]:
+    def _sampling(self, sampling: Sampling, recorder: Recorder | None) -> Iterator[None]:
         trainer = self._trainer
         config, kwargs = trainer.generation_config, trainer.generation_kwargs
         own: dict[str, Any] = {
@@ -105,21 +127,24 @@ class TransformersGenerator:
         general["max_new_tokens"] = general["max_completion_length"]
         explicit = set(trainer.args.generation_kwargs or {})
         own = {key: value for key, value in own.items() if key not in explicit or value != general[key]}
-        if sampling.stop:
-            own["stop_strings"] = list(sampling.stop)
         trainer.generation_kwargs = {**kwargs, **own}
         trainer.generation_config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+        options: dict[str, Any] = {}
+        if sampling.stop:
+            options["stopping_criteria"] = [StopStringCriteria(trainer._tokenizer, list(sampling.stop))]
+        if self._share and can_decode(trainer.generation_config):
+            options["custom_generate"] = functools.partial(decode, recorder=recorder)
         try:
-            with self._tokenizer_at_hand() if sampling.stop else contextlib.nullcontext():
+            with self._generating(**options):
                 yield
         finally:
             trainer.generation_config, trainer.generation_kwargs = config, kwargs
 
     @contextlib.contextmanager
-    def _tokenizer_at_hand(self) -> Iterator[None]:
-        """`generate` wants the tokenizer beside `stop_strings`, for which TRL's call has no room."""
+    def _generating(self, **options: Any) -> Iterator[None]:
+        """Within, `generate` has these options too, for which TRL's call has no room."""
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
-        model.generate = functools.partial(model.generate, tokenizer=self._trainer._tokenizer)
+        model.generate = functools.partial(model.generate, **options)
         try:
             yield
         finally:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import pad
 
+from ..prefixes import Cluster, clusters
+
 
 @dataclass(eq=False)
 class Row:
@@ -194,45 +196,102 @@ class MicroBatch:
         return sum(row.num_loss_tokens for row in self.rows)
 
 
+def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
+    """
+    Bring the members of groups together in a permutation, each group where its first member is.
+
+    Args:
+        order (`torch.Tensor` of shape `(E,)`): a permutation.
+        groups (`Sequence[int]`): the group of each of the `E` items.
+    """
+    members: dict[int, list[int]] = {}
+    for index in order.tolist():
+        members.setdefault(groups[index], []).append(index)
+    return torch.tensor([index for its in members.values() for index in its], dtype=torch.long)
+
+
 def micro_batches(
     rows: Sequence[Row],
     max_rows: int,
     max_tokens: int | None,
     by: Callable[[Row], Any] = lambda row: row.agent,
     keep_empty: bool = False,
+    repeat: float | None = None,
 ) -> Iterator[MicroBatch]:
     """
     Cut rows into micro-batches of one agent each.
 
     Rows keep their order where they all fit into one micro-batch; otherwise they are sorted by length, so that little
-    is padded. Rows without a completion token have no loss and are left out here; they still count as rows.
+    is padded; where rows share what they have in common, those with a common beginning stay together. Rows without a
+    completion token have no loss and are left out here; they still count as rows.
 
     Args:
         rows (`Sequence[Row]`): rows of any agents.
         max_rows (`int`): largest number of rows in a micro-batch.
-        max_tokens (`int`, *optional*): largest number of tokens, padding included; a longer row goes alone.
+        max_tokens (`int`, *optional*): largest number of tokens that are computed, padding included; a longer row goes
+            alone.
         by (`Callable`, *optional*): what all rows of a micro-batch have in common; their agent unless given.
         keep_empty (`bool`, *optional*, defaults to `False`): keep rows without a completion token too.
+        repeat (`float`, *optional*): common beginnings of prompts are computed once, and for each row behind it a
+            shared token takes so much of the memory of a computed one. Nothing is shared unless given.
     """
     by_agent: dict[str, list[Row]] = {}
     for row in rows:
         if len(row.completion_ids) or keep_empty:
             by_agent.setdefault(by(row), []).append(row)
     for agent, its_rows in by_agent.items():
-        if not _fits(its_rows, max_rows, max_tokens):
-            its_rows = sorted(its_rows, key=lambda row: row.length)
-        batch: list[Row] = []
-        for row in its_rows:
-            if batch and not _fits([*batch, row], max_rows, max_tokens):
-                yield MicroBatch(agent, batch)
-                batch = []
-            batch.append(row)
-        yield MicroBatch(agent, batch)
+        if repeat is not None:
+            groups = clusters([row.prompt_ids.tolist() for row in its_rows])
+        else:
+            groups = [Cluster(0, (index,)) for index in range(len(its_rows))]
+        groups.sort(key=lambda group: max(its_rows[index].length for index in group.rows))
+        batches = list(_cut(groups, its_rows, max_rows, max_tokens, repeat or 0.0))
+        yield from (MicroBatch(agent, batch) for batch in (batches if len(batches) > 1 else [its_rows]))
 
 
-def _fits(rows: Sequence[Row], max_rows: int, max_tokens: int | None) -> bool:
-    width = max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows)
-    return len(rows) <= max_rows and (max_tokens is None or len(rows) * width <= max_tokens)
+@dataclass(frozen=True)
+class _Size:
+    """What a micro-batch computes: lengths are the longest of its rows and groups."""
+
+    rows: int = 0
+    prompt: int = 0
+    completion: int = 0
+    groups: frozenset[int] = frozenset()
+    prefix: int = 0
+    rest: int = 0
+
+    def with_row(self, row: Row, number: int, prefix: int) -> _Size:
+        """With one more row, of the group of this number."""
+        return _Size(
+            self.rows + 1,
+            max(self.prompt, len(row.prompt_ids)),
+            max(self.completion, len(row.completion_ids)),
+            self.groups | {number},
+            max(self.prefix, prefix),
+            max(self.rest, row.length - prefix),
+        )
+
+    def tokens(self, repeat: float) -> float:
+        """Tokens that are computed, those that are repeated counted in part."""
+        plain = self.rows * (self.prompt + self.completion)
+        shared = len(self.groups) * self.prefix + self.rows * (self.rest + repeat * self.prefix)
+        return min(plain, shared) if self.prefix else plain
+
+
+def _cut(
+    groups: Sequence[Cluster], rows: Sequence[Row], max_rows: int, max_tokens: int | None, repeat: float
+) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    size = _Size()
+    for number, group in enumerate(groups):
+        for index in group.rows:
+            larger = size.with_row(rows[index], number, group.length)
+            if batch and (larger.rows > max_rows or (max_tokens is not None and larger.tokens(repeat) > max_tokens)):
+                yield batch
+                batch, larger = [], _Size().with_row(rows[index], number, group.length)
+            batch.append(rows[index])
+            size = larger
+    yield batch
 
 
 def collate(

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..agents import AgentSpec
+from ..forward import hidden_states
 from .adapters import Policies
 
 
@@ -80,34 +81,28 @@ class Critic:
         heads = {f"{part}.{name}": parameter for name, parameter in self.heads[part].named_parameters()}
         return heads if self.kind == "frozen" else {**self._policies.parameters(part), **heads}
 
-    def features(self, part: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def features(
+        self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool = True
+    ) -> torch.Tensor:
         """
         What the head of a part sees.
 
         Args:
             part (`str`): whose adapter acts. It has to stay active until backward has run.
-            tensors (`dict`): rows, as [`collate`] returns them, prompts `(B, P)`, completions `(B, T)`.
+            prompts, completions (`Sequence[list[int]]`): token ids of `B` rows.
+            share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
 
-        Returns: hidden states `(B, V, H)`, `V` being 1 at action level and `max(T, 1)` at token level.
+        Returns: hidden states `(B, V, H)`, `V` being 1 at action level; at token level that of the longest completion
+        and at least 1.
         """
-        ids, mask = tensors["prompt_ids"], tensors["prompt_mask"]
-        width = ids.size(1)
-        if self.level == "token":
-            ids = torch.cat([ids, tensors["completion_ids"]], dim=1)
-            mask = torch.cat([mask, tensors["completion_attention"]], dim=1)
-        if self.kind == "frozen":
-            with torch.no_grad(), self._policies.base():
-                hidden = self._hidden(ids, mask)
-        else:
-            self._policies.activate_adapter(part)
-            hidden = self._hidden(ids, mask)
-        return self.cut(hidden, width)
-
-    def cut(self, hidden: torch.Tensor, prompt_width: int) -> torch.Tensor:
-        """The hidden states `(B, V, H)` from which values are read, of those of a whole row `(B, P + T, H)`."""
         if self.level == "action":
-            return hidden[:, prompt_width - 1 : prompt_width]
-        return hidden[:, prompt_width - 1 : max(hidden.size(1) - 1, prompt_width)]
+            completions = [[] for _ in prompts]
+        if self.kind == "frozen":
+            with torch.no_grad(), self._policies.base(), self._autocast():
+                return hidden_states(self._backbone, prompts, completions, share)
+        self._policies.activate_adapter(part)
+        with self._autocast():
+            return hidden_states(self._backbone, prompts, completions, share)
 
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """
@@ -124,18 +119,6 @@ class Critic:
             return values.squeeze(-1)
         index = torch.tensor([self._agents.index(agent) for agent in agents], device=values.device)
         return values.gather(-1, index[:, None, None].expand(-1, values.size(1), 1)).squeeze(-1)
-
-    @contextmanager
-    def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Within, the hidden states of every pass through the base are kept, so that one pass serves two."""
-        kept: list[torch.Tensor] = []
-        handle = self._backbone.register_forward_hook(
-            lambda module, inputs, output: kept.append(output.last_hidden_state.detach())
-        )
-        try:
-            yield kept
-        finally:
-            handle.remove()
 
     def save(self, folder: str | Path) -> None:
         """Write the value heads beside the critic's adapter. PEFT writes the adapters."""
@@ -163,10 +146,6 @@ class Critic:
                 f"of this team ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
             )
         self.heads.load_state_dict(saved)
-
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
-            return self._backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     @property
     def _backbone(self) -> nn.Module:

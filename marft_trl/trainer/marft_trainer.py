@@ -29,23 +29,34 @@ from ..workflows import Workflow
 from . import functional, setup
 from .adapters import Policies, add_adapters
 from .advantages import TeamAdvantages
-from .batching import MicroBatch, Row, Slice, collate, count_rows, cut_slices, loss_weights, micro_batches, weigh
+from .batching import MicroBatch, Row, Slice, count_rows, cut_slices, loss_weights, together, weigh
 from .cards import PAPER
 from .evaluation import EvalMetric, check_eval_metrics, check_references
+from .fitting import TeamFitting
 from .metrics import LocalAccelerator
 from .persistence import TeamPersistence
 from .planning import TeamPlanning
 from .reporting import TeamReporting
 from .rollouts import Rollout
 from .schedules import Schedule
-from .scoring import ScoringTemperature
+from .scoring import TeamScoring
 from .turn_rewards import TurnRewards
 from .updates import TeamUpdates
 from .validation import check_datasets, check_rewards, check_turn_rewards, checked_reward
 from .valuing import TeamValues
 
 
-class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, TeamValues, TeamAdvantages, GRPOTrainer):
+class MARFTTrainer(
+    TeamPlanning,
+    TeamReporting,
+    TeamPersistence,
+    TeamUpdates,
+    TeamScoring,
+    TeamFitting,
+    TeamValues,
+    TeamAdvantages,
+    GRPOTrainer,
+):
     """
     Trains a team of LLM agents with reinforcement learning: one adapter per agent on one base.
 
@@ -188,7 +199,6 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
         )
         if self._uses_tools:
             self.chat_template = setup.prepare_tools(self._tokenizer, self.agents, self.workflow)
-        self._generator = TransformersGenerator(self, self.policies, self._samplings)
         self._prompts = PromptBuilder(
             self._tokenizer,
             tokenize=self._tokenize_fresh,
@@ -202,16 +212,19 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
             ends=self.eos_token_ids,
             aliases=self._aliases,
         )
-        base = self.model.get_base_model() if self.policies.has_adapters else self.model
-        self._temperature = ScoringTemperature(
-            [base] if self.ref_model is None else [base, self.ref_model],
-            [sampling.temperature for sampling in self._samplings.values()],
-            default=self.temperature,
-            head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
-        )
         if args.level == "action":
             self.importance_sampling_level = "sequence"  # one ratio per turn; `_as_actions` says which
-        self._loss_inputs: dict[str, torch.Tensor] | None = None
+        self._prepare_scoring()
+        self._prepare_fitting()
+        # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
+        self._needs_old_logps = args.gradient_accumulation_steps % self.schedule.generate_every != 0
+        self._generator = TransformersGenerator(
+            self,
+            self.policies,
+            self._samplings,
+            share=self._shares_prefixes,
+            records=self._needs_old_logps and self._samples_what_it_scores(),
+        )
         self._prepare_reports()
         self._prepare_counters()
         self._prepare_updates()
@@ -270,9 +283,6 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
             learning |= frozenset(self.critic.parts)
         return learning
 
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
-        return micro_batches(rows, self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch)
-
     def _micro_batch_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
         steps, processes = self.args.steps_per_generation, self.accelerator.num_processes
         weights = loss_weights(batch, slice_, self.loss_type, processes, steps, self.args.level)
@@ -308,37 +318,6 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
             batch.agent, own["train"], turns if self.args.level == "action" else batch.num_loss_tokens
         )
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._loss_inputs is None:
-            return logps, entropies, aux_loss
-        inputs = self._loss_inputs
-        mask, old = inputs["completion_mask"], inputs.get("old_per_token_logps", logps.detach())
-        counted = mask.bool()
-        if self.args.level == "token":
-            self._add_to_window(self._loss_adapter, (logps - old)[counted], entropies[counted])
-            return logps, entropies, aux_loss
-        ratios = functional.action_log_ratios(logps - old, mask, inputs["action_divisors"]).clamp(-20, 20)
-        self._add_to_window(self._loss_adapter, ratios[counted.any(dim=1)], entropies[counted])
-        # TRL takes the mean log-ratio over a turn's tokens: with these each of them is the turn's.
-        inputs["old_per_token_logps"] = logps - ratios.unsqueeze(1)
-        # TRL takes the mean entropy over tokens: with these it is the mean over turns of their mean.
-        shares = mask.sum() / (mask.sum(dim=1, keepdim=True).clamp(min=1) * len(mask))
-        return logps, entropies * shares, aux_loss
-
-    def _action_divisors(self, rows: Sequence[Row]) -> torch.Tensor:
-        """What the log-probabilities of turns, summed over tokens, are divided by `(B,)`."""
-        of = {"sum": lambda row: 1, "token": lambda row: len(row.completion_ids), "word": lambda row: row.words}
-        divisors = [max(of[self.args.action_logprob](row), 1) for row in rows]
-        return torch.tensor(divisors, dtype=torch.float32, device=self.accelerator.device)
-
-    def _act(self, agent: str) -> None:
-        self.policies.activate(agent)
-        self._temperature.switch_to(self._samplings[agent].temperature)
-
-    def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        return collate(rows, self._tokenizer.pad_token_id, self.pad_to_multiple_of, self.accelerator.device)
-
     # ---- Episodes and their advantages ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> list[Slice]:
@@ -347,10 +326,10 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
         episodes = self._rows(rollout)
         rows = [row for its_rows in episodes for row in its_rows]
         trained = [row for row in rows if row.is_trained]
+        self._fit(rows)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
-            if self.args.gradient_accumulation_steps % self.schedule.generate_every != 0:
-                self._score(trained, "old_per_token_logps")
+            if self._needs_old_logps:
+                self._score([row for row in trained if row.old_per_token_logps is None], "old_per_token_logps")
             if self.beta != 0.0:
                 self._score(trained, "ref_per_token_logps")
             last_values = self._value_rollout(rollout, rows) if self.critic is not None else []
@@ -362,6 +341,8 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
         rollout.advantages = self._advantages_by_turn(rollout, episodes)
         self._log_rollout(inputs, rollout, std)
         order = torch.randperm(len(episodes))  # the one draw that TRL makes here
+        if self._shares_prefixes:
+            order = together(order, self._group_of(len(episodes)))
         slices = cut_slices(episodes, order, self.args.per_device_train_batch_size)
         adapters, parts = self.policies.names, self.critic.parts if self.critic is not None else []
         counts = count_rows(slices, adapters, parts).to(self.accelerator.device)
@@ -391,6 +372,7 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
                     is_trained=self._is_trained(turn.agent),
                     words=max(len(turn.text.split()), 1),
                     critic=self.critic.part_of(turn.agent) if self.critic is not None else None,
+                    old_per_token_logps=None if turn.logps is None else torch.tensor(turn.logps),
                 )
                 for turn in its
             ]
@@ -399,26 +381,6 @@ class MARFTTrainer(TeamPlanning, TeamReporting, TeamPersistence, TeamUpdates, Te
 
     def _is_trained(self, agent: str) -> bool:
         return self.policies.adapter_of(agent) in self.policies.trained
-
-    def _score(self, rows: Sequence[Row], name: str) -> None:
-        """Fill in log-probabilities of the sampled tokens under the agents' policies or references."""
-        is_reference = name == "ref_per_token_logps"
-        for batch in self._micro_batches(rows):
-            tensors = self._collate(batch.rows)
-            ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-            mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
-            self._act(batch.agent)
-            model, as_reference = self.model, contextlib.nullcontext()
-            if is_reference and self.ref_model is not None:
-                model = self.ref_model
-            elif is_reference:
-                as_reference = self.policies.reference(batch.agent)
-            with as_reference, self._sharing_the_pass(batch, is_reference, tensors["prompt_ids"].size(1)):
-                logps, _, _ = self._get_per_token_logps_and_entropies(
-                    model, ids, mask, tensors["completion_ids"].size(1)
-                )
-            for row, its in zip(batch.rows, logps.cpu(), strict=True):
-                setattr(row, name, its[: len(row.completion_ids)].clone())
 
     # ---- Sequential updates ----
 

@@ -1,12 +1,17 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a team needs in memory, part by part, before anything has run."""
+"""What a team needs in memory, part by part, and what a pass through the model keeps, measured on short rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
+import psutil
 import torch
+from transformers import PreTrainedModel
+
+from ..forward import hidden_states
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class MemoryPlan:
         critic (`int`): LoRAs and heads of the critic.
         gradients (`int`): of everything that is trained.
         optimizer (`int`): its state, of everything that is trained.
-        activations (`int`): of the largest micro-batch, an estimate.
+        activations (`int`): of the largest micro-batch, with the LM head's tiles; from a measurement on short rows.
         cache (`int`): keys and values of one generation batch of an agent, with the longest turns.
     """
 
@@ -59,24 +64,87 @@ def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
     )
 
 
-def activation_size(config, tokens: int, scored: int, checkpointing: bool, width: int) -> int:
+@dataclass(frozen=True)
+class ActivationCost:
     """
-    Bytes of what the backward pass keeps, for one micro-batch.
+    Bytes that the backward pass keeps.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]): of the model.
-        tokens (`int`): tokens of the micro-batch.
-        scored (`int`): those of them whose log-probability counts.
-        checkpointing (`bool`): whether layers are computed again in the backward pass.
-        width (`int`): bytes per number.
+        per_token (`float`): for each token that goes through the model, padding included.
+        per_repeat (`float`): for each shared token and each row behind it, whose keys and values are repeated.
+        per_checkpointed (`float`): for each token where layers are computed again in the backward pass.
     """
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    # Per token and layer: the inputs of the projections, of the attention and of the gated MLP
-    layer = tokens * (8 * hidden + 4 * inner) * width
-    kept = tokens * hidden * width * layers + layer if checkpointing else layer * layers
-    logits = 3 * scored * config.vocab_size * 4  # in full precision, with their gradient and the normalized ones
-    return kept + logits
+
+    per_token: float
+    per_repeat: float
+    per_checkpointed: float
+
+    def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
+        """Bytes of a pass that computes so many tokens and repeats so many (both summed over rows)."""
+        per_token = self.per_checkpointed if checkpointing else self.per_token
+        return round(per_token * tokens + self.per_repeat * repeated)
+
+
+# Lengths of the rows that activations are measured on; what grows between them is the cost of a token.
+_SHORT, _LONG = 16, 48
+
+
+def measure_activations(model: PreTrainedModel) -> ActivationCost:
+    """
+    Measure, on a few short rows, what the backward pass keeps of a model with its active adapter.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): in training mode, without gradient checkpointing.
+    """
+    config = model.config.get_text_config()
+
+    def kept(rows: int, shared: int, own: int) -> int:
+        prompts = [[3] * shared + [4, row % config.vocab_size] for row in range(rows)]
+        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, [[3] * own] * rows))
+
+    per_token = (kept(1, 0, _LONG) - kept(1, 0, _SHORT)) / (_LONG - _SHORT)
+    of_shared = (kept(4, _LONG, _SHORT) - kept(4, _SHORT, _SHORT)) / (_LONG - _SHORT)
+    inputs = config.num_hidden_layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
+    return ActivationCost(
+        per_token=per_token,
+        per_repeat=max(of_shared - per_token, 0.0) / 4,
+        per_checkpointed=inputs + per_token / config.num_hidden_layers,
+    )
+
+
+def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the tensors that autograd keeps in a pass, those of the model left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()  # alive until here, so that no address is used twice
+    del output
+    return sum(sizes.values())
+
+
+# TRL's LM head works on tiles of so many tokens and columns; with Triton in place, otherwise with copies of a tile.
+_TILE_TOKENS, _TILE_COLUMNS, _TILE_COPIES = 4096, 32768, 6
+
+
+def head_size(vocabulary: int, scored: int, device: torch.device) -> int:
+    """Bytes of the largest tile of the LM head, in float32."""
+    copies = 2 if device.type == "cuda" else _TILE_COPIES
+    return min(scored, _TILE_TOKENS) * min(vocabulary, _TILE_COLUMNS) * 4 * copies
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on a device; of the main memory, its share among the local processes."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cache_size(config, rows: int, tokens: int, width: int) -> int:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trl import GRPOTrainer
@@ -14,6 +15,7 @@ from trl import GRPOTrainer
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
+from ..prefixes import clusters
 from ..rollout.collector import Request
 from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.transformers_generator import Sampling
@@ -21,7 +23,7 @@ from ..transcripts import messages_as_text
 from ..workflows import Workflow
 from ..workflows.base import turn_links
 from .adapters import Policies
-from .memory import MemoryPlan, activation_size, cache_size, optimizer_size, size_of
+from .memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from .setup import context_window
 
 
@@ -37,13 +39,13 @@ class Rehearsal:
     Args:
         episode ([`Episode`]): its turns.
         shown (`dict[str, Observation]`): what each agent was shown first.
-        prompts (`list[tuple[str, int]]`): for each turn its agent, and how many tokens it would be shown if all turns
-            it sees were as long as they may be.
+        prompts (`list[tuple[str, int, int]]`): for each turn its agent, how many tokens it would be shown if all turns
+            it sees were as long as they may be, and how many of them come before the first of these turns' words.
     """
 
     episode: Episode
     shown: dict[str, Observation]
-    prompts: list[tuple[str, int]]
+    prompts: list[tuple[str, int, int]]
 
 
 class TeamPlanning(GRPOTrainer):
@@ -57,7 +59,10 @@ class TeamPlanning(GRPOTrainer):
     _aliases: dict[str, str]
     _collect: Callable[..., list[Episode]]
     _prompts: PromptBuilder
+    _is_checkpointing: bool
+    _measured: Callable[[], ActivationCost]
     _samplings: dict[str, Sampling]
+    _shares_prefixes: bool
     _specs: dict[str, AgentSpec]
 
     def plan(self) -> str:
@@ -73,7 +78,7 @@ class TeamPlanning(GRPOTrainer):
             "Team": [self._describe(agent) for agent in self.agents],
             f"Workflow: {type(self.workflow).__name__}": links or ["(nobody is shown another's words)"],
             "Batches": self._describe_batches(rehearsal),
-            "Memory of a process (activations are an estimate)": str(self.memory_plan()).splitlines(),
+            "Memory of a process, with every turn as long as it may be": str(self.memory_plan()).splitlines(),
         }
         lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
         for agent in self.agents:
@@ -83,7 +88,10 @@ class TeamPlanning(GRPOTrainer):
         return "\n".join(lines[1:])
 
     def memory_plan(self) -> MemoryPlan:
-        """The memory that this process needs, part by part."""
+        """
+        The memory that this process needs, part by part, with every turn as long as it may be: counted, but for the
+        activations, whose size by token is measured on a few short rows.
+        """
         adapters = [p for name in self.policies.names for p in self.policies.parameters(name).values()]
         adapters = adapters if self.policies.has_adapters else []
         critics = self.critic.parts if self.critic is not None else []
@@ -94,29 +102,37 @@ class TeamPlanning(GRPOTrainer):
         trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self.args.bf16 or self.args.fp16 else 4
-        rows = self.args.per_device_train_batch_size
         prompts = self._rehearse(next(iter(self.train_dataset))).prompts
-        longest = max(sampling.max_completion_length for sampling in self._samplings.values())
-        turn = max(prompt + self._samplings[agent].max_completion_length for agent, prompt in prompts)
-        tokens = min(rows * turn, self.args.max_tokens_per_micro_batch or rows * turn)
-        scored = min(rows * longest, tokens)
-        checkpointing = bool(self.args.gradient_checkpointing)
+        turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         return MemoryPlan(
             base=size_of(base),
             adapters=size_of(adapters),
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self.args.optim, "value", self.args.optim))),
-            activations=activation_size(config, tokens, scored, checkpointing, width),
+            activations=max(self._activations_of(agent, length, same) for agent, length, same in prompts),
             cache=cache_size(config, self._episodes_at_once(), turn, width),
         )
+
+    def _activations_of(self, agent: str, length: int, same: int) -> int:
+        """Bytes of an agent's largest micro-batch. Of its prompts' `length` tokens the first `same` are shared."""
+        cost, rows = self._measured(), self.args.per_device_train_batch_size
+        new = self._samplings[agent].max_completion_length
+        same = same if self._shares_prefixes else 0
+        groups = math.ceil(rows / self.num_generations)
+        tokens, repeated = groups * same + rows * (length - same + new), rows * same
+        limit = self.args.max_tokens_per_micro_batch
+        share = 1.0 if limit is None else min(limit / tokens, 1.0)
+        kept = cost.size(round(share * tokens), round(share * repeated), self._is_checkpointing)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return kept + head_size(vocabulary, round(share * rows * new), self.accelerator.device)
 
     def _episodes_at_once(self) -> int:
         return self.args.per_device_train_batch_size * self.args.steps_per_generation
 
     def _rehearse(self, row: dict[str, Any]) -> Rehearsal:
         shown: dict[str, Observation] = {}
-        prompts: list[tuple[str, int]] = []
+        prompts: list[tuple[str, int, int]] = []
 
         def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
             built = self._prompts.build(
@@ -124,7 +140,7 @@ class TeamPlanning(GRPOTrainer):
             )
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
-                prompts.append((request.agent, self._longest(observation)))
+                prompts.append((request.agent, self._longest(observation), self._same(request, observation)))
             if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
             return [one.answered(self._made_up(one.agent)) for one in requests]
@@ -146,6 +162,16 @@ class TeamPlanning(GRPOTrainer):
                 made_up = len(self._tokenizer(item.text, add_special_tokens=False)["input_ids"])
                 longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
         return len(observation.ids) + longer
+
+    def _same(self, request: Request, observation: Observation) -> int:
+        """How many tokens of what a request is shown do not depend on what teammates say."""
+        if not any(isinstance(item, Turn) for item in observation.seen):
+            return len(observation.ids) - 1
+        others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
+        query = Query(self._specs[request.agent], request.episode.prompt, others, request.functions)
+        (other,) = self._prompts.build([query])
+        (cluster, *_) = clusters([observation.ids, other.ids])
+        return cluster.length if len(cluster.rows) > 1 else 0
 
     def _links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
         """Who sees whom: as the workflow says, or as it is in a rehearsal on the first row."""
@@ -175,7 +201,9 @@ class TeamPlanning(GRPOTrainer):
         turns = Counter(turn.agent for turn in rehearsal.episode.turns)
         trained = {agent.name for agent in self.agents if agent.trainable}
         rows = sum(turns[name] for name in trained)
-        lengths = [(name, prompt + self._samplings[name].max_completion_length) for name, prompt in rehearsal.prompts]
+        lengths = [
+            (name, prompt + self._samplings[name].max_completion_length) for name, prompt, _ in rehearsal.prompts
+        ]
         longest = sum(length for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"

@@ -20,7 +20,7 @@ from ..rollout.collector import Request, collect
 from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.replay import Replay
 from ..rollout.tool_calls import parse_calls
-from ..rollout.transformers_generator import Sampling, TransformersGenerator
+from ..rollout.transformers_generator import Sampled, Sampling, TransformersGenerator
 from ..tools import ToolCall, ToolLimits, tool_name
 from ..transcripts import Advantage
 from ..workflows import Workflow
@@ -155,7 +155,7 @@ class TeamRollouts(GRPOTrainer):
             Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
         )
         completions = self._generate_for(requests, observations)
-        texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         self._dropped_turns += sum(observation.dropped for observation in observations)
         return [
             EndOfEpisode(observation.problem)
@@ -169,8 +169,11 @@ class TeamRollouts(GRPOTrainer):
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
                 truncated=self._is_truncated(request.agent, ids),
                 tool_calls=self._calls(request, observation.ids, ids),
+                logps=logps,
             )
-            for request, text, observation, ids in zip(requests, texts, observations, completions, strict=True)
+            for request, text, observation, (ids, logps) in zip(
+                requests, texts, observations, completions, strict=True
+            )
         ]
 
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
@@ -186,9 +189,9 @@ class TeamRollouts(GRPOTrainer):
         finally:
             self.tools = []
 
-    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[list[int]]:
+    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
         """Sampled tokens for each request; none where its episode ends instead."""
-        completions: list[list[int]] = [[] for _ in requests]
+        completions: list[Sampled] = [Sampled([]) for _ in requests]
         for by_reference in (False, True):
             mine = [
                 index
@@ -199,8 +202,8 @@ class TeamRollouts(GRPOTrainer):
                 prompt_ids = [observations[index].ids for index in mine]
                 options = {"by_reference": True} if by_reference else {}
                 sampled = self._generator.generate([requests[index].agent for index in mine], prompt_ids, **options)
-                for index, ids in zip(mine, sampled, strict=True):
-                    completions[index] = ids
+                for index, its in zip(mine, sampled, strict=True):
+                    completions[index] = its
         return completions
 
     def _is_truncated(self, agent: str, ids: list[int]) -> bool:

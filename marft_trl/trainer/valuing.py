@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from trl import GRPOTrainer
 from ..configs import MARFTConfig
 from . import functional
 from .adapters import Policies
-from .batching import MicroBatch, Row, Slice, micro_batches
+from .batching import MicroBatch, Row, Slice
 from .rollouts import Rollout
 
 
@@ -23,7 +22,8 @@ class TeamValues(GRPOTrainer):
     args: MARFTConfig
     critic: Any  # `Critic`, or `None`
     policies: Policies
-    _collate: Callable[[Sequence[Row]], dict[str, torch.Tensor]]
+    _shares_prefixes: bool
+    _micro_batches: Callable[..., Iterator[MicroBatch]]
 
     def _prepare_values(self) -> None:
         # Of the present step: sum of losses, of clipped values, and their number
@@ -63,18 +63,16 @@ class TeamValues(GRPOTrainer):
         for batch in self._batches_by_part(rows, keep_empty=True):
             features = self._features(batch)
             values = self.critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
-            for index, row in enumerate(batch.rows):
-                count = self._num_values(row)
-                row.old_values = values[index, :count].clone()
-                if self.critic.kind == "frozen":
-                    row.features = features[index, :count].cpu().clone()
+            for row, its in zip(batch.rows, values, strict=True):
+                row.old_values = its[: self._num_values(row)].clone()
+            if self.critic.kind == "frozen":
+                self._keep_features(batch, features)
 
     def _num_values(self, row: Row) -> int:
         return max(len(row.completion_ids), 1) if self.critic.level == "token" else 1
 
     def _batches_by_part(self, rows: Sequence[Row], keep_empty: bool = False) -> Iterator[MicroBatch]:
-        limits = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        return micro_batches(rows, *limits, by=lambda row: row.critic, keep_empty=keep_empty)
+        return self._micro_batches(rows, by=lambda row: row.critic, keep_empty=keep_empty)
 
     def _value_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         """Micro-batches that the critic learns from."""
@@ -87,19 +85,18 @@ class TeamValues(GRPOTrainer):
         known = [row.features for row in batch.rows]
         if all(features is not None for features in known):
             return torch.nn.utils.rnn.pad_sequence(known, batch_first=True).to(self.accelerator.device)
-        return self.critic.features(batch.agent, self._collate(batch.rows))
+        prompts = [row.prompt_ids.tolist() for row in batch.rows]
+        completions = [row.completion_ids.tolist() for row in batch.rows]
+        return self.critic.features(batch.agent, prompts, completions, self._shares_prefixes)
 
-    @contextlib.contextmanager
-    def _sharing_the_pass(self, batch: MicroBatch, is_reference: bool, prompt_width: int) -> Iterator[None]:
-        """Within, a pass of the reference that is the bare base also leaves the frozen critic its features."""
-        shared = is_reference and self.critic is not None and self.critic.kind == "frozen"
-        if not shared or not self.policies.starts_as_base(batch.agent):
-            yield
-            return
-        with self.critic.recording() as kept:
-            yield
-        for row, features in zip(batch.rows, self.critic.cut(kept[-1], prompt_width), strict=True):
-            row.features = features[: self._num_values(row)].cpu().clone()
+    def _keep_features(self, batch: MicroBatch, hidden: torch.Tensor) -> None:
+        """Leave the frozen critic its features `(B, V, H)`, from a pass of the bare base."""
+        for row, its in zip(batch.rows, hidden, strict=True):
+            row.features = its[: self._num_values(row)].cpu().clone()
+
+    def _wants_features(self, agent: str) -> bool:
+        """Whether a pass of the reference of an agent is also the frozen critic's."""
+        return self.critic is not None and self.critic.kind == "frozen" and self.policies.starts_as_base(agent)
 
     def _value_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
         """Every value target of a part weighs the same, whichever slice or process has it; a mean over all of them."""

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from marft_trl import AgentSpec, Workflow
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.workflows import Orchestrated
 from tests.helpers import lora, team_trainer, varied_reward
@@ -40,7 +41,7 @@ def canned(trainer):
             if isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
                 tag = draw.choice(["<call>actor</call>", "<call>nobody</call>", "<done/>"])
                 reply = trainer.processing_class(tag)["input_ids"]
-            replies.append([*reply, 2])
+            replies.append(Sampled([*reply, 2]))
         return replies
 
     return generate

@@ -1,0 +1,118 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What token sequences have in common at their beginning: which rows to let share a prefix, and how long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """
+    Sequences that begin with the same tokens.
+
+    Args:
+        length (`int`): number of tokens that are shared.
+        rows (`tuple[int, ...]`): positions of the sequences.
+    """
+
+    length: int
+    rows: tuple[int, ...]
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed again."""
+        return self.length * (len(self.rows) - 1)
+
+
+def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
+    """
+    Partition sequences so that many tokens are shared, each sequence sharing one prefix.
+
+    The last token of a sequence is never shared: each row has something left to compute. A sequence that shares
+    nothing is a cluster alone, with all but its last token as its prefix.
+
+    Sorted, sequences that share a prefix are neighbours, so the prefixes form a tree. From the leaves to the root, the
+    clusters below a node are joined at the node's prefix where that saves more than what they share by themselves.
+
+    Args:
+        sequences (`Sequence[Sequence[int]]`): token ids, none empty.
+
+    Returns: the clusters; rows in ascending order within each, clusters by their first row.
+    """
+    order = sorted(range(len(sequences)), key=lambda row: tuple(sequences[row]))
+    nodes: list[tuple[int, list[Cluster]]] = [(0, [])]  # from the root down: depth, and the clusters below so far
+    previous: Sequence[int] = ()
+    for row in order:
+        sequence = sequences[row]
+        _close(nodes, min(_common(previous, sequence), len(sequence) - 1))
+        if nodes[-1][0] < len(sequence) - 1:
+            nodes.append((len(sequence) - 1, []))
+        nodes[-1][1].append(Cluster(len(sequence) - 1, (row,)))
+        previous = sequence
+    _close(nodes, 0)
+    return sorted(_joined(*nodes[0]), key=lambda cluster: cluster.rows)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """
+    How rows go through the model.
+
+    Args:
+        clusters (`list[Cluster]`): rows that share a beginning; none where each row goes through as it is.
+        num_tokens (`int`): tokens that are computed, padding included.
+    """
+
+    clusters: list[Cluster]
+    num_tokens: int
+
+
+def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> Passes:
+    """
+    The way that computes fewer tokens.
+
+    Args:
+        prompts (`Sequence[Sequence[int]]`): beginnings of rows, which are searched for what they share.
+        more (`Sequence[int]`): how many tokens of each row come after it.
+    """
+    lengths = [len(prompt) + count for prompt, count in zip(prompts, more, strict=True)]
+    plain = Passes([], len(lengths) * max(lengths))
+    found = clusters(prompts)
+    if len(found) == len(prompts):
+        return plain
+    rest = max(lengths[row] - cluster.length for cluster in found for row in cluster.rows)
+    tokens = len(found) * max(cluster.length for cluster in found) + len(lengths) * rest
+    return Passes(found, tokens) if tokens < plain.num_tokens else plain
+
+
+def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:
+    """Finish the nodes deeper than `depth`; what is below them goes to the node at that depth."""
+    while nodes[-1][0] > depth:
+        below = _joined(*nodes.pop())
+        if nodes[-1][0] < depth:
+            nodes.append((depth, []))
+        nodes[-1][1].extend(below)
+
+
+def _joined(depth: int, below: list[Cluster]) -> list[Cluster]:
+    """Let those clusters share the prefix of a node that save less by their own."""
+
+    def gains(cluster: Cluster) -> bool:
+        return cluster.saved < len(cluster.rows) * depth
+
+    joining = [cluster for cluster in below if gains(cluster)]
+    whole = Cluster(depth, tuple(sorted(row for cluster in joining for row in cluster.rows)))
+    if whole.saved <= sum(cluster.saved for cluster in joining):
+        return below
+    return [whole, *(cluster for cluster in below if not gains(cluster))]
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # slices compare at the speed of C
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low

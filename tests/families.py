@@ -1,0 +1,86 @@
+"""Tiny models of the families that the fast paths are checked on, with an adapter that does something."""
+
+import random
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+
+VOCABULARY = 64
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows are shorter than the rows, so that what slides is seen
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 6},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "final_logit_softcapping": 5.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
+
+
+def family_model(family, temperature=0.7):
+    """A model of a family with a LoRA that changes it and TRL's head."""
+    common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id") or "vocab" in k}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**common, **FAMILIES[family]}))
+    model = model.float()
+    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+    targets = TARGETS.get(family, ["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def ragged_rows(seed, others_words=False):
+    """
+    Prompts and completions of three ragged groups that share a system prompt; with `others_words` the prompts of a
+    group differ in their ends, as those of later agents do. One completion is empty.
+    """
+    draw = random.Random(seed)
+
+    def tokens(low, high):
+        return [draw.randint(3, VOCABULARY - 1) for _ in range(draw.randint(low, high))]
+
+    prompts, completions = [], []
+    for _ in range(3):
+        question = [5, 6, 7, 8, *tokens(3, 12)]
+        for member in range(3):
+            prompts.append([*question, *(tokens(0, 5) if others_words else [])])
+            completions.append(tokens(1, 9) if prompts[1:] or member else [])
+    return prompts, completions
+
+
+def logps_alone(model, prompts, completions, temperature):
+    """Log-probabilities and entropies `(N,)` of all completions' tokens, each row alone and without padding."""
+    logps, entropies = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion:
+            logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+            its = (logits.float() / temperature).log_softmax(dim=-1)
+            logps.append(its.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1))
+            entropies.append(-(its.exp() * its).sum(dim=-1))
+    return torch.cat(logps), torch.cat(entropies)

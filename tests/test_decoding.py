@@ -1,0 +1,175 @@
+"""The fast generation against that of transformers: the same tokens, and the same distribution."""
+
+import functools
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from marft_trl import forward
+from marft_trl.rollout.decoding import Recorder, RoomyLayer, can_decode, decode
+
+from .families import FAMILIES, family_model, ragged_rows
+from .helpers import team_trainer
+
+
+ENDS = list(range(3, 14))
+COMMON = {"pad_token_id": 0, "top_k": 0}
+
+
+def generate(model, prompts, own=True, recorder=None, **settings):
+    ids, mask = forward.padded(prompts, "cpu", side="left")
+    config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, **settings})
+    assert can_decode(config)
+    options = {"custom_generate": functools.partial(decode, recorder=recorder)} if own else {}
+    with torch.no_grad():
+        return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)[
+            :, ids.size(1) :
+        ]
+
+
+@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family, others_words):
+    model = family_model(family)
+    prompts, _ = ragged_rows(int(others_words), others_words)
+    for settings in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_new_tokens": 4}):
+        theirs = generate(model, prompts, own=False, do_sample=False, **settings)
+        assert generate(model, prompts, do_sample=False, **settings).tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("prompts", [[[5]], [[5], [5]], [[5], [6, 7, 8]], [[5, 6, 7]] * 3, [[5, 6], [5, 6, 9]]])
+def test_short_and_equal_prompts(prompts):
+    model = family_model("qwen3")
+    theirs = generate(model, prompts, own=False, do_sample=False)
+    assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
+
+
+def test_a_common_beginning_goes_through_the_model_once():
+    model, widths = family_model("qwen3"), []
+    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: widths.append(args[2].shape[:2]))
+    generate(model, [list(range(20, 50))] * 8, do_sample=False, max_new_tokens=1)
+    assert widths == [(1, 29), (8, 1)]
+
+
+def test_finished_rows_leave_the_batch():
+    model, sizes = family_model("llama"), []
+    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: sizes.append(args[2].size(0)))
+    prompts = [[5, 6, 7, 8, 20 + index] for index in range(32)]
+    torch.manual_seed(0)
+    tokens = generate(model, prompts, do_sample=True, max_new_tokens=60)
+    steps = sizes[-tokens.size(1) :]
+    has_ended = torch.isin(tokens, torch.tensor(ENDS))
+    useful = [(~has_ended[:, :step].any(dim=1)).sum().item() for step in range(tokens.size(1))]
+    assert steps[0] == 32 and steps[-1] < 10 and steps == sorted(steps, reverse=True)
+    assert all(live <= size < max(live, 1) * 8 / 7 + 1e-6 for live, size in zip(useful, steps, strict=True))
+
+
+def test_a_processor_that_may_know_the_batch_keeps_all_rows():
+    model, sizes = family_model("llama"), []
+    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: sizes.append(args[2].size(0)))
+    prompts = [[5, 6, 7, 8, 20 + index] for index in range(32)]
+    generate(model, prompts, do_sample=True, exponential_decay_length_penalty=(40, 1.1))
+    assert set(sizes[1:]) == {32}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.8},
+        {"top_k": 5, "temperature": 1.3},
+        {"top_p": 0.7},
+        {"min_p": 0.05, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_same_distribution(settings):
+    """Chi-square over 20,000 pairs of tokens against the exact probabilities, with rows that leave."""
+    model = family_model("qwen3")
+    base, ends = model.get_base_model(), list(range(3, 40))
+    settings = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": ends, **settings}
+    prompt = [5, 6, 7, 8, 50]
+
+    def distribution(tokens):
+        """Exact, by the processors of transformers on each row's logits."""
+        config = GenerationConfig(**{**COMMON, **settings})
+        processors = base._get_logits_processor(config, input_ids_seq_length=tokens.size(1))
+        with torch.no_grad():
+            return processors(tokens, base(input_ids=tokens).logits[:, -1]).softmax(dim=-1)
+
+    first = distribution(torch.tensor([prompt]))[0]
+    second = distribution(torch.tensor([[*prompt, token] for token in range(len(first))]))
+    goes_on = torch.tensor([token not in ends for token in range(len(first))])
+    only_pad = torch.zeros_like(first)
+    only_pad[0] = 1.0
+    expected = 20_000 * first.unsqueeze(1) * torch.where(goes_on.unsqueeze(1), second, only_pad)
+    torch.manual_seed(0)
+    drawn = generate(model, [prompt] * 20_000, **settings)
+    counts = torch.zeros_like(expected).index_put_((drawn[:, 0], drawn[:, 1]), torch.ones(()), accumulate=True)
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 5
+    rest = (~often) & (expected > 0)
+    pairs = [(counts[often], expected[often]), (counts[rest].sum()[None], expected[rest].sum()[None])]
+    seen, awaited = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    seen, awaited = seen[awaited > 0], awaited[awaited > 0]
+    chi_square, degrees = ((seen - awaited) ** 2 / awaited).sum().item(), len(seen) - 1
+    assert degrees >= 3 and abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
+
+
+# ---- Log-probabilities of what is sampled ----
+
+
+def test_recorded_log_probabilities_are_the_scored_ones():
+    model = family_model("qwen3", temperature=0.7)
+    base = model.get_base_model()
+    prompts, _ = ragged_rows(1, others_words=True)
+    recorder = Recorder()
+    torch.manual_seed(0)
+    drawn = generate(model, prompts, recorder=recorder, do_sample=True, temperature=0.7)
+    completions = [its[: 1 + next((i for i, t in enumerate(its) if t in ENDS), len(its))] for its in drawn.tolist()]
+    with torch.no_grad():
+        hidden = forward.hidden_states(base.base_model, prompts, completions)
+        for row, tokens in enumerate(completions):
+            logps, _ = forward.score(base, hidden[row, : len(tokens)], torch.tensor(tokens))
+            torch.testing.assert_close(recorder.logps[row, : len(tokens)], logps, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3}, {"repetition_penalty": 1.1}], ids=str)
+def test_nothing_is_recorded_where_something_else_is_sampled_from(settings):
+    recorder = Recorder()
+    generate(family_model("qwen3"), [[5, 6, 7]], recorder=recorder, do_sample=True, **settings)
+    assert recorder.logps is None
+
+
+def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tmp_path):
+    def run(**settings):
+        trainer = team_trainer(model_folder, tmp_path, settings={"num_iterations": 2, "max_steps": 2, **settings})
+        scored = []
+        inner = trainer._score
+        trainer._score = lambda rows, name: (scored.append(len(rows)), inner(rows, name))
+        trainer.train()
+        ratios = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "loss" in entry]
+        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
+        return scored, ratios, rows
+
+    scored, ratios, rows = run()
+    assert scored == [0] and ratios[0] == 0 and all(row.old_per_token_logps is not None for row in rows)
+    scored, *_ = run(top_k=5)
+    assert scored == [16]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "static"}, {"use_cache": False}]
+)
+def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
+    assert not can_decode(GenerationConfig(**settings))
+
+
+def test_room_for_more_is_there_from_the_start():
+    layer = RoomyLayer(5)
+    first = torch.arange(4.0).reshape(1, 1, 2, 2)
+    layer.update(first, -first)
+    place = layer.keys.data_ptr()
+    keys, values = layer.update(first + 10, first + 20)
+    assert keys.shape == (1, 1, 4, 2) and layer.keys.data_ptr() == place and layer.get_seq_length() == 4
+    assert keys[0, 0, 2].tolist() == [10.0, 11.0] and values[0, 0, 0].tolist() == [0.0, -1.0]

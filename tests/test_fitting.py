@@ -1,0 +1,154 @@
+"""What is kept for the backward pass is measured, and micro-batches are cut to what is free."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from marft_trl import forward
+from marft_trl.tiny import tiny_dataset
+from marft_trl.trainer import fitting
+from marft_trl.trainer.batching import Row, micro_batches
+from marft_trl.trainer.memory import _kept_bytes, free_memory, measure_activations
+
+from .families import family_model
+from .helpers import moved, team_trainer, weights
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
+def test_measured_costs_foretell_larger_passes(family):
+    model = family_model(family).get_base_model()
+    cost = measure_activations(model)
+    for rows, shared, own in ((1, 0, 90), (6, 60, 20), (12, 30, 30)):
+        prompts = [[3] * shared + [4, 5 + row] for row in range(rows)]
+        kept = _kept_bytes(
+            model, lambda p=prompts, o=own: forward.hidden_states(model.base_model, p, [[3] * o] * len(p))
+        )
+        foretold = cost.size(shared + rows * (own + 1), rows * shared, checkpointing=False)
+        assert foretold == pytest.approx(kept, rel=0.15)
+
+
+def room_for(monkeypatch, size):
+    monkeypatch.setattr(fitting, "free_memory", lambda device: size)
+
+
+def fitted(model_folder, tmp_path, rows=8, **settings):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, **settings})
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * rows)
+    return trainer, slice_
+
+
+def test_with_room_rows_go_through_together_and_nothing_is_computed_again(model_folder, tmp_path):
+    trainer, slice_ = fitted(model_folder, tmp_path)
+    assert trainer._max_tokens >= 4096 and not trainer._is_checkpointing
+    assert len(list(trainer._micro_batches(slice_.rows))) == 2  # one for each agent
+
+
+def test_with_little_room_micro_batches_are_small(model_folder, tmp_path, monkeypatch):
+    trainer, slice_ = fitted(model_folder, tmp_path)
+    longest = max(row.length for row in slice_.rows)
+    enough_for = 1.6 * longest * trainer._measured().per_token
+    awaited = sum(12 * p.numel() for its in trainer._trained_parameters().values() for p in its.values())
+    head = 6 * 4 * sum(len(row.completion_ids) for row in slice_.rows) * trainer.model.config.vocab_size
+    room_for(monkeypatch, (enough_for + head) / 0.7 + awaited)
+    trainer, slice_ = fitted(model_folder, tmp_path)
+    assert longest <= trainer._max_tokens <= 1.7 * longest and not trainer._is_checkpointing
+    batches = list(trainer._micro_batches([row for row in slice_.rows if row.is_trained]))
+    assert len(batches) > 2 and sorted(len(batch.rows) for batch in batches)[0] >= 1
+
+
+def test_gradients_are_checkpointed_where_a_row_does_not_fit_and_training_is_the_same(
+    model_folder, tmp_path, monkeypatch, caplog
+):
+    def run():
+        trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 400})
+        trainer.train()
+        return trainer, weights(trainer)
+
+    trainer, plain = run()
+    assert not trainer._is_checkpointing
+    room_for(monkeypatch, 1000)
+    with caplog.at_level("WARNING"):
+        trainer, checkpointed = run()
+    assert trainer._is_checkpointing and "checkpointed from now on" in caplog.text
+    for name, weight in plain.items():
+        torch.testing.assert_close(checkpointed[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_what_is_set_stays(model_folder, tmp_path, monkeypatch, setting):
+    room_for(monkeypatch, 1000)
+    trainer = team_trainer(model_folder, tmp_path, settings={"gradient_checkpointing": setting, "max_steps": 1})
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.model.is_gradient_checkpointing == setting and moved(before, weights(trainer))
+
+
+def test_a_share_of_the_memory_is_each_process_s(monkeypatch):
+    gc.collect()
+    whole = free_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(torch.device("cpu")) == pytest.approx(whole / 4, rel=0.2)
+
+
+def test_repeated_tokens_count_in_part():
+    prompt = torch.arange(100)
+    rows = [Row("a", "a", prompt, torch.arange(10)) for _ in range(8)]
+    # 99 shared, 11 of each row's own: 99 + 8 x 11 = 187; half of what is repeated on top: 187 + 0.5 x 8 x 99 = 583
+    assert len(list(micro_batches(rows, 8, 187, repeat=0.0))) == 1
+    assert len(list(micro_batches(rows, 8, 186, repeat=0.0))) == 2
+    assert len(list(micro_batches(rows, 8, 583, repeat=0.5))) == 1
+    assert len(list(micro_batches(rows, 8, 582, repeat=0.5))) == 2
+
+
+MEASURED = """
+import json, sys
+from pathlib import Path
+import torch
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+sys.path.insert(0, sys.argv[2])
+from tests.helpers import lora, team_trainer
+from marft_trl import AgentSpec
+from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+
+torch.set_num_threads(1)
+tokenizer = tiny_tokenizer()
+
+def trainer(hidden, layers, episodes, tokens):
+    model = tiny_model(2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
+    model.generation_config.eos_token_id = None
+    agents = [AgentSpec("left", system_prompt="a"), AgentSpec("right", system_prompt="b")]
+    settings = {"per_device_train_batch_size": episodes, "num_generations": 4, "max_completion_length": tokens}
+    settings |= {"generation_kwargs": {"min_new_tokens": tokens}, "max_steps": 2}
+    return team_trainer(model, sys.argv[1], agents=agents, settings=settings, processing_class=tokenizer)
+
+trainer(32, 2, 4, 4).train()  # whatever libraries load on their first use
+before = status("VmRSS")
+team = trainer(256, 4, 64, 32)
+plan = team.memory_plan()
+team.train()
+print(json.dumps({"planned": plan.total, "measured": status("VmHWM") - before, "plan": str(plan)}))
+"""
+
+
+@pytest.mark.slow
+def test_the_plan_is_what_training_takes(tmp_path):
+    script, root = tmp_path / "measure.py", os.getcwd()
+    script.write_text(MEASURED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "out"), root]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.15), found["plan"]

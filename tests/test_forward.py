@@ -1,0 +1,215 @@
+"""The fast forward against each row alone: what is shared changes nothing that is computed."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from marft_trl import AgentSpec, forward
+from marft_trl.prefixes import clusters, plan_passes
+
+from .families import FAMILIES, family_model, logps_alone, ragged_rows
+from .helpers import lora, team_trainer, weights
+
+
+# ---- What is common ----
+
+sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def common(rows):
+    length = len(list(itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))))
+    return min(length, min(map(len, rows)) - 1)
+
+
+def partitions(items):
+    if not items:
+        yield []
+        return
+    for parts in partitions(items[1:]):
+        yield [[items[0]], *parts]
+        for index, part in enumerate(parts):
+            yield [*parts[:index], [items[0], *part], *parts[index + 1 :]]
+
+
+@given(rows=sequences)
+def test_clusters_are_a_partition_that_shares_what_is_common(rows):
+    found = clusters(rows)
+    assert sorted(row for cluster in found for row in cluster.rows) == list(range(len(rows)))
+    for cluster in found:
+        its = [rows[row] for row in cluster.rows]
+        assert cluster.length == common(its)
+    best = max(
+        sum(common([rows[row] for row in part]) * (len(part) - 1) for part in parts)
+        for parts in partitions(list(range(len(rows))))
+    )
+    assert sum(cluster.saved for cluster in found) >= 0.6 * best
+
+
+def test_clusters_by_hand():
+    system, question, other = [1, 2, 3], [4, 5, 6], [7, 8]
+    rows = [[*system, *question, 9], [*system, *question, 10, 11], [*system, *other, 9], [*system, *other, 9]]
+    # two pairs share 6 and 5 tokens: 11 saved; all four the system prompt: 9
+    assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == [(6, (0, 1)), (5, (2, 3))]
+    rows = [[*system, token, token] for token in range(20, 24)]
+    assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == [(3, (0, 1, 2, 3))]
+
+
+def test_rows_are_shared_only_where_that_computes_less():
+    same = [[1, 2, 3, 4, 5]] * 4
+    assert plan_passes(same, [3] * 4).num_tokens == 4 + 4 * 4 and len(plan_passes(same, [3] * 4).clusters) == 1
+    different = [[1, 2, 3], [2, 3, 4]]
+    assert plan_passes(different, [1, 1]).clusters == [] and plan_passes(different, [1, 1]).num_tokens == 8
+    uneven = [[1, 2], [1, 2], [9] * 50]  # the third row would make the rests of all as wide as itself
+    assert plan_passes(uneven, [0, 0, 0]).num_tokens <= 3 * 50
+
+
+def test_nested_histories_neither_recurse_nor_crawl():
+    history = list(range(3000))
+    rows = [history[: 2 * turn + 1] for turn in range(1500)]
+    assert sum(len(cluster.rows) for cluster in clusters(rows)) == 1500
+
+
+# ---- Log-probabilities, entropies and gradients ----
+
+
+def gradients(model, logps, entropies):
+    weight = torch.linspace(-1, 1, len(logps))
+    (logps * weight + 0.1 * entropies * weight).sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_passes_equal_each_row_alone(family, checkpointing, others_words):
+    model = family_model(family, temperature=0.7)
+    base = model.get_base_model()
+    assert forward.why_not(base) is None
+    prompts, completions = ragged_rows(int(others_words), others_words)
+    assert len(plan_passes(prompts, list(map(len, completions))).clusters) == 3
+    expected = logps_alone(base, prompts, completions, 0.7)
+    expected_gradients = gradients(model, *expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    hidden = forward.hidden_states(base.base_model, prompts, completions)
+    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
+    found = forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    found_gradients = gradients(model, *found)
+    assert found_gradients.keys() == expected_gradients.keys() and len(found_gradients) >= 6
+    for name, gradient in expected_gradients.items():
+        assert (found_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_checkpointed_layers_are_computed_again():
+    model = family_model("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    base, runs = model.get_base_model(), []
+    layer, inner = base.model.layers[0], base.model.layers[0].mlp.forward
+    layer.mlp.forward = lambda *args: (runs.append(1), inner(*args))[1]  # a hook is not reached when it runs again
+    forward.hidden_states(base.base_model, *ragged_rows(0)).sum().backward()
+    assert len(runs) == 4  # two passes, each of them once more
+    assert layer.gradient_checkpointing and "forward" not in vars(layer)
+
+
+# ---- Whole training ----
+
+LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "bf16": False}
+
+
+def trained_weights(folder, tmp_path, share, model=None, agents=None, **settings):
+    # Turns of one length: no row leaves the batch early, so that both draw the same tokens
+    fixed = {"generation_kwargs": {"min_new_tokens": 24}, "max_completion_length": 8, "share_prefixes": share}
+    arguments = {} if agents is None else {"agents": agents}
+    trainer = team_trainer(model or folder, tmp_path, settings={**LEARNING, **fixed, **settings}, **arguments)
+    assert trainer._shares_prefixes == share
+    start = weights(trainer)
+    trainer.train()
+    if trainer.critic is not None:
+        return start, {**weights(trainer), **{f"head.{n}": p for n, p in trainer.critic.heads.state_dict().items()}}
+    return start, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2, "beta": 0.1},
+        {"level": "action", "action_logprob": "token", "num_iterations": 2},
+        {"gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {"advantage": "gae", "critic": "shared", "level": "token"},
+        {"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1},
+        {"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True},
+    ],
+    ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "default",
+)
+def test_training_is_the_same_on_the_plain_path(model_folder, tmp_path, settings):
+    start, shared = trained_weights(model_folder, tmp_path, True, **settings)
+    _, plain = trained_weights(model_folder, tmp_path, False, **settings)
+    change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
+    error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
+    assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
+
+
+def test_agents_of_one_adapter_share_too(model_folder, tmp_path):
+    def run(share):
+        team = [AgentSpec("left", system_prompt="a", adapter="both"), AgentSpec("right", adapter="both")]
+        return trained_weights(model_folder, tmp_path, share, agents=team)
+
+    (start, shared), (_, plain) = run(True), run(False)
+    change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
+    error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
+    assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
+
+
+# ---- Models that cannot ----
+
+
+def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, tmp_path, caplog):
+    config = AutoConfig.for_model(
+        "mamba", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, state_size=4, use_mambapy=False,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with caplog.at_level("WARNING"):
+        trainer = team_trainer(
+            model, tmp_path, processing_class=tokenizer, peft_config=lora_of("in_proj"), settings={"max_steps": 1}
+        )
+    assert "share_prefixes" in caplog.text and not trainer._shares_prefixes
+    before = weights(trainer)
+    trainer.train()
+    assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
+
+
+def lora_of(*modules):
+    config = lora()
+    config.target_modules = set(modules)
+    return config
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
+    model = family_model("llama").get_base_model()
+    model.config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0}
+    assert rope_type in forward.why_not(model)
+
+
+def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():
+    base = family_model("llama").get_base_model()
+    attention = base.model.layers[1].self_attn
+    inner = attention.forward
+
+    def forgetful(*args, past_key_values=None, **kwargs):
+        return inner(*args, past_key_values=None, **kwargs)
+
+    attention.forward = forgetful
+    assert "cannot run" in forward.why_not(base) or "come out otherwise" in forward.why_not(base)
