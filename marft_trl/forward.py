@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -193,6 +193,15 @@ def _checkpointed(layer: GradientCheckpointingLayer) -> Callable:
     return lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
 
 
+# Logits that TRL's head holds at once on a CPU: more than fit its caches take twice the time.
+_LOGITS_AT_ONCE = 2**22
+
+
+def scored_at_once(vocabulary: int, device: torch.device) -> int:
+    """Positions that go through the LM head together; on a GPU its kernel does the cutting."""
+    return max(_LOGITS_AT_ONCE // vocabulary, 1) if device.type == "cpu" else 4096
+
+
 def score(
     model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -207,18 +216,28 @@ def score(
     if not len(tokens):  # connected to the model, so that backward runs
         nothing = hidden.sum(dim=-1).float()
         return nothing, nothing
-    # TRL's head runs the backbone itself: let it find the states that we have
+    size = len(tokens)
+    if hidden.device.type == "cpu":
+        size = scored_at_once(model.config.get_text_config().vocab_size, hidden.device)
+    parts = [_head(model, *part) for part in zip(hidden.split(size), tokens.split(size), strict=True)]
+    logps = torch.cat([part.log_probs[0] for part in parts]).float()
+    if parts[0].entropy is None:
+        return logps, None
+    return logps, torch.cat([part.entropy[0] for part in parts]).float()
+
+
+def _head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
+    """TRL's head runs the backbone itself: let it find the states that we have."""
     backbone = model.base_model
     own = backbone.__dict__.get("forward")
     backbone.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
     try:
-        output = model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
+        return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
     finally:
         if own is None:
             del backbone.forward
         else:
             backbone.forward = own
-    return output.log_probs[0].float(), None if output.entropy is None else output.entropy[0].float()
 
 
 @torch.no_grad()

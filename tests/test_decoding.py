@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from marft_trl import forward
+from marft_trl.rollout import decoding
 from marft_trl.rollout.decoding import Recorder, RoomyLayer, can_decode, decode
 
 from .families import FAMILIES, family_model, ragged_rows
@@ -114,6 +115,14 @@ def test_samples_follow_the_same_distribution(settings):
     seen, awaited = seen[awaited > 0], awaited[awaited > 0]
     chi_square, degrees = ((seen - awaited) ** 2 / awaited).sum().item(), len(seen) - 1
     assert degrees >= 3 and abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
+
+
+def test_tokens_of_no_probability_are_never_drawn():
+    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]]).repeat(20_000, 1)
+    torch.manual_seed(0)
+    counts = decoding._draw(probabilities).squeeze(1).bincount(minlength=5).tolist()
+    assert counts[0] == counts[2] == counts[4] == 0
+    assert abs(counts[1] - 6000) < 4 * (20_000 * 0.3 * 0.7) ** 0.5
 
 
 # ---- Log-probabilities of what is sampled ----

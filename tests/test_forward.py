@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from marft_trl import AgentSpec, forward
 from marft_trl.prefixes import clusters, plan_passes
+from marft_trl.rollout import decoding
 
 from .families import FAMILIES, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights
@@ -121,19 +122,41 @@ def test_checkpointed_layers_are_computed_again():
     assert layer.gradient_checkpointing and "forward" not in vars(layer)
 
 
+def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
+    model = family_model("qwen3")
+    base, (prompts, completions) = model.get_base_model(), ragged_rows(0)
+    states = forward.hidden_states(base.base_model, prompts, completions).flatten(0, 1).detach().requires_grad_()
+    tokens, runs = torch.randint(3, 60, (len(states),)), []
+
+    def run():
+        logps, entropies = forward.score(base, states, tokens)
+        (gradient,) = torch.autograd.grad((logps + entropies).sum(), states)
+        return logps, entropies, gradient
+
+    whole = run()
+    head = forward._head
+    monkeypatch.setattr(forward, "_head", lambda *args: (runs.append(len(args[2])), head(*args))[1])
+    monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 7 * 64)
+    for ours, theirs in zip(run(), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert set(runs[:-1]) == {7} and sum(runs) == len(states)
+
+
 # ---- Whole training ----
 
 LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "bf16": False}
 
 
 def trained_weights(folder, tmp_path, share, model=None, agents=None, **settings):
-    # Turns of one length: no row leaves the batch early, so that both draw the same tokens
+    # Turns of one length, so that no row leaves the batch, and draws as in transformers: both get the same tokens
     fixed = {"generation_kwargs": {"min_new_tokens": 24}, "max_completion_length": 8, "share_prefixes": share}
     arguments = {} if agents is None else {"agents": agents}
     trainer = team_trainer(model or folder, tmp_path, settings={**LEARNING, **fixed, **settings}, **arguments)
     assert trainer._shares_prefixes == share
     start = weights(trainer)
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "_draw", lambda probabilities: torch.multinomial(probabilities, 1))
+        trainer.train()
     if trainer.critic is not None:
         return start, {**weights(trainer), **{f"head.{n}": p for n, p in trainer.critic.heads.state_dict().items()}}
     return start, weights(trainer)

@@ -125,9 +125,10 @@ def test_sizes_by_hand():
     assert cache_size(Config, 3, 10, 4) == 2 * 2 * 3 * 10 * 2 * 2 * 4
     cost = ActivationCost(per_token=100.0, per_repeat=10.0, per_checkpointed=7.0)
     assert cost.size(5, 3, False) == 530 and cost.size(5, 3, True) == 65
-    # a tile of the head: 50 tokens x 100 columns, or 4096 tokens x 32768 columns, x 4 bytes x 6 copies without Triton
+    # what the head holds at once: positions x columns x 4 bytes x 6 copies without Triton, 2 with it
     assert head_size(100, 50, torch.device("cpu")) == 50 * 100 * 4 * 6
-    assert head_size(10**6, 10**6, torch.device("cpu")) == 4096 * 32768 * 4 * 6
+    assert head_size(2**15, 10**6, torch.device("cpu")) == 2**7 * 2**15 * 4 * 6
+    assert head_size(2**17, 10**6, torch.device("cuda")) == 2**12 * 2**15 * 4 * 2
     assert MemoryPlan(1, 2, 3, 4, 5, 6, 20).total == 1 + 2 + 3 + 5 + 20
 
 

@@ -172,8 +172,19 @@ def decode(
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, and its log-probability."""
     logps = scores.log_softmax(dim=-1)
-    chosen = torch.multinomial(logps.exp(), num_samples=1) if do_sample else scores.argmax(dim=-1, keepdim=True)
+    chosen = _draw(logps.exp()) if do_sample else scores.argmax(dim=-1, keepdim=True)
     return chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
+
+
+def _draw(probabilities: torch.Tensor) -> torch.Tensor:
+    """
+    A draw `(B, 1)` from each row of probabilities `(B, V)`: where a uniform number falls among their sums. One random
+    number for a row; `torch.multinomial` takes one for each of its tokens, which for large vocabularies is most of a
+    step on a CPU. In double precision no token is too rare.
+    """
+    sums = probabilities.double().cumsum(dim=-1)
+    place = torch.rand(len(sums), 1, dtype=torch.double, device=sums.device) * sums[:, -1:]
+    return torch.searchsorted(sums, place, right=True).clamp(max=sums.size(1) - 1)
 
 
 def _keep_rows(cache: Cache, processors: LogitsProcessorList, rows: torch.Tensor) -> None:

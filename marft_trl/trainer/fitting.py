@@ -53,7 +53,7 @@ class TeamFitting(GRPOTrainer):
             try:
                 # Dropout must not move the random numbers that training goes on with
                 with self.accelerator.autocast(), torch.random.fork_rng():
-                    self._activation_cost = measure_activations(model)
+                    self._activation_cost = measure_activations(model, self._shares_prefixes)
             finally:
                 model.train(was_training)
         return self._activation_cost

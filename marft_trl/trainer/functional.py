@@ -339,16 +339,14 @@ def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> t
 
 def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
     """Advantages `(K, T)` of the tokens of simultaneous turns, after whose last tokens `rest` is to come."""
-    advantages = torch.zeros_like(values)
-    width = values.size(1)
-    for i in range(width - 1, -1, -1):
-        if i + 1 < width:
-            inner = gamma * values[:, i + 1] - values[:, i] + gamma * gae_lambda * advantages[:, i + 1]
-        else:
-            inner = torch.zeros_like(values[:, i])
-        outer = rest - values[:, i]
-        advantages[:, i] = torch.where(i == lengths - 1, outer, torch.where(i < lengths - 1, inner, 0.0))
-    return advantages
+    rows = []  # of plain numbers: a recursion over tokens is many times slower in tensors of a few turns
+    for its, length in zip(values.double().tolist(), lengths.tolist(), strict=True):
+        advantages = [0.0] * len(its)
+        advantage = advantages[length - 1] = float(rest) - its[length - 1]
+        for i in range(length - 2, -1, -1):
+            advantage = advantages[i] = gamma * its[i + 1] - its[i] + gamma * gae_lambda * advantage
+        rows.append(advantages)
+    return values.new_tensor(rows)
 
 
 def moments(values: torch.Tensor) -> torch.Tensor:

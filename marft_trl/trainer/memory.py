@@ -11,7 +11,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from ..forward import hidden_states
+from ..forward import hidden_states, scored_at_once
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,22 @@ class ActivationCost:
 _SHORT, _LONG = 16, 48
 
 
-def measure_activations(model: PreTrainedModel) -> ActivationCost:
+def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
     """
     Measure, on a few short rows, what the backward pass keeps of a model with its active adapter.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): in training mode, without gradient checkpointing.
+        share (`bool`, *optional*, defaults to `True`): whether rows will share what they have in common.
     """
     config = model.config.get_text_config()
 
     def kept(rows: int, shared: int, own: int) -> int:
         prompts = [[3] * shared + [4, row % config.vocab_size] for row in range(rows)]
-        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, [[3] * own] * rows))
+        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, [[3] * own] * rows, share))
 
     per_token = (kept(1, 0, _LONG) - kept(1, 0, _SHORT)) / (_LONG - _SHORT)
-    of_shared = (kept(4, _LONG, _SHORT) - kept(4, _SHORT, _SHORT)) / (_LONG - _SHORT)
+    of_shared = (kept(4, _LONG, _SHORT) - kept(4, _SHORT, _SHORT)) / (_LONG - _SHORT) if share else 0.0
     inputs = config.num_hidden_layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
     return ActivationCost(
         per_token=per_token,
@@ -129,14 +130,14 @@ def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-# TRL's LM head works on tiles of so many tokens and columns; with Triton in place, otherwise with copies of a tile.
-_TILE_TOKENS, _TILE_COLUMNS, _TILE_COPIES = 4096, 32768, 6
+# TRL's LM head takes so many columns at once; with Triton it works in place, otherwise with copies.
+_HEAD_COLUMNS, _HEAD_COPIES = 32768, 6
 
 
 def head_size(vocabulary: int, scored: int, device: torch.device) -> int:
-    """Bytes of the largest tile of the LM head, in float32."""
-    copies = 2 if device.type == "cuda" else _TILE_COPIES
-    return min(scored, _TILE_TOKENS) * min(vocabulary, _TILE_COLUMNS) * 4 * copies
+    """Bytes of what the LM head holds at once, in float32."""
+    copies = 2 if device.type == "cuda" else _HEAD_COPIES
+    return min(scored, scored_at_once(vocabulary, device)) * min(vocabulary, _HEAD_COLUMNS) * 4 * copies
 
 
 def free_memory(device: torch.device) -> int:
