@@ -9,7 +9,8 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test test-slow quality format commit-checks benchmark benchmark-learning clean
+.PHONY: quickstart test test-slow quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: benchmark-learning clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,8 +41,14 @@ commit-checks: format quality test  ## what has to pass before a commit
 benchmark: $(READY)  ## one training step against GRPOTrainer
 	$(BIN)/python -W ignore benchmarks/step_time.py
 
+benchmark-peers: $(READY)  ## one training step against TRL and CoMLRL
+	$(BIN)/python -W ignore benchmarks/peers.py
+
+benchmark-scaling: $(READY)  ## how the cost of a step grows
+	$(BIN)/python -W ignore benchmarks/scaling.py
+
 benchmark-learning: $(READY)  ## every preset on the embedded team, over five seeds
 	$(BIN)/python -W ignore benchmarks/learning.py
 
 clean:
-	rm -rf $(VENV) quickstart-output learning-output
+	rm -rf $(VENV) .venv-comlrl quickstart-output learning-output scaling-output

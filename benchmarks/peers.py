@@ -45,8 +45,7 @@ CONTENDERS = ("trl-left", "trl-right", "comlrl", "team", "solo", "ppo-frozen", "
 class Contender:
     """A worker process that makes a step when it is told to."""
 
-    def __init__(self, python: str, job: dict):
-        script = "peers_comlrl.py" if job["contender"] == "comlrl" else "peers_worker.py"
+    def __init__(self, python: str, job: dict, script: str = "peers_worker.py"):
         command = [python, "-W", "ignore", str(HERE / script), json.dumps(job)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -93,7 +92,10 @@ def measure(size: str, options) -> tuple[dict[str, list[float]], dict[str, float
         if options.comlrl != "none":
             pythons["comlrl"] = comlrl_python(Path(options.comlrl))
             prepare(job)
-        contenders = {name: Contender(pythons[name], {**job, "contender": name}) for name in names}
+        scripts = {"comlrl": ("peers_comlrl.py",)}
+        contenders = {
+            name: Contender(pythons[name], {**job, "contender": name}, *scripts.get(name, ())) for name in names
+        }
         for repeat in range(options.repeats + 1):
             for name, contender in contenders.items():
                 result = contender.step()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from marft_trl import AgentSpec, forward
 from marft_trl.prefixes import clusters, plan_passes
@@ -108,6 +110,34 @@ def test_shared_passes_equal_each_row_alone(family, checkpointing, others_words)
     assert found_gradients.keys() == expected_gradients.keys() and len(found_gradients) >= 6
     for name, gradient in expected_gradients.items():
         assert (found_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_shared_passes_on_a_4_bit_base(model_folder, checkpointing):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=quantization)
+    assert any(type(module).__name__ == "Linear4bit" for module in base.modules())
+    add_fused_lm_head(base, temperature=0.7, outputs=("log_probs", "entropy"))
+    torch.manual_seed(0)
+    model = get_peft_model(base, lora())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.train()
+    assert forward.why_not(base) is None
+    prompts, completions = ragged_rows(1, others_words=True)
+    expected = logps_alone(base, prompts, completions, 0.7)
+    expected_gradients = gradients(model, *expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    hidden = forward.hidden_states(base.base_model, prompts, completions)
+    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
+    found = forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model, *found).items():
+        assert (gradient - expected_gradients[name]).norm() <= 1e-5 * expected_gradients[name].norm(), name
 
 
 def test_checkpointed_layers_are_computed_again():

@@ -1,0 +1,217 @@
+"""
+How the cost of a step grows: with agents, episodes, the length of completions, turns, and ends that are spread.
+
+    make benchmark-scaling
+    python benchmarks/scaling.py --series agents memory --repeats 5
+
+Each point is a process with one thread; they take turns, a complete step each. Times are CPU seconds by generated
+token, medians. `agents`: 1 to 8 agents, each with a prompt of its own. `episodes`: 1 to 64 in a batch. `completions`:
+32 to 512 new tokens. `turns`: one agent that sees all it has said before. `memory`: what a process holds after its
+second update, with 1 to 8 agents of 3 million weights each, against their weights, gradients and moments. `ends`:
+generation alone; rows end after 4 to 128 tokens (`spread`), also in the loop of transformers (`plain`), against the
+cost of a token where all rows go on to 128 (`full`).
+Writes `scaling.md` and a picture for each series into `--output_dir`.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from peers import Contender
+
+
+SERIES = {  # the argument that varies, its values, and what else is set
+    "agents": ("agents", (1, 2, 4, 8), {}),
+    "episodes": ("episodes", (1, 4, 16, 64), {}),
+    "completions": ("new_tokens", (32, 128, 512), {"episodes": 16}),
+    "turns": ("turns", (1, 2, 4, 8), {"agents": 1, "episodes": 16}),
+    "memory": ("agents", (1, 2, 4, 8), {"hidden": 256, "rank": 64, "episodes": 4, "new_tokens": 8}),
+    "ends": ("ends", tuple(f"{kind}, {rows} rows" for rows in (64, 256) for kind in ("full", "spread", "plain")), {}),
+}
+BASE = {"agents": 2, "episodes": 64, "completions": 32, "turns": 1}
+LENGTHS = (4, 128)
+
+
+# ---- A point, in a process of its own ----
+
+
+def team_step(job):
+    """A function that makes a step and returns its CPU seconds by token and the bytes that it leaves."""
+    from datasets import Dataset
+    from peers_worker import make_model, memory, messages, reward, settings
+    from peft import LoraConfig
+
+    from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+    from marft_trl.tiny import tiny_tokenizer
+    from marft_trl.workflows import Workflow
+
+    class Turns(Workflow):
+        async def run(self, episode):
+            for agent in episode.agents:
+                for _ in range(job["turns"]):
+                    await episode.turn(agent, sees=[turn for turn in episode.turns if turn.agent == agent])
+
+    tokenizer, model = tiny_tokenizer(), make_model(job)
+    generations = min(4, job["episodes"])
+    work = {**job, "prompts": job["episodes"] // generations, "generations": generations}
+    alone = {"advantage": "none"} if generations == 1 else {}
+    prompts = [messages(tokenizer, "left", index, 96)[1:] for index in range(work["prompts"])]
+    trainer = MARFTTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=MARFTConfig(job["folder"], **{**settings(work), **alone}),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=job["rank"], target_modules="all-linear"),
+        agents=[AgentSpec(f"agent{index}", system_prompt=f"You are {index}.") for index in range(job["agents"])],
+        workflow=Turns(),
+    )
+    trainer.create_optimizer_and_scheduler(100)
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [{"prompt": prompt} for prompt in prompts for _ in range(generations)]
+    tokens = job["agents"] * job["turns"] * job["episodes"] * job["new_tokens"]
+
+    def step():
+        start = time.process_time()
+        trainer._buffered_inputs = None
+        trainer.training_step(trainer.model, rows, None)
+        trainer._clip_grad_norm(trainer.model)
+        trainer.optimizer.step()
+        seconds = time.process_time() - start
+        trainer._buffered_inputs = None
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        left = memory("VmRSS")
+        trainer.model.zero_grad()
+        adapter = sum(p.numel() * p.element_size() for p in trainer.policies.parameters("agent0").values())
+        return {"value": seconds / tokens, "peak": left, "adapter": adapter}
+
+    return step
+
+
+def ends_step(job):
+    """A function that generates rows with given ends and returns the CPU seconds by token that they keep."""
+    import torch
+    from peers_worker import make_model
+    from transformers import GenerationConfig, StoppingCriteria
+
+    from marft_trl.rollout.decoding import decode
+
+    kind, rows = job["ends"].removesuffix(" rows").split(", ")
+    model, rows, (shortest, longest) = make_model(job).eval(), int(rows), LENGTHS
+    spread = torch.linspace(shortest, longest, rows).round().long()
+    ends = torch.full((rows,), longest) if kind == "full" else spread
+
+    class AtItsEnd(StoppingCriteria):
+        """The second token of a prompt says which row it is."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.size(1) - 64 >= ends[input_ids[:, 1] - 10]
+
+    prompts = torch.full((rows, 64), 7)
+    prompts[:, 1] = torch.arange(rows) + 10
+    config = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0, disable_compile=True)
+    own = {} if kind == "plain" else {"custom_generate": decode}
+
+    def step():
+        start = time.process_time()
+        with torch.no_grad():
+            model.generate(prompts, generation_config=config, stopping_criteria=[AtItsEnd()], **own)
+        return {"value": (time.process_time() - start) / int(ends.sum()), "peak": 0}
+
+    return step
+
+
+def work(job):
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    step = ends_step(job) if "ends" in job else team_step(job)
+    for _ in sys.stdin:
+        print(json.dumps(step()), flush=True)
+
+
+# ---- The series ----
+
+
+def measure(name, repeats):
+    argument, values, others = SERIES[name]
+    plain = {"contender": name, "agents": 2, "episodes": 32, "new_tokens": 32, "turns": 1, "rank": 8}
+    plain |= {"hidden": 128, "layers": 4, "vocabulary": 2048}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [{**plain, **others, argument: value, "folder": folder} for value in values]
+        points = [Contender(sys.executable, job, "scaling.py") for job in jobs]
+        results = [[point.step() for point in points] for _ in range(repeats + 1)][1:]
+        for point in points:
+            point.stop()
+    return values, [[result[index] for result in results] for index in range(len(values))]
+
+
+def summary(name, values, results):
+    """Lines of Markdown, and the points of the picture."""
+    medians = [statistics.median(result["value"] for result in its) for its in results]
+    if name == "memory":
+        held = [statistics.median(result["peak"] for result in its) / 1e6 for its in results]
+        state = 4 * results[0][0]["adapter"] / 1e6
+        added = [(b - a) / (m - n) for a, b, n, m in zip(held, held[1:], values, values[1:], strict=False)]
+        lines = [
+            "| agents | memory held | for each agent more | its weights, gradient and moments |",
+            "|---|---|---|---|",
+        ]
+        for value, size, more in zip(values, held, [None, *added], strict=True):
+            lines.append(f"| {value} | {size:.0f} MB | {'' if more is None else f'{more:.1f} MB'} | {state:.1f} MB |")
+        whole = (held[-1] - held[0]) / (values[-1] - values[0])
+        lines.append(f"\nFrom 1 to 8 agents: {whole:.1f} MB for each agent more, {whole / state:.2f} of its state.")
+        return lines, held, "MB held"
+    first = [index - index % 3 if name == "ends" else values.index(BASE[name]) for index in range(len(values))]
+    bases = [medians[index] for index in first]
+    against = "full" if name == "ends" else BASE[name]
+    lines = [f"| {SERIES[name][0]} | CPU ms by token | against `{against}` |", "|---|---|---|"]
+    for value, median, base in zip(values, medians, bases, strict=True):
+        lines.append(f"| {value} | {1000 * median:.3f} | {median / base:.2f} |")
+    return lines, [1000 * median for median in medians], "CPU ms by token"
+
+
+def draw(name, values, heights, label, folder):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3))
+    axes = figure.add_subplot()
+    axes.plot([str(value) for value in values], heights, marker="o")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(name)
+    axes.set_ylabel(label)
+    figure.tight_layout()
+    figure.savefig(folder / f"scaling-{name}.png", dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--series", nargs="+", choices=list(SERIES), default=list(SERIES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output_dir", type=Path, default=Path("scaling-output"))
+    options = parser.parse_args()
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for name in options.series:
+        values, results = measure(name, options.repeats)
+        lines, heights, label = summary(name, values, results)
+        parts.append("\n".join([f"**{name}**", "", *lines]))
+        print(parts[-1], flush=True)
+        draw(name, values, heights, label, options.output_dir)
+    (options.output_dir / "scaling.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        work(json.loads(sys.argv[1]))
+    else:
+        main()
