@@ -163,8 +163,13 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
 
     scored, ratios, rows = run()
     assert scored == [0] and ratios[0] == 0 and all(row.old_per_token_logps is not None for row in rows)
-    scored, *_ = run(top_k=5)
-    assert scored == [16]
+    for otherwise in (
+        {"top_k": 5},
+        {"generation_kwargs": {"temperature": 0.5}},
+        {"generation_kwargs": {"do_sample": False}},
+    ):
+        scored, *_ = run(**otherwise)
+        assert scored == [16], otherwise
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ class TransformersGenerator:
         if sampling.stop:
             options["stopping_criteria"] = [StopStringCriteria(trainer._tokenizer, list(sampling.stop))]
         if self._share and can_decode(trainer.generation_config):
+            # `generation_kwargs` may sample otherwise than it is scored
+            sampled_at = trainer.generation_config.temperature if trainer.generation_config.do_sample else None
+            recorder = recorder if sampled_at == sampling.temperature else None
             options["custom_generate"] = functools.partial(decode, recorder=recorder)
         try:
             with self._generating(**options):
