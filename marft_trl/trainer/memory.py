@@ -100,8 +100,8 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     config = model.config.get_text_config()
 
     def kept(rows: int, shared: int, own: int) -> int:
-        prompts = [[3] * shared + [4, row % config.vocab_size] for row in range(rows)]
-        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, [[3] * own] * rows, share))
+        prompts, replies = [[0] * (shared + 2)] * rows, [[0] * own] * rows
+        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, replies, share))
 
     per_token = (kept(1, 0, _LONG) - kept(1, 0, _SHORT)) / (_LONG - _SHORT)
     of_shared = (kept(4, _LONG, _SHORT) - kept(4, _SHORT, _SHORT)) / (_LONG - _SHORT) if share else 0.0
