@@ -47,8 +47,9 @@ class Contender:
 
     def __init__(self, python: str, job: dict, script: str = "peers_worker.py"):
         command = [python, "-W", "ignore", str(HERE / script), json.dumps(job)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe that nobody reads would fill up
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
 
     def step(self) -> dict[str, float]:
@@ -60,7 +61,8 @@ class Contender:
                 if not line:
                     raise BrokenPipeError
         except BrokenPipeError:
-            sys.exit(f"{self._process.args[3:]} ended:\n{self._process.stderr.read()[-3000:]}")
+            self._errors.seek(0)
+            sys.exit(f"{self._process.args[3:]} ended:\n{self._errors.read()[-3000:]}")
         return json.loads(line)
 
     def stop(self) -> None:
@@ -142,7 +144,9 @@ def main():
     parser.add_argument("--prompt_tokens", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--comlrl", default=str(HERE.parent / ".venv-comlrl"), help="Its environment, or 'none'.")
-    parser.add_argument("--output", type=Path, help="Where to write the table; only printed unless given.")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "docs" / "peers.md", help="Where to write the table."
+    )
     options = parser.parse_args()
     measured = {}
     for size in options.sizes:
@@ -153,8 +157,7 @@ def main():
         f"{options.repeats} steps; medians, in brackets the spread.\n\n{table(measured)}\n"
     )
     print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    options.output.write_text(f"# Against TRL and CoMLRL\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -123,8 +123,10 @@ class MARFTConfig(GRPOConfig):
             As in `GRPOConfig`. Unless set: only where not even the longest row fits into the memory without it.
         share_prefixes (`bool`, *optional*, defaults to `True`):
             Compute what rows have in common at their beginning, such as the prompt of a group, once: in generation, in
-            scoring and in training, and score no position that is not read. It changes no result beyond rounding.
-            `False`: the passes of `GRPOTrainer`, whose results a single agent then reproduces to the last bit.
+            scoring and in training, and score no position that is not read. It changes no log-probability and no
+            gradient of a row beyond rounding. Draws differ, and where a generation batch serves several optimizer
+            steps, the episodes of a group stay in one of them. `False`: the passes of `GRPOTrainer`, whose results a
+            single agent then reproduces to the last bit.
         context_overflow (`str`, *optional*, defaults to `"raise"`):
             What happens when what an agent sees, plus its `max_completion_length`, is longer than the model's window:
             `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in

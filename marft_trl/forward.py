@@ -15,7 +15,6 @@ The LM head is TRL's, called on the positions that are scored and no others.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -173,24 +172,20 @@ def _checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     Within, layers that are checkpointed keep the cache, which `transformers` takes from them, since a cache that grows
     would grow again when a layer is run again in the backward pass. Ours does not.
     """
-    flagged = [m for m in backbone.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+    flagged = [module for module in backbone.modules() if getattr(module, "gradient_checkpointing", False)]
     layers = [module for module in flagged if isinstance(module, GradientCheckpointingLayer)]
-    for module in flagged:
-        module.gradient_checkpointing = False
+    others = [module for module in flagged if not isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.forward = _checkpointed(layer)
+        layer._can_checkpoint_with_cache = True
+    for module in others:  # whole models, which would not hand the cache on
+        module.gradient_checkpointing = False
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward
-        for module in flagged:
+            del layer._can_checkpoint_with_cache
+        for module in others:
             module.gradient_checkpointing = True
-
-
-def _checkpointed(layer: GradientCheckpointingLayer) -> Callable:
-    plain, checkpoint = inspect.unwrap(type(layer).forward).__get__(layer), layer._gradient_checkpointing_func
-    return lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
 
 
 # Logits that TRL's head holds at once on a CPU: more than fit its caches take twice the time.
@@ -250,9 +245,11 @@ def why_not(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers ({', '.join(sorted(kinds))}) whose state is not a list of keys and values"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
-        return f"its positions are encoded by the length of the whole row (rope_type={rope!r})"
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # by layer type, in some models
+    ropes = {str(one.get("rope_type")) for one in parts} & {"dynamic", "longrope"}
+    if ropes:
+        return f"its positions are encoded by the length of the whole row (rope_type={sorted(ropes)})"
     if getattr(config, "output_router_logits", False):
         return "its routers' outputs are part of the loss"
     ids = [token % config.vocab_size for token in range(5, 14)]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from marft_trl import forward
 from marft_trl.rollout import decoding
@@ -44,6 +44,26 @@ def test_short_and_equal_prompts(prompts):
     model = family_model("qwen3")
     theirs = generate(model, prompts, own=False, do_sample=False)
     assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
+def test_padding_in_front_of_all_rows_changes_nothing(others_words):
+    """As `pad_to_multiple_of` puts it there."""
+    model = family_model("qwen3")
+    prompts, _ = ragged_rows(int(others_words), others_words)
+    ids, mask = forward.padded(prompts, "cpu", side="left")
+    ids, mask = (torch.nn.functional.pad(one, (5, 0)) for one in (ids, mask))
+    config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, "do_sample": False})
+    with torch.no_grad():
+        tokens = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, custom_generate=decode)[
+            :, ids.size(1) :
+        ]
+    assert tokens.tolist() == generate(model, prompts, own=False, do_sample=False).tolist()
+
+
+def test_logits_that_are_not_numbers_are_reported():
+    with pytest.raises(ValueError, match="diverged"):
+        decoding._choose(torch.full((2, 5), torch.nan), do_sample=True)
 
 
 def test_a_common_beginning_goes_through_the_model_once():
@@ -170,6 +190,28 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
     ):
         scored, *_ = run(**otherwise)
         assert scored == [16], otherwise
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        ({}, True),
+        ({"attention_dropout": 0.1}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+    ids=str,
+)
+def test_what_is_sampled_with_noise_or_roughly_is_scored_anew(model_folder, tmp_path, settings, exact):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **settings)
+    trainer = team_trainer(model, tmp_path, settings={"num_iterations": 2})
+    assert trainer._generator.records == exact
+
+
+def test_beams_of_the_model_s_own_config_are_left_to_transformers(model_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model.generation_config.num_beams = 2
+    trainer = team_trainer(model, tmp_path)
+    assert not can_decode(trainer._generator._merged(trainer.generation_config))
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,19 @@ from .families import family_model
 from .helpers import moved, team_trainer, weights
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
-def test_measured_costs_foretell_larger_passes(family):
+def test_measured_costs_foretell_larger_passes(family, attention):
     model = family_model(family).get_base_model()
-    cost = measure_activations(model)
-    for rows, shared, own in ((1, 0, 90), (6, 60, 20), (12, 30, 30)):
+    model.set_attn_implementation(attention)
+    for rows, shared, own in ((1, 0, 90), (6, 60, 30), (12, 30, 30), (8, 0, 200)):
+        cost = measure_activations(model, shared + own)
         prompts = [[3] * shared + [4, 5 + row] for row in range(rows)]
-        kept = _kept_bytes(
-            model, lambda p=prompts, o=own: forward.hidden_states(model.base_model, p, [[3] * o] * len(p))
-        )
+        replies = [[3] * (own - (row > 0)) for row in range(rows)]
+        kept = _kept_bytes(model, lambda p=prompts, r=replies: forward.hidden_states(model.base_model, p, r))
         foretold = cost.size(shared + rows * (own + 1), rows * shared, checkpointing=False)
-        assert foretold == pytest.approx(kept, rel=0.15)
+        # what grows with the square is reckoned with at its steepest: rather too much than too little
+        assert 0.85 * kept <= foretold <= 1.6 * kept, (rows, shared, own, foretold / kept)
 
 
 def room_for(monkeypatch, size):
@@ -53,7 +55,7 @@ def test_with_room_rows_go_through_together_and_nothing_is_computed_again(model_
 def test_with_little_room_micro_batches_are_small(model_folder, tmp_path, monkeypatch):
     trainer, slice_ = fitted(model_folder, tmp_path)
     longest = max(row.length for row in slice_.rows)
-    enough_for = 1.6 * longest * trainer._measured().per_token
+    enough_for = 1.6 * longest * trainer._activation_cost.per_token
     awaited = sum(12 * p.numel() for its in trainer._trained_parameters().values() for p in its.values())
     head = 6 * 4 * sum(len(row.completion_ids) for row in slice_.rows) * trainer.model.config.vocab_size
     room_for(monkeypatch, (enough_for + head) / 0.7 + awaited)
@@ -81,6 +83,39 @@ def test_gradients_are_checkpointed_where_a_row_does_not_fit_and_training_is_the
         torch.testing.assert_close(checkpointed[name], weight, rtol=0, atol=1e-6, msg=name)
 
 
+def test_costs_do_not_depend_on_whether_gradients_are_checkpointed(model_folder, tmp_path):
+    costs = []
+    for checkpointing in (True, False):
+        trainer = team_trainer(
+            model_folder, tmp_path, settings={"gradient_checkpointing": checkpointing, "max_steps": 1}
+        )
+        trainer.train()
+        assert trainer.model.is_gradient_checkpointing == checkpointing
+        costs.append(trainer._measure(50))
+    # the embeddings' output needs a gradient in one of them
+    assert costs[0].per_token == pytest.approx(costs[1].per_token, rel=0.05)
+    assert costs[0].per_checkpointed == pytest.approx(costs[1].per_checkpointed, rel=0.05)
+
+
+def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
+    trainer = team_trainer(model_folder, tmp_path)
+    whole = trainer.memory_plan()
+    monkeypatch.setattr(trainer, "_free_for_activations", lambda scored: whole.activations / 3)
+    assert trainer.memory_plan().activations < whole.activations / 1.5
+
+
+def test_plans_change_nothing(model_folder, tmp_path):
+    def cuts(plan):
+        trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 200})
+        _ = trainer.memory_plan() if plan else None
+        trainer.model.train()
+        torch.manual_seed(0)
+        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        return [len(batch.rows) for batch in trainer._micro_batches(slice_.rows)]
+
+    assert cuts(True) == cuts(False)
+
+
 @pytest.mark.parametrize("setting", [True, False])
 def test_what_is_set_stays(model_folder, tmp_path, monkeypatch, setting):
     room_for(monkeypatch, 1000)
@@ -95,6 +130,20 @@ def test_a_share_of_the_memory_is_each_process_s(monkeypatch):
     whole = free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(torch.device("cpu")) == pytest.approx(whole / 4, rel=0.2)
+
+
+V2 = ("memory.max", "memory.current")
+V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+
+
+@pytest.mark.parametrize("names", [V1, V2])
+def test_what_a_container_may_take_counts(tmp_path, names):
+    for name, size in zip(names, (5000, 2000), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{size}\n")
+    assert free_memory(torch.device("cpu"), tmp_path) == 3000
+    (tmp_path / names[0]).write_text("max\n")
+    assert free_memory(torch.device("cpu"), tmp_path) > 10**6
 
 
 def test_repeated_tokens_count_in_part():

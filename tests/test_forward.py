@@ -1,5 +1,6 @@
 """The fast forward against each row alone: what is shared changes nothing that is computed."""
 
+import copy
 import itertools
 
 import pytest
@@ -149,7 +150,7 @@ def test_checkpointed_layers_are_computed_again():
     layer.mlp.forward = lambda *args: (runs.append(1), inner(*args))[1]  # a hook is not reached when it runs again
     forward.hidden_states(base.base_model, *ragged_rows(0)).sum().backward()
     assert len(runs) == 4  # two passes, each of them once more
-    assert layer.gradient_checkpointing and "forward" not in vars(layer)
+    assert layer.gradient_checkpointing and not layer._can_checkpoint_with_cache
 
 
 def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
@@ -249,11 +250,46 @@ def lora_of(*modules):
     return config
 
 
+def test_a_mixture_of_experts_whose_routers_are_trained_takes_the_plain_path(tokenizer, tmp_path):
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4,
+        num_experts_per_tok=2, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    arguments = {"processing_class": tokenizer, "peft_config": lora_of("q_proj", "v_proj")}
+    for loss, shares in ((0.001, False), (0.0, True)):
+        settings = {"max_steps": 1, "router_aux_loss_coef": loss}
+        trainer = team_trainer(copy.deepcopy(model), tmp_path, settings=settings, **arguments)
+        assert trainer._shares_prefixes == shares
+        before = weights(trainer)
+        trainer.train()
+        assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
+
+
+def test_values_are_those_of_each_row_alone(model_folder, tmp_path):
+    settings = {"advantage": "gae", "critic": "shared", "level": "token", "bf16": False}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    prompts, completions = ragged_rows(1, others_words=True)
+    with torch.no_grad():
+        found = trainer.critic.features("_critic", prompts, completions)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            ids = torch.tensor([[*prompt, *completion]])
+            alone = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 :]
+            count = max(len(completion), 1)
+            values = [
+                trainer.critic.values("_critic", its[None], ["actor"]) for its in (found[row, :count], alone[:count])
+            ]
+            torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
     model = family_model("llama").get_base_model()
-    model.config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0}
-    assert rope_type in forward.why_not(model)
+    own = {"rope_type": rope_type, "rope_theta": 10000.0}
+    for parameters in (own, {"full_attention": own, "sliding_attention": {"rope_type": "default"}}):
+        model.config.rope_parameters = parameters
+        assert rope_type in forward.why_not(model)
 
 
 def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():

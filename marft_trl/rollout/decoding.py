@@ -133,9 +133,10 @@ def decode(
     (batch, width), size = input_ids.shape, generation_config.max_length
     mask = kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
-    is_padded = not bool(mask.all())
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
-    cache = _filled(model, [ids[one.bool()].tolist() for ids, one in zip(input_ids, mask, strict=True)], size)
+    first = width - int(lengths.max())  # columns before it are padding in all rows: the cache has none of them
+    is_padded = not bool(mask[:, first:].all())
+    cache = _filled(model, [ids[one.bool()].tolist() for ids, one in zip(input_ids, mask, strict=True)], size - first)
     pad = generation_config._pad_token_tensor
     result = input_ids.new_full((batch, size), 0 if pad is None else int(pad))
     result[:, :width] = input_ids
@@ -145,7 +146,7 @@ def decode(
     for end in range(width, size):
         output = model(
             input_ids=tokens[:, end - 1 : end],
-            attention_mask=mask[:, :end] if is_padded else None,
+            attention_mask=mask[:, first:end] if is_padded else None,
             position_ids=(lengths + (end - width - 1)).unsqueeze(1),
             past_key_values=cache,
             use_cache=True,
@@ -183,6 +184,11 @@ def _draw(probabilities: torch.Tensor) -> torch.Tensor:
     step on a CPU. In double precision no token is too rare.
     """
     sums = probabilities.double().cumsum(dim=-1)
+    if not bool(((sums[:, -1] > 0) & sums[:, -1].isfinite()).all()):
+        raise ValueError(
+            "The model's logits are NaN or infinite, so there is no token to draw. Its weights have diverged, or its "
+            "precision overflows: lower the learning rate, or use bfloat16 in place of float16."
+        )
     place = torch.rand(len(sums), 1, dtype=torch.double, device=sums.device) * sums[:, -1:]
     return torch.searchsorted(sums, place, right=True).clamp(max=sums.size(1) - 1)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class TransformersGenerator:
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [StopStringCriteria(trainer._tokenizer, list(sampling.stop))]
-        if self._share and can_decode(trainer.generation_config):
+        if self._share and can_decode(self._merged(trainer.generation_config)):
             # `generation_kwargs` may sample otherwise than it is scored
             sampled_at = trainer.generation_config.temperature if trainer.generation_config.do_sample else None
             recorder = recorder if sampled_at == sampling.temperature else None
@@ -142,6 +143,12 @@ class TransformersGenerator:
                 yield
         finally:
             trainer.generation_config, trainer.generation_kwargs = config, kwargs
+
+    def _merged(self, config: GenerationConfig) -> GenerationConfig:
+        """A config as `generate` completes it: what it leaves open is the model's."""
+        merged, model = copy.deepcopy(config), self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+        merged.update(**model.generation_config.to_dict(), defaults_only=True)
+        return merged
 
     @contextlib.contextmanager
     def _generating(self, **options: Any) -> Iterator[None]:

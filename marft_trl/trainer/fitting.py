@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
 from ..configs import MARFTConfig
 from .adapters import Policies
@@ -31,6 +32,7 @@ class TeamFitting(GRPOTrainer):
     policies: Policies
     _base_of: Callable[[nn.Module], Any]
     _shares_prefixes: bool
+    _specs: dict[str, Any]
     _trained_parameters: Callable[[], dict[str, dict[str, nn.Parameter]]]
 
     def _prepare_fitting(self) -> None:
@@ -42,24 +44,23 @@ class TeamFitting(GRPOTrainer):
         repeat = None
         if self._shares_prefixes:
             cost = self._activation_cost
-            repeat = 0.0 if cost is None else cost.per_repeat / self._per_token(cost)
+            repeat = 0.0 if cost is None else cost.per_repeat / cost.of_token(self._is_checkpointing)
         return micro_batches(rows, self.args.per_device_train_batch_size, self._max_tokens, repeat=repeat, **options)
 
-    def _measured(self) -> ActivationCost:
-        if self._activation_cost is None:
-            model, was_training = self._base_of(self.model), self.model.training
-            self.policies.activate(next(iter(self._specs)))
-            model.train()
-            try:
-                # Dropout must not move the random numbers that training goes on with
-                with self.accelerator.autocast(), torch.random.fork_rng():
-                    self._activation_cost = measure_activations(model, self._shares_prefixes)
-            finally:
-                model.train(was_training)
-        return self._activation_cost
-
-    def _per_token(self, cost: ActivationCost) -> float:
-        return cost.per_checkpointed if self._is_checkpointing else cost.per_token
+    def _measure(self, length: int) -> ActivationCost:
+        model, was_training = self._base_of(self.model), self.model.training
+        self.policies.activate(next(iter(self._specs)))
+        model.train()
+        try:
+            # Dropout must not move the random numbers that training goes on with
+            with (
+                disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+                self.accelerator.autocast(),
+                torch.random.fork_rng(),
+            ):
+                return measure_activations(model, length, self._shares_prefixes)
+        finally:
+            model.train(was_training)
 
     @property
     def _is_checkpointing(self) -> bool:
@@ -70,25 +71,33 @@ class TeamFitting(GRPOTrainer):
         Before rows are trained on for the first time: bound micro-batches by the memory that is free, and checkpoint
         gradients where not even the longest row fits without. What is set in the arguments stays as it is.
         """
-        args = self.args
         longest = max((row.length for row in rows), default=0)
-        if not longest or (args.max_tokens_per_micro_batch is not None and args.gradient_checkpointing is not None):
+        if not longest:
             return
-        if self._room == math.inf:
+        if self._activation_cost is None:
+            self._activation_cost = self._measure(longest)
             self._room = self._free_for_activations(sum(len(row.completion_ids) for row in rows))
-        wanted = max(longest, args.max_tokens_per_micro_batch or 0)
-        cost = self._measured()
-        if args.gradient_checkpointing is None and not self._is_checkpointing and wanted * cost.per_token > self._room:
+        limit, checkpointing = self._limits(longest, self._activation_cost, self._room)
+        if checkpointing and not self._is_checkpointing:
             logger.warning(
-                f"{wanted:,} tokens need {wanted * cost.per_token / 1e9:.1f} GB for their gradients, of "
-                f"{self._room / 1e9:.1f} GB that are free for them: gradients are checkpointed from now on."
+                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for what the "
+                "backward pass keeps: gradients are checkpointed from now on."
             )
             self._checkpoint_gradients()
-            self._max_tokens = args.max_tokens_per_micro_batch
-        if self._max_tokens is None:
-            fitting = self._room / self._per_token(cost)
+        if self._max_tokens is None or checkpointing:
+            self._max_tokens = limit
+
+    def _limits(self, longest: int, cost: ActivationCost, room: float) -> tuple[int, bool]:
+        """Tokens of a micro-batch, and whether gradients have to be checkpointed, for rows up to a length."""
+        limit = self.args.max_tokens_per_micro_batch
+        checkpointing = self._is_checkpointing
+        if self.args.gradient_checkpointing is None and not checkpointing:
+            checkpointing = max(longest, limit or 0) * cost.per_token > room
+        if limit is None:
+            fitting = max(room / cost.of_token(checkpointing), 1)
             # A power of 2, so that other tenants of the device rarely change how rows are cut
-            self._max_tokens = max(2 ** int(math.log2(max(fitting, 1))), longest)
+            limit = max(2 ** int(math.log2(fitting)), longest)
+        return limit, checkpointing
 
     def _free_for_activations(self, scored: int) -> float:
         device, vocabulary = self.accelerator.device, self._base_of(self.model).config.get_text_config().vocab_size

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import psutil
 import torch
@@ -79,36 +81,42 @@ class ActivationCost:
     per_repeat: float
     per_checkpointed: float
 
+    def of_token(self, checkpointing: bool) -> float:
+        """Bytes of a token, with or without gradient checkpointing."""
+        return self.per_checkpointed if checkpointing else self.per_token
+
     def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
         """Bytes of a pass that computes so many tokens and repeats so many (both summed over rows)."""
-        per_token = self.per_checkpointed if checkpointing else self.per_token
-        return round(per_token * tokens + self.per_repeat * repeated)
+        return round(self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
-# Lengths of the rows that activations are measured on; what grows between them is the cost of a token.
-_SHORT, _LONG = 16, 48
+# Longest row that activations are measured on; what grows with the square of longer ones is not seen.
+_LONGEST = 2048
 
 
-def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
+def measure_activations(model: PreTrainedModel, length: int, share: bool = True) -> ActivationCost:
     """
-    Measure, on a few short rows, what the backward pass keeps of a model with its active adapter.
+    Measure what the backward pass keeps of a model with its active adapter: on rows of a length and of half of it,
+    since attention may keep what grows with the square.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): in training mode, without gradient checkpointing.
+        length (`int`): tokens of the rows it is for.
         share (`bool`, *optional*, defaults to `True`): whether rows will share what they have in common.
     """
-    config = model.config.get_text_config()
+    config, whole = model.config.get_text_config(), max(min(length, _LONGEST), 16)
 
-    def kept(rows: int, shared: int, own: int) -> int:
-        prompts, replies = [[0] * (shared + 2)] * rows, [[0] * own] * rows
+    def kept(shared: int, own: int) -> int:  # two rows of which the second is shorter, so that there is padding
+        prompts, replies = [[0] * (shared + 2)] * 2, [[0] * own, [0] * (own - 1)]
         return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, replies, share))
 
-    per_token = (kept(1, 0, _LONG) - kept(1, 0, _SHORT)) / (_LONG - _SHORT)
-    of_shared = (kept(4, _LONG, _SHORT) - kept(4, _SHORT, _SHORT)) / (_LONG - _SHORT) if share else 0.0
+    half = whole // 2
+    per_token = (kept(0, whole) - kept(0, half)) / (2 * (whole - half))
+    of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0
     inputs = config.num_hidden_layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
     return ActivationCost(
         per_token=per_token,
-        per_repeat=max(of_shared - per_token, 0.0) / 4,
+        per_repeat=max(of_shared - per_token, 0.0) / 2,
         per_checkpointed=inputs + per_token / config.num_hidden_layers,
     )
 
@@ -140,12 +148,20 @@ def head_size(vocabulary: int, scored: int, device: torch.device) -> int:
     return min(scored, scored_at_once(vocabulary, device)) * min(vocabulary, _HEAD_COLUMNS) * 4 * copies
 
 
-def free_memory(device: torch.device) -> int:
+# What a container may take and takes, by version of cgroups.
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def free_memory(device: torch.device, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still take on a device; of the main memory, its share among the local processes."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = psutil.virtual_memory().available
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+            free = min(free, max(int((cgroups / limit).read_text()) - int((cgroups / used).read_text()), 0))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cache_size(config, rows: int, tokens: int, width: int) -> int:

@@ -59,8 +59,9 @@ class TeamPlanning(GRPOTrainer):
     _aliases: dict[str, str]
     _collect: Callable[..., list[Episode]]
     _prompts: PromptBuilder
-    _is_checkpointing: bool
-    _measured: Callable[[], ActivationCost]
+    _free_for_activations: Callable[[int], float]
+    _limits: Callable[[int, ActivationCost, float], tuple[int, bool]]
+    _measure: Callable[[int], ActivationCost]
     _samplings: dict[str, Sampling]
     _shares_prefixes: bool
     _specs: dict[str, AgentSpec]
@@ -104,26 +105,27 @@ class TeamPlanning(GRPOTrainer):
         config, width = model.config.get_text_config(), 2 if self.args.bf16 or self.args.fp16 else 4
         prompts = self._rehearse(next(iter(self.train_dataset))).prompts
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
+        cost = self._measure(turn)
         return MemoryPlan(
             base=size_of(base),
             adapters=size_of(adapters),
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self.args.optim, "value", self.args.optim))),
-            activations=max(self._activations_of(agent, length, same) for agent, length, same in prompts),
+            activations=max(self._activations_of(*prompt, turn, cost) for prompt in prompts),
             cache=cache_size(config, self._episodes_at_once(), turn, width),
         )
 
-    def _activations_of(self, agent: str, length: int, same: int) -> int:
+    def _activations_of(self, agent: str, length: int, same: int, longest: int, cost: ActivationCost) -> int:
         """Bytes of an agent's largest micro-batch. Of its prompts' `length` tokens the first `same` are shared."""
-        cost, rows = self._measured(), self.args.per_device_train_batch_size
+        rows = self.args.per_device_train_batch_size
         new = self._samplings[agent].max_completion_length
         same = same if self._shares_prefixes else 0
         groups = math.ceil(rows / self.num_generations)
         tokens, repeated = groups * same + rows * (length - same + new), rows * same
-        limit = self.args.max_tokens_per_micro_batch
-        share = 1.0 if limit is None else min(limit / tokens, 1.0)
-        kept = cost.size(round(share * tokens), round(share * repeated), self._is_checkpointing)
+        limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new))
+        share = min(limit / tokens, 1.0)
+        kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
         vocabulary = self.model.config.get_text_config().vocab_size
         return kept + head_size(vocabulary, round(share * rows * new), self.accelerator.device)
 

@@ -94,6 +94,8 @@ class TeamScoring(GRPOTrainer):
         reentrant = (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         if reentrant and self.args.gradient_checkpointing is not False:
             why = "reentrant checkpointing takes no gradient to keys and values that were computed before"
+        elif self.aux_loss_enabled:
+            why = "the routers' outputs of a mixture of experts are part of the loss"
         else:
             why = forward.why_not(base)
         if why is not None:
@@ -103,9 +105,13 @@ class TeamScoring(GRPOTrainer):
     def _samples_what_it_scores(self) -> bool:
         """Whether generation computes what scoring computes, to the precision of float32 and without noise."""
         base = self._base_of(self.model)
-        noisy = any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
-        precise = self.accelerator.mixed_precision == "no" and not getattr(base, "is_quantized", False)
-        return precise and not noisy
+        settings = base.config.get_text_config().to_dict().items()
+        drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))
+        noisy = drops or any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+        weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
+        precise = self.accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
+        exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
+        return precise and exact and not noisy
 
     def _base_of(self, model: nn.Module) -> PreTrainedModel:
         """The language model under the wrappers of accelerate and PEFT."""

@@ -60,7 +60,12 @@ class TeamValues(GRPOTrainer):
         return last_values
 
     def _fill_values(self, rows: Sequence[Row]) -> None:
-        for batch in self._batches_by_part(rows, keep_empty=True):
+        known = [row for row in rows if row.features is not None]
+        unknown = [row for row in rows if row.features is None]
+        for batch in (
+            *self._batches_by_part(known, keep_empty=True),
+            *self._batches_by_part(unknown, keep_empty=True),
+        ):
             features = self._features(batch)
             values = self.critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
             for row, its in zip(batch.rows, values, strict=True):
