@@ -46,7 +46,7 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     previous: Sequence[int] = ()
     for row in order:
         sequence = sequences[row]
-        _close(nodes, min(_common(previous, sequence), len(sequence) - 1))
+        _close(nodes, _common(previous, sequence))
         if nodes[-1][0] < len(sequence) - 1:
             nodes.append((len(sequence) - 1, []))
         nodes[-1][1].append(Cluster(len(sequence) - 1, (row,)))
