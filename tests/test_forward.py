@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 from marft_trl import AgentSpec, forward
 from marft_trl.prefixes import clusters, plan_passes
 from marft_trl.rollout import decoding
+from marft_trl.tiny import tiny_dataset
+from marft_trl.trainer.batching import together
 
 from .families import FAMILIES, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights
@@ -206,7 +209,7 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, **settings
         {},
         {"num_iterations": 2, "beta": 0.1},
         {"level": "action", "action_logprob": "token", "num_iterations": 2},
-        {"gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {"gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.05},
         {"advantage": "gae", "critic": "shared", "level": "token"},
         {"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1},
         {"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True},
@@ -219,6 +222,17 @@ def test_training_is_the_same_on_the_plain_path(model_folder, tmp_path, settings
     change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
     error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
     assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
+
+
+def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
+    settings = {"steps_per_generation": 2, "num_generations": 4}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.model.train()
+    rows = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
+    for _ in range(3):
+        for slice_ in trainer._generate_and_score_completions(rows):
+            assert sorted(Counter(row.episode // 4 for row in slice_.rows).values()) == [8, 8]  # of two agents
+    assert together(torch.tensor([3, 0, 2, 1]), [0, 0, 1, 1]).tolist() == [3, 2, 0, 1]
 
 
 def test_agents_of_one_adapter_share_too(model_folder, tmp_path):
