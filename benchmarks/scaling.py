@@ -7,9 +7,9 @@ How the cost of a step grows: with agents, episodes, the length of completions, 
 Each point is a process with one thread; they take turns, a complete step each. Times are CPU seconds by generated
 token, medians. `agents`: 1 to 8 agents, each with a prompt of its own. `episodes`: 1 to 64 in a batch. `completions`:
 32 to 512 new tokens. `turns`: one agent that sees all it has said before. `memory`: what a process holds after its
-second update, with 1 to 8 agents of 3 million weights each, against their weights, gradients and moments. `ends`:
-generation alone; rows end after 4 to 128 tokens (`spread`), also in the loop of transformers (`plain`), against the
-cost of a token where all rows go on to 128 (`full`).
+second update, with 1 to 8 agents whose adapters have 1.1 million weights each, against their weights, gradients and
+moments. `ends`: generation alone; rows end after 4 to 128 tokens (`spread`), also in the loop of transformers
+(`plain`), against the cost of a token where all rows go on to 128 (`full`).
 Writes `scaling.md` and a picture for each series into `--output_dir`.
 """
 
