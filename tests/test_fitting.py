@@ -29,6 +29,7 @@ def test_measured_costs_foretell_larger_passes(family, attention):
         prompts = [[3] * shared + [4, 5 + row] for row in range(rows)]
         replies = [[3] * (own - (row > 0)) for row in range(rows)]
         kept = _kept_bytes(model, lambda p=prompts, r=replies: forward.hidden_states(model.base_model, p, r))
+        kept += kept / 3  # the gradients of one of three layers
         foretold = cost.size(shared + rows * (own + 1), rows * shared, checkpointing=False)
         # what grows with the square is reckoned with at its steepest: rather too much than too little
         assert 0.85 * kept <= foretold <= 1.6 * kept, (rows, shared, own, foretold / kept)

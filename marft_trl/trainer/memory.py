@@ -69,7 +69,7 @@ def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
 @dataclass(frozen=True)
 class ActivationCost:
     """
-    Bytes that the backward pass keeps.
+    Bytes that a forward and a backward pass need at once.
 
     Args:
         per_token (`float`): for each token that goes through the model, padding included.
@@ -96,8 +96,8 @@ _LONGEST = 2048
 
 def measure_activations(model: PreTrainedModel, length: int, share: bool = True) -> ActivationCost:
     """
-    Measure what the backward pass keeps of a model with its active adapter: on rows of a length and of half of it,
-    since attention may keep what grows with the square.
+    Measure what passes need of a model with its active adapter: what is kept for the backward pass, on rows of a
+    length and of half of it, since attention may keep what grows with the square.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): in training mode, without gradient checkpointing.
@@ -113,11 +113,13 @@ def measure_activations(model: PreTrainedModel, length: int, share: bool = True)
     half = whole // 2
     per_token = (kept(0, whole) - kept(0, half)) / (2 * (whole - half))
     of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0
-    inputs = config.num_hidden_layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
+    layers = config.num_hidden_layers
+    inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
+    # While a layer is gone through backwards, the gradients of what it has kept are there too
     return ActivationCost(
-        per_token=per_token,
-        per_repeat=max(of_shared - per_token, 0.0) / 2,
-        per_checkpointed=inputs + per_token / config.num_hidden_layers,
+        per_token=per_token * (1 + 1 / layers),
+        per_repeat=max(of_shared - per_token, 0.0) / 2 * (1 + 1 / layers),
+        per_checkpointed=inputs + 2 * per_token / layers,
     )
 
 
