@@ -101,7 +101,7 @@ CASES = {
     "environment": (EnvironmentLoop(SayIt, horizon=3), agents("planner", "solver"), None),
 }
 # What a model that plays its parts half right earns at least; the scripted agents themselves earn a little more.
-TAUGHT = {"sequential": 0.45, "graph": 0.45, "debate": 0.45, "mixture": 0.45, "approved": 0.15, "environment": 0.8}
+TAUGHT = {"sequential": 0.45, "graph": 0.45, "debate": 0.45, "mixture": 0.45, "approved": 0.1, "environment": 0.8}
 
 
 @pytest.fixture(scope="module")
