@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is ke
 QUICK = Limits(seconds=1, memory=1 << 28)
 OUTSIDE = os.path.join(tempfile.gettempdir(), f"marft-outside-{os.getpid()}")
 
-# name: program, how it ends, what its error says
+# name: program, how it ends, a pattern of what its error says
 HOSTILE = {
     "endless loop": ("while True: pass", "timeout", ""),
     "sleeper": ("import time; time.sleep(60)", "timeout", ""),
@@ -55,8 +56,8 @@ HOSTILE = {
     "1 GB of output": ("for _ in range(1000): print('x' * 1_000_000)", "error", "File too large"),
     "large file": ("open('f', 'w').write('x' * 10_000_000)", "error", "File too large"),
     "many files": ("x = [open('f', 'w') for _ in range(100)]", "error", "Too many open files"),
-    "writes outside": (f"open({OUTSIDE!r}, 'w').write('x')", "error", "Permission"),
-    "makes a folder outside": (f"import os; os.mkdir({OUTSIDE!r})", "error", "Permission"),
+    "writes outside": (f"open({OUTSIDE!r}, 'w').write('x')", "error", "Permission|Read-only"),
+    "makes a folder outside": (f"import os; os.mkdir({OUTSIDE!r})", "error", "Permission|Read-only"),
     "moves outside": (f"import os; open('f', 'w'); os.rename('f', {OUTSIDE!r})", "error", "Error"),
     "removes": ("import os; os.remove(os.__file__)", "error", "Error"),
     "reads outside": (f"open({__file__!r}).read()", "error", "PermissionError"),
@@ -92,16 +93,25 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(params=["the fence alone", "bubblewrap"])
+def walls(request, monkeypatch):
+    """What keeps programs in: bubblewrap is used on top of the fence only where it works."""
+    if request.param == "the fence alone":
+        monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())
+    elif not jail_module._working_bubblewrap():
+        pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_survive_nothing_and_are_reported(name):
+def test_hostile_programs_survive_nothing_and_are_reported(name, walls):
     program, status, says = HOSTILE[name]
     outcome = run_python(program, limits=QUICK)
-    assert (outcome.status, says in outcome.stderr) == (status, True), outcome
+    assert outcome.status == status and re.search(says, outcome.stderr), outcome
     assert outcome.seconds < 10 and not os.path.exists(OUTSIDE)
     assert len(outcome.stdout) <= QUICK.output
 
 
-def test_what_a_program_may_do():
+def test_what_a_program_may_do(walls):
     program = (
         "import threading, os\nopen('a', 'w').write('4')\n"
         "t = threading.Thread(target=lambda: print(open('a').read() + input())); t.start(); t.join()\n"
@@ -114,7 +124,7 @@ def test_what_a_program_may_do():
 
 
 @pytest.mark.slow
-def test_two_hundred_hostile_programs_leave_nothing_behind(tmp_path, monkeypatch):
+def test_two_hundred_hostile_programs_leave_nothing_behind(tmp_path, monkeypatch, walls):
     monkeypatch.setattr(jail_module.tempfile, "tempdir", str(tmp_path))
     programs = [list(HOSTILE.values())[index % len(HOSTILE)][0] for index in range(200)]
     with ThreadPoolExecutor(1) as pool:  # a process that lives is found
