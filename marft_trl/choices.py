@@ -38,6 +38,7 @@ _ABOVE_ZERO = (
     *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
+    "workflow_timeout",
 )
 _SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
 _INTEGERS = (
@@ -50,7 +51,7 @@ _INTEGERS_OR_NONE = (
 )
 _NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
 # What `None` means where it is worth saying.
-_NONE_MEANS = {"value_clip": "no clipping", "target_kl": "no early stop"}
+_NONE_MEANS = {"value_clip": "no clipping", "target_kl": "no early stop", "workflow_timeout": "no limit"}
 
 # Fields that do nothing unless another one has a certain value.
 _DEPENDENT = [

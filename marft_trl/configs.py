@@ -139,6 +139,10 @@ class MARFTConfig(GRPOConfig):
             Characters of a tool's result that the agent is shown.
         tool_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds after which a call of a tool is given up with an error message.
+        workflow_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds after which training stops with an error if a workflow waits for something that is neither a turn
+            nor a tool, such as an environment, and nothing comes. `None` for no limit. In several processes it should
+            be below `ddp_timeout`, after which the others give up.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that metrics of the `evaluate` package get as `references`.
     """
@@ -318,6 +322,10 @@ class MARFTConfig(GRPOConfig):
     tool_timeout: float = field(
         default=30.0,
         metadata={"help": "Seconds after which a call of a tool is given up with an error message."},
+    )
+    workflow_timeout: float | None = field(
+        default=600.0,
+        metadata={"help": "Seconds after which a workflow that waits for an environment in vain is given up."},
     )
     eval_reference_column: str = field(
         default="solution",

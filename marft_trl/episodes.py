@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .hints import did_you_mean
+from .loops import in_thread, one_at_a_time
 from .tools import ToolCall, ToolLimits, call_tools, tool_name
 
 
@@ -176,6 +178,9 @@ class Episode:
     # How many of its branches wait for tools; what came of those that are done, until all are; how many turns were
     # asked for; and for each turn that called tools the one that its agent's word is in
     busy: int = 0
+    # Functions that it waits for, and how often one has come back: what tells waiting from hanging
+    calling: list[str] = field(default_factory=list)
+    answered_calls: int = 0
     _returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = field(default_factory=list)
     _orders: int = 0
     _words: dict[int, int] = field(default_factory=dict)
@@ -300,6 +305,35 @@ class Episode:
         self.feedback.append(said)
         self.history.append(said)
         return said
+
+    async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+        """
+        Call a function of one's own, without keeping other episodes from going on. One that is not asynchronous runs
+        in a thread, after those of other episodes; all of them in the same thread.
+
+        Returns: what it returns, awaited if it is asynchronous.
+        """
+        if inspect.iscoroutinefunction(function):
+            value: Any = await self._called(function, function(*arguments, **named))
+        else:
+            async with one_at_a_time():
+                job = in_thread(lambda: function(*arguments, **named))
+                value, error = await self._called(function, job)
+            if error is not None:
+                raise error
+            if inspect.isawaitable(value):  # an asynchronous function behind a decorator
+                value = await self._called(function, value)
+        return value
+
+    async def _called(self, function: Callable, outcome: Awaitable) -> Any:
+        """Await an outcome, and let it be seen of which function."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.calling.append(name)
+        try:
+            return await outcome
+        finally:
+            self.calling.remove(name)
+            self.answered_calls += 1
 
     def observe(
         self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,6 +19,10 @@ Result = TypeVar("Result")
 # nothing waits for threads that a tool has left behind, as `asyncio.run` does in the end.
 _OWN = threading.local()
 _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
+# Functions of users that are not asynchronous run one at a time, as if called in a loop, and in one and the same
+# thread, so they need not be thread-safe and may use what belongs to a thread, such as a database connection.
+_ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Worker] = weakref.WeakKeyDictionary()
 
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
@@ -50,3 +57,63 @@ def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     if rest:
         loop.run_until_complete(asyncio.wait(rest, timeout=1.0))
+
+
+def one_at_a_time() -> asyncio.Lock:
+    """Who holds it may use [`in_thread`]."""
+    return _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+
+async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """
+    Run a function beside the loop: what it returns and what it raises, of which one is `None`. If the wait is
+    cancelled its thread is left to itself, since Python cannot end one, and the next function gets a new thread.
+    """
+    loop = asyncio.get_running_loop()
+    worker = _WORKERS.setdefault(loop, _Worker())
+    worker.start()
+    try:
+        return await worker.run(loop, function)
+    except asyncio.CancelledError:
+        _WORKERS.pop(loop, None)
+        worker.jobs.put(None)  # it ends if the function ever returns
+        raise
+
+
+class _Worker:
+    """A thread that nothing waits for in the end; `asyncio.to_thread` waits for threads that hang."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="marft-worker", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+
+    def run(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any]
+    ) -> asyncio.Future[tuple[Any, BaseException | None]]:
+        outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def report(result: Any, error: BaseException | None) -> None:
+            if not outcome.done():  # else given up
+                outcome.set_result((result, error))
+
+        def job() -> None:
+            result, error = None, None
+            try:
+                result = context.run(function)
+            except BaseException as caught:  # also SystemExit: whoever waits decides
+                error = caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(report, result, error)
+
+        self.jobs.put(job)
+        return outcome

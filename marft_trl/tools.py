@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from .loops import in_thread, one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,6 @@ class ToolLimits:
     seconds: float = 30.0
 
 
-# Functions that are not asynchronous run one at a time, as if called in a loop, so they need not be thread-safe.
-_ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 # How often in a row a function did not answer in time. After a few times it is not called any more: each call costs
 # its whole time, and other processes wait.
 _STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
@@ -113,9 +112,8 @@ async def _outcome_of(function: Callable, arguments: dict, seconds: float) -> tu
 
     if inspect.iscoroutinefunction(function):
         return await _within(awaited(function(**arguments)), seconds)
-    lock = _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-    async with lock:
-        value, error = await _within(_in_thread(lambda: _text_unless_awaitable(function(**arguments))), seconds)
+    async with one_at_a_time():
+        value, error = await _within(in_thread(lambda: _text_unless_awaitable(function(**arguments))), seconds)
     if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
         return await _within(awaited(value), seconds)
     return value, error
@@ -190,25 +188,3 @@ def _misfit(function: Callable, arguments: Any) -> str | None:
 
 def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters are left out)"
-
-
-async def _in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Run a function in a thread that nothing waits for in the end; `asyncio.to_thread` waits for those that hang."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def report(result: Any, error: BaseException | None) -> None:
-        if not outcome.done():  # else given up
-            outcome.set_result((result, error))
-
-    def target() -> None:
-        result, error = "", None
-        try:
-            result = function()
-        except BaseException as caught:
-            error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(report, result, error)
-
-    threading.Thread(target=target, name="marft-tool", daemon=True).start()
-    return await outcome

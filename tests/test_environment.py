@@ -1,5 +1,8 @@
 """Teams in an environment: rounds, feedback, rewards where they were earned, horizons."""
 
+import asyncio
+import sqlite3
+import threading
 import time
 
 import pytest
@@ -77,6 +80,110 @@ def test_an_episode_that_overflows_gets_its_reward_all_the_same():
     (episode,) = collect(EnvironmentLoop(Steered), [{"prompt": "q", "rounds": 9}], ["a", "b"], answer)
     assert episode.overflowed and dict(episode.earned) == {0: 1.0, 1: -1.0, 2: 10.0}
     assert episode.counts == {"rounds": 1}
+
+
+class Frozen(Countdown):
+    """Never comes back from what the row names."""
+
+    def reset(self, stuck=None, **row):
+        self.stuck = stuck
+        if stuck == "reset":
+            time.sleep(600)
+        return super().reset(**row)
+
+    def step(self, turns):
+        if self.stuck == "step":
+            time.sleep(600)
+        return asyncio.sleep(600) if self.stuck == "await" else super().step(turns)
+
+    async def get_reward(self):
+        await asyncio.sleep(600 if self.stuck == "reward" else 0)
+        return 0.0
+
+
+class WaitsForNothing(Workflow):
+    async def run(self, episode):
+        await episode.turn("a")
+        if episode.row["stuck"]:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("workflow", "stuck", "turns", "what"),
+    [
+        (EnvironmentLoop(Frozen), "reset", 0, "`Frozen.reset`"),
+        (EnvironmentLoop(Frozen), "step", 1, "`Frozen.step`"),
+        (EnvironmentLoop(Frozen), "await", 1, "`Frozen.step`"),
+        (EnvironmentLoop(Frozen), "reward", 2, "`Frozen.get_reward`"),
+        (WaitsForNothing(), "wait", 1, "something that is neither a turn nor a tool"),
+    ],
+)
+def test_what_hangs_is_given_up_and_named(workflow, stuck, turns, what):
+    rows = [{"prompt": f"question {index}", "stuck": stuck if index == 1 else None} for index in range(3)]
+    start = time.monotonic()
+    message = (
+        f"`{type(workflow).__name__}` hangs in episode 1 after {turns} turns, on the prompt 'question 1': it has "
+        rf"waited for {what} for 0.5 seconds.*larger `workflow_timeout`"
+    )
+    with pytest.raises(EpisodeError, match=message):
+        collect(workflow, rows, ["a"], echo(), patience=0.5)
+    assert 0.5 < time.monotonic() - start < 30
+    assert collect(EnvironmentLoop(Countdown), rows, ["a"], echo(), patience=30)  # others go on in another thread
+
+
+def test_what_is_slow_does_not_hang():
+    class Slow(Countdown):
+        def step(self, turns):
+            time.sleep(0.7)
+            return super().step(turns)
+
+    class Patient(Countdown):
+        def reset(self, number, **row):
+            self.place = number
+            return super().reset(**row)
+
+        async def step(self, turns):
+            await asyncio.sleep(0.7 * self.place)
+            return super().step(turns)
+
+    class Looks(Workflow):
+        async def run(self, episode):
+            for _ in range(3):
+                await episode.call(time.sleep, 0.2)
+            await episode.turn("a")
+
+    rows = [{"prompt": "q", "rounds": 1, "number": number} for number in range(4)]
+    for workflow in (EnvironmentLoop(Slow), EnvironmentLoop(Patient), Looks()):  # together longer than one may take
+        start = time.monotonic()
+        episodes = collect(workflow, rows, ["a"], echo(), patience=1.5)
+        assert time.monotonic() - start > 1.5
+        assert [len(episode.turns) for episode in episodes] == [1] * 4
+
+
+def test_an_environment_lives_in_one_thread():
+    threads = []
+
+    class Shelf(Countdown):
+        def __init__(self):
+            self.thread = threading.get_ident()
+            self.store = sqlite3.connect(":memory:")  # refuses to be used from another thread
+
+        def reset(self, **row):
+            self.store.execute("create table shelf (word)")
+            return super().reset(**row)
+
+        def step(self, turns):
+            threads.append((self.thread, threading.get_ident()))
+            self.store.execute("insert into shelf values (?)", (turns[0].text,))
+            return super().step(turns)
+
+        def get_reward(self):
+            return float(self.store.execute("select count(*) from shelf").fetchone()[0])
+
+    episodes = play(EnvironmentLoop(Shelf), ["a"], [{"prompt": "q", "rounds": rounds} for rounds in (1, 3)])
+    assert [episode.earned[len(episode.turns) - 1] for episode in episodes] == [1.0 + 1, 3.0 + 3]
+    assert len({thread for pair in threads for thread in pair}) == 1
+    assert threads[0][0] != threading.get_ident()
 
 
 def test_each_episode_has_an_environment_of_its_own():
@@ -280,6 +387,21 @@ def test_a_team_in_an_environment_trains(model_folder, tmp_path, settings):
     trainer.train()
     changed = moved(before, weights(trainer))
     assert any(".planner." in name for name in changed) and any(".mover." in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workflow_timeout": 0.5}, "it has waited for `Frozen.step` for 0.5 seconds"),
+        ({"workflow_timeout": 0}, "`workflow_timeout` must be a finite number above 0, or None for no limit"),
+    ],
+)
+def test_training_does_not_wait_for_ever(model_folder, tmp_path, settings, problem):
+    workflow = EnvironmentLoop(Frozen)
+    rows = Dataset.from_list([{"prompt": "q", "stuck": "step"}] * 8)
+    arguments = {"workflow": workflow, "train_dataset": rows, "reward_funcs": None}
+    with pytest.raises((EpisodeError, ValueError), match=problem):
+        team_trainer(model_folder, tmp_path, settings=settings, **arguments).train()
 
 
 @pytest.mark.parametrize("overflow", ["end_episode", "drop_oldest_turn"])

@@ -14,8 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import from its own layer's predecessors only.
 LAYERS = [
-    {"hints", "loops", "prefixes", "tools", "trainer.functional"},
-    {"episodes", "forward"},
+    {"hints", "loops", "prefixes", "trainer.functional"},
+    {"tools", "forward"},
+    {"episodes"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
     {"rewards.environment", "rewards.background", "rewards.texts", "rewards.fence", "rewards.jail", "rewards.answers"},
     {"rewards.code", "rewards.math"},

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from .replay import Found, Replay
 # Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
 # runs on at once; only `asyncio.gather` and futures need a round or two to start or resume what they hold.
 _QUIET_ROUNDS = 4
+# Seconds between two looks at what else an episode may be waiting for
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
 @dataclass(eq=False)
@@ -73,6 +76,7 @@ def collect(
     tools: Mapping[str, Sequence[Callable]] | None = None,
     limits: ToolLimits | None = None,
     aliases: Mapping[str, str] | None = None,
+    patience: float | None = None,
 ) -> list[Episode]:
     """
     Run the workflow once on every row, all at once.
@@ -97,18 +101,21 @@ def collect(
             What these may cost.
         aliases (`Mapping[str, str]`, *optional*):
             The names under which agents know one another, where they are not their own.
+        patience (`float`, *optional*):
+            Seconds to wait for something that is neither a turn nor a tool, while nothing else comes in either. No
+            limit unless given.
 
     Returns: one finished episode per row, in order.
 
     Raises:
-        EpisodeError: the workflow raised, or ended without a single turn.
+        EpisodeError: the workflow raised, hangs, or ended without a single turn.
     """
 
     shared = tuple(agents), dict(tools or {}), limits or ToolLimits(), dict(aliases or {})
-    return run_coroutine(_collect, workflow, rows, answer, replays, shared)
+    return run_coroutine(_collect, workflow, rows, answer, replays, shared, patience)
 
 
-async def _collect(workflow, rows, answer, replays, shared) -> list[Episode]:
+async def _collect(workflow, rows, answer, replays, shared, patience) -> list[Episode]:
     waiting: list[Request] = []
 
     async def speak(
@@ -127,9 +134,10 @@ async def _collect(workflow, rows, answer, replays, shared) -> list[Episode]:
 
     episodes = [Episode(row["prompt"], row, index, speak, *shared) for index, row in enumerate(rows)]
     tasks = [asyncio.ensure_future(_run_one(workflow, episode)) for episode in episodes]
+    watch = _Watch(workflow, patience)
     try:
         while not all(task.done() for task in tasks):
-            await _settle(tasks, waiting, episodes)
+            await _settle(tasks, waiting, episodes, watch)
             failed = next((task for task in tasks if task.done() and task.exception()), None)
             if failed is not None:
                 failed.result()  # raises
@@ -168,9 +176,10 @@ async def _run_one(workflow: Workflow, episode: Episode) -> None:
         )
 
 
-async def _settle(tasks, waiting, episodes) -> None:
+async def _settle(tasks, waiting, episodes, watch) -> None:
     """Run the loop until every live episode waits for a turn, or one has failed."""
-    quiet = 0
+    quiet, pause = 0, _SHORTEST_PAUSE
+    watch.begin()
     while True:
         known = len(waiting)
         await asyncio.sleep(0)
@@ -179,12 +188,45 @@ async def _settle(tasks, waiting, episodes) -> None:
             continue
         # Tools of one branch are waited for, so that batches do not depend on how long they take
         blocked = {request.episode.index for request in waiting if not request.episode.busy}
-        elsewhere = [task for index, task in enumerate(tasks) if not task.done() and index not in blocked]
+        elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return
+        watch.look([episodes[index] for index in elsewhere], len(waiting))
         # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
-        await asyncio.wait(elsewhere, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
-        quiet = 0
+        await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
+
+
+class _Watch:
+    """Tells episodes that hang from ones that wait. Tools have limits of their own."""
+
+    def __init__(self, workflow: Workflow, patience: float | None):
+        self._workflow = workflow
+        self._patience = patience
+        self._since, self._seen = 0.0, (0, 0, 0)
+
+    def begin(self) -> None:
+        self._since, self._seen = time.monotonic(), (0, 0, 0)
+
+    def look(self, elsewhere: Sequence[Episode], waiting: int) -> None:
+        """
+        Look at episodes that wait for something that is no turn.
+
+        Raises:
+            EpisodeError: for too long nothing has come in.
+        """
+        seen = len(elsewhere), waiting, sum(episode.answered_calls for episode in elsewhere)
+        if seen != self._seen or any(episode.busy for episode in elsewhere):
+            self._since, self._seen = time.monotonic(), seen
+        elif self._patience is not None and time.monotonic() - self._since > self._patience:
+            episode = next((one for one in elsewhere if one.calling), elsewhere[0])
+            what = f"`{episode.calling[0]}`" if episode.calling else "something that is neither a turn nor a tool"
+            raise EpisodeError(
+                f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
+                f"{what} for {self._patience:g} seconds. Give what it waits for a time limit of its own, or set a "
+                "larger `workflow_timeout`."
+            )
 
 
 def _answer_all(batch: Sequence[Request], answer: Answer, replays: Sequence[Replay] | None) -> None:

@@ -306,7 +306,8 @@ class TeamRollouts(GRPOTrainer):
     def _collect(self, rows: Sequence[dict[str, Any]], answer: Any, replays: Any = None) -> list[Episode]:
         tools = {agent.name: agent.functions for agent in self.agents if agent.functions}
         return collect(
-            self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits, self._aliases
+            *(self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits, self._aliases),
+            patience=self.args.workflow_timeout,
         )
 
     def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:

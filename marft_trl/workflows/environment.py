@@ -19,8 +19,8 @@ _OWN_METHODS = ("reset", "step", "get_reward")
 
 class Environment(Protocol):
     """
-    What [`EnvironmentLoop`] plays with. All methods may be `async`. What is random in it has to follow from the row,
-    so that all episodes of a group face the same task.
+    What [`EnvironmentLoop`] plays with. All methods may be `async`; others run in a thread, one at a time. What is
+    random in it has to follow from the row, so that all episodes of a group face the same task.
 
     As in TRL's `environment_factory`, an environment may leave out `step` and have methods that agents call as tools,
     with types and docstrings; and `get_reward() -> float`, a reward for the whole episode, which the last turn earns.
@@ -99,8 +99,8 @@ class EnvironmentLoop(Workflow):
 
     async def run(self, episode: Episode) -> None:
         agents = self.agents or list(episode.agents)
-        environment = episode.environment = self.environment()
-        episode.observe(await _result(environment.reset(**episode.row)), source=self.source)
+        environment = episode.environment = await episode.call(self.environment)
+        episode.observe(await episode.call(environment.reset, **episode.row), source=self.source)
         is_done = False
         for number in range(self.horizon):
             try:
@@ -111,7 +111,7 @@ class EnvironmentLoop(Workflow):
             if not self.has_steps:
                 is_done = True
                 break
-            feedback, reward, is_done = _checked(await _result(environment.step(turns)), environment, number)
+            feedback, reward, is_done = _checked(await episode.call(environment.step, turns), environment, number)
             self._record(episode, turns, feedback, reward)
             if is_done:
                 break
@@ -122,7 +122,7 @@ class EnvironmentLoop(Workflow):
     async def _finish(self, episode: Episode, environment: Environment, rounds: int) -> None:
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
-            episode.earn(episode.turns[-1], await _result(environment.get_reward()))
+            episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
 
     async def _round(self, episode: Episode, agents: Sequence[str], environment: Environment) -> list[Turn]:
         tools = [getattr(environment, name) for name in self.tools]
@@ -217,10 +217,6 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
                 f"the public methods {', '.join(map(repr, methods)) or 'none'}.{did_you_mean(name, methods)}"
             )
     return list(tools)
-
-
-async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _checked(outcome: Any, environment: Any, number: int) -> tuple[str | None, Any, bool]:
