@@ -13,11 +13,11 @@ trainers that do the same work: the reasoner's prompts, and the actor's prompts 
 import argparse
 import statistics
 import tempfile
-import time
 import warnings
 
 import torch
 from datasets import Dataset
+from peers_worker import step
 from peft import LoraConfig
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
@@ -65,17 +65,6 @@ def make(trainer_class, options, prompts, folder, agents=None):
     trainer.create_optimizer_and_scheduler(100)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
-
-
-def step(trainer, rows):
-    """One optimizer step, as `Trainer` runs it, on given rows. Returns CPU seconds."""
-    start = time.process_time()
-    trainer._buffered_inputs = None
-    trainer.training_step(trainer.model, rows, None)
-    trainer._clip_grad_norm(trainer.model)
-    trainer.optimizer.step()
-    trainer.model.zero_grad()
-    return time.process_time() - start
 
 
 def team_rows(trainer, agent):

@@ -92,7 +92,7 @@ def hidden_states(
         [*prompt, *completion[: count - 1]]
         for prompt, completion, count in zip(prompts, completions, counts, strict=True)
     ]
-    groups = plan_passes(prompts, [count - 1 for count in counts]).clusters if share else []
+    groups = plan_passes(prompts, [count - 1 for count in counts]) if share else []
     with _checkpointing_with_caches(backbone):
         if groups:
             hidden, starts, *_ = shared_pass(backbone, rows, groups, RepeatedLayer)
@@ -193,7 +193,7 @@ _LOGITS_AT_ONCE = 2**22
 
 
 def scored_at_once(vocabulary: int, device: torch.device) -> int:
-    """Positions that go through the LM head together; on a GPU its kernel does the cutting."""
+    """Positions that go through the LM head together; on a GPU they are cut further by its kernel."""
     return max(_LOGITS_AT_ONCE // vocabulary, 1) if device.type == "cpu" else 4096
 
 
@@ -211,9 +211,7 @@ def score(
     if not len(tokens):  # connected to the model, so that backward runs
         nothing = hidden.sum(dim=-1).float()
         return nothing, nothing
-    size = len(tokens)
-    if hidden.device.type == "cpu":
-        size = scored_at_once(model.config.get_text_config().vocab_size, hidden.device)
+    size = scored_at_once(model.config.get_text_config().vocab_size, hidden.device)
     parts = [_head(model, *part) for part in zip(hidden.split(size), tokens.split(size), strict=True)]
     logps = torch.cat([part.log_probs[0] for part in parts]).float()
     if parts[0].entropy is None:

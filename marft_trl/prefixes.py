@@ -55,36 +55,23 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     return sorted(_joined(*nodes[0]), key=lambda cluster: cluster.rows)
 
 
-@dataclass(frozen=True)
-class Passes:
+def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> list[Cluster]:
     """
-    How rows go through the model.
-
-    Args:
-        clusters (`list[Cluster]`): rows that share a beginning; none where each row goes through as it is.
-        num_tokens (`int`): tokens that are computed, padding included.
-    """
-
-    clusters: list[Cluster]
-    num_tokens: int
-
-
-def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> Passes:
-    """
-    The way that computes fewer tokens.
+    The way through the model that computes fewer tokens, padding included.
 
     Args:
         prompts (`Sequence[Sequence[int]]`): beginnings of rows, which are searched for what they share.
         more (`Sequence[int]`): how many tokens of each row come after it.
+
+    Returns: the rows that share a beginning; nothing where each row had better go through as it is.
     """
-    lengths = [len(prompt) + count for prompt, count in zip(prompts, more, strict=True)]
-    plain = Passes([], len(lengths) * max(lengths))
     found = clusters(prompts)
     if len(found) == len(prompts):
-        return plain
+        return []
+    lengths = [len(prompt) + count for prompt, count in zip(prompts, more, strict=True)]
     rest = max(lengths[row] - cluster.length for cluster in found for row in cluster.rows)
-    tokens = len(found) * max(cluster.length for cluster in found) + len(lengths) * rest
-    return Passes(found, tokens) if tokens < plain.num_tokens else plain
+    num_tokens = len(found) * max(cluster.length for cluster in found) + len(lengths) * rest
+    return found if num_tokens < len(lengths) * max(lengths) else []
 
 
 def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:

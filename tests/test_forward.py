@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from marft_trl import AgentSpec, forward
-from marft_trl.prefixes import clusters, plan_passes
+from marft_trl.prefixes import Cluster, clusters, plan_passes
 from marft_trl.rollout import decoding
 from marft_trl.tiny import tiny_dataset
 from marft_trl.trainer.batching import together
@@ -73,12 +73,13 @@ def test_rows_join_at_the_prefix_that_saves_more():
 
 
 def test_rows_are_shared_only_where_that_computes_less():
-    same = [[1, 2, 3, 4, 5]] * 4
-    assert plan_passes(same, [3] * 4).num_tokens == 4 + 4 * 4 and len(plan_passes(same, [3] * 4).clusters) == 1
-    different = [[1, 2, 3], [2, 3, 4]]
-    assert plan_passes(different, [1, 1]).clusters == [] and plan_passes(different, [1, 1]).num_tokens == 8
-    uneven = [[1, 2], [1, 2], [9] * 50]  # the third row would make the rests of all as wide as itself
-    assert plan_passes(uneven, [0, 0, 0]).num_tokens <= 3 * 50
+    same = [[1, 2, 3, 4, 5]] * 4  # 4 + 4 * 4 tokens in place of 4 * 8
+    assert plan_passes(same, [3] * 4) == [Cluster(4, (0, 1, 2, 3))]
+    assert plan_passes([[1, 2, 3], [2, 3, 4]], [1, 1]) == []
+    eights = [[1] * 8, [1] * 8, [9] * 8]  # 2 * 7 + 3 * 2 tokens in place of 3 * 9
+    assert plan_passes(eights, [1, 1, 1]) == [Cluster(7, (0, 1)), Cluster(7, (2,))]
+    # Padded to the widest, beginnings would take 2 * 4 tokens and rests 3 * 4, the rows as they are 3 * 5
+    assert plan_passes([[1, 2], [1, 2], [9] * 5], [3, 3, 0]) == []
 
 
 def test_nested_histories_neither_recurse_nor_crawl():
@@ -98,6 +99,12 @@ def gradients(model, logps, entropies):
     return found
 
 
+def scored_together(base, prompts, completions):
+    hidden = forward.hidden_states(base.base_model, prompts, completions)
+    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
+    return forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+
+
 @pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,15 +113,13 @@ def test_shared_passes_equal_each_row_alone(family, checkpointing, others_words)
     base = model.get_base_model()
     assert forward.why_not(base) is None
     prompts, completions = ragged_rows(int(others_words), others_words)
-    assert len(plan_passes(prompts, list(map(len, completions))).clusters) == 3
+    assert len(plan_passes(prompts, list(map(len, completions)))) == 3
     expected = logps_alone(base, prompts, completions, 0.7)
     expected_gradients = gradients(model, *expected)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    hidden = forward.hidden_states(base.base_model, prompts, completions)
-    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
-    found = forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+    found = scored_together(base, prompts, completions)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     found_gradients = gradients(model, *found)
@@ -142,9 +147,7 @@ def test_shared_passes_on_a_4_bit_base(model_folder, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    hidden = forward.hidden_states(base.base_model, prompts, completions)
-    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
-    found = forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+    found = scored_together(base, prompts, completions)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(model, *found).items():

@@ -208,7 +208,7 @@ def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int) -> Cach
     cache = Cache(layers=[RoomyLayer(size) for _ in range(model.config.get_text_config().num_hidden_layers)])
     if width == 0:
         return cache
-    groups = plan_passes([*prompts], [0] * len(prompts)).clusters
+    groups = plan_passes([*prompts], [0] * len(prompts))
     if not groups:
         kept, _ = prefill(model.base_model, [prompt[:-1] for prompt in prompts])
         found = [(layer.keys, layer.values) for layer in kept.layers]
