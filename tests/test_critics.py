@@ -107,18 +107,22 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
     torch.testing.assert_close(values(True), values(False))
 
 
-def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path):
+@pytest.mark.parametrize("level", ["action", "token"])
+def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, level):
+    words = [[5, 6, 2], [7, 2], [8, 9, 10, 11, 2], [2]]
+
     def features(beta):
-        settings = {**PPO, "critic": "frozen", "beta": beta, "max_tokens_per_micro_batch": 500}
+        settings = {**PPO, "level": level, "critic": "frozen", "beta": beta, "max_tokens_per_micro_batch": 500}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
         passes = []
         backbone = trainer.model.get_base_model().model
         backbone.register_forward_hook(lambda *_: passes.append(1))
         torch.manual_seed(0)
         trainer.model.train()
-        trainer._generator.generate = lambda agents, prompt_ids: [Sampled([5, 6, 2])] * len(agents)
+        trainer._generator.generate = lambda agents, prompt_ids: [Sampled(words[i % 4]) for i in range(len(agents))]
         (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-        return torch.stack([row.features for row in slice_.rows]), len(passes)
+        assert {len(row.features) for row in slice_.rows} == ({1} if level == "action" else {1, 2, 3, 5})
+        return torch.cat([row.features for row in slice_.rows]), len(passes)
 
     alone, passes_alone = features(0.0)
     shared, passes_shared = features(0.1)
