@@ -7,7 +7,7 @@ from datasets import Dataset
 from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
-from .helpers import lora, moved, team_trainer, weights
+from .helpers import lora, moved, team_trainer, varied_reward, weights
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none", "gae_lambda": 1.0}
@@ -128,6 +128,67 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, lev
     shared, passes_shared = features(0.1)
     assert passes_shared <= passes_alone + 2  # split by agent; no second pass for the critic
     torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
+
+
+def partly_scored(completions, **kwargs):
+    rewards = varied_reward(completions)
+    return [None if reward == 0 else reward for reward in rewards]
+
+
+def train_and_count(model_folder, tmp_path, settings, keeps=True):
+    """The weights after training, how many micro-batches of values were kept, and passes of the backbone."""
+    settings = {**PPO, "gae_lambda": 0.9, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **settings}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=partly_scored)
+    kept, passes, fill = [], [], trainer._fill_values
+    if not keeps:
+        trainer._keeps_values = lambda batches: False
+
+    def note(rows):
+        fill(rows)
+        kept.append(len(trainer._kept_values))
+        assert all(not row.old_values.requires_grad for row in rows)
+
+    trainer._fill_values = note
+    trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    trainer.train()
+    assert not trainer._kept_values
+    heads = {f"heads.{name}": tensor for name, tensor in trainer.critic.heads.state_dict().items()}
+    return {**weights(trainer), **heads}, sum(kept), len(passes)
+
+
+@pytest.mark.parametrize("level", ["action", "token"])
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head"])
+def test_the_critic_learns_from_the_values_of_the_advantages(model_folder, tmp_path, critic, level):
+    settings = {"critic": critic, "level": level}
+    again, none, passes_again = train_and_count(model_folder, tmp_path / "again", settings, keeps=False)
+    once, kept, passes_once = train_and_count(model_folder, tmp_path / "once", settings)
+    assert none == 0 and kept >= 2 * 2 and passes_once < passes_again  # two steps, several micro-batches each
+    assert moved(weights_of_base(model_folder, tmp_path, settings), once) >= {
+        name for name in once if "_critic" in name and "lora_B" in name
+    }
+    for name, expected in again.items():
+        torch.testing.assert_close(once[name], expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def weights_of_base(model_folder, tmp_path, settings):
+    return weights(team_trainer(model_folder, tmp_path, settings={**PPO, **settings}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_iterations": 2},
+        {"gradient_accumulation_steps": 2},  # the second slice is trained on after the first
+        {"update_order": "sequential"},
+        {"gradient_checkpointing": True},
+        {"max_tokens_per_micro_batch": 100},
+        {"critic": "frozen"},
+    ],
+    ids=str,
+)
+def test_values_are_not_kept_where_they_would_be_old_or_too_large(model_folder, tmp_path, settings):
+    _, kept, _ = train_and_count(model_folder, tmp_path, settings)
+    assert kept == 0
 
 
 def test_warm_up_teaches_the_critic_alone(model_folder, tmp_path):

@@ -182,10 +182,12 @@ class MicroBatch:
     Args:
         agent (`str`): whose rows.
         rows (`list[Row]`): at least one row, none without completion tokens.
+        num_tokens (`float`): tokens that are computed, those that are repeated counted in part.
     """
 
     agent: str
     rows: list[Row]
+    num_tokens: float = 0.0
 
     @property
     def adapter(self) -> str:
@@ -246,7 +248,9 @@ def micro_batches(
             groups = [Cluster(0, (index,)) for index in range(len(its_rows))]
         groups.sort(key=lambda group: max(its_rows[index].length for index in group.rows))
         batches = list(_cut(groups, its_rows, max_rows, max_tokens, repeat or 0.0))
-        yield from (MicroBatch(agent, batch) for batch in (batches if len(batches) > 1 else [its_rows]))
+        if len(batches) == 1:
+            batches = [(its_rows, batches[0][1])]
+        yield from (MicroBatch(agent, batch, tokens) for batch, tokens in batches)
 
 
 @dataclass(frozen=True)
@@ -280,18 +284,18 @@ class _Size:
 
 def _cut(
     groups: Sequence[Cluster], rows: Sequence[Row], max_rows: int, max_tokens: int | None, repeat: float
-) -> Iterator[list[Row]]:
+) -> Iterator[tuple[list[Row], float]]:
     batch: list[Row] = []
     size = _Size()
     for number, group in enumerate(groups):
         for index in group.rows:
             larger = size.with_row(rows[index], number, group.length)
             if batch and (larger.rows > max_rows or (max_tokens is not None and larger.tokens(repeat) > max_tokens)):
-                yield batch
+                yield batch, size.tokens(repeat)
                 batch, larger = [], _Size().with_row(rows[index], number, group.length)
             batch.append(rows[index])
             size = larger
-    yield batch
+    yield batch, size.tokens(repeat)
 
 
 def collate(

@@ -260,12 +260,13 @@ class MARFTTrainer(
             raise ValueError("MARFTTrainer does not support returning outputs.")
         learning = self._learning()
         self._window_adapters |= inputs.adapters & learning
-        parts = [
+        # The critic comes first: what has been kept of its passes is gone before the policies need memory
+        parts = [(self._value_loss, batch) for batch in self._value_batches(inputs.rows) if batch.agent in learning]
+        parts += [
             (self._micro_batch_loss, batch)
             for batch in self._micro_batches([row for row in inputs.rows if row.is_trained])
             if batch.adapter in learning
         ]
-        parts += [(self._value_loss, batch) for batch in self._value_batches(inputs.rows) if batch.agent in learning]
         if not parts:  # no agent of the slice learns on this process; others may have rows
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         total = torch.zeros((), device=self.accelerator.device)

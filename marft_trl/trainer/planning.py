@@ -60,6 +60,7 @@ class TeamPlanning(GRPOTrainer):
     _collect: Callable[..., list[Episode]]
     _prompts: PromptBuilder
     _free_for_activations: Callable[[int], float]
+    _may_keep_values: bool
     _limits: Callable[[int, ActivationCost, float], tuple[int, bool]]
     _measure: Callable[[int], ActivationCost]
     _samplings: dict[str, Sampling]
@@ -112,22 +113,39 @@ class TeamPlanning(GRPOTrainer):
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self.args.optim, "value", self.args.optim))),
-            activations=max(self._activations_of(*prompt, turn, cost) for prompt in prompts),
+            activations=self._activations(prompts, turn, cost),
             cache=cache_size(config, self._episodes_at_once(), turn, width),
         )
 
-    def _activations_of(self, agent: str, length: int, same: int, longest: int, cost: ActivationCost) -> int:
-        """Bytes of an agent's largest micro-batch. Of its prompts' `length` tokens the first `same` are shared."""
-        rows = self.args.per_device_train_batch_size
-        new = self._samplings[agent].max_completion_length
-        same = same if self._shares_prefixes else 0
-        groups = math.ceil(rows / self.num_generations)
-        tokens, repeated = groups * same + rows * (length - same + new), rows * same
-        limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new))
-        share = min(limit / tokens, 1.0)
-        kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        return kept + head_size(vocabulary, round(share * rows * new), self.accelerator.device)
+    def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
+        """
+        Bytes of the largest micro-batch: of an agent, or of the critic where it keeps its passes of all turns.
+
+        Args:
+            prompts (`Sequence[tuple[str, int, int]]`): for each turn its agent, tokens of its prompt, and how many of
+                them its group shares.
+            longest (`int`): tokens of the longest row.
+            cost ([`ActivationCost`]): of a token.
+        """
+        new = {agent: self._samplings[agent].max_completion_length for agent, *_ in prompts}
+        rows, sizes, needed = self.args.per_device_train_batch_size, [], 0
+        for agent, length, same in prompts:
+            same = same if self._shares_prefixes else 0
+            tokens = math.ceil(rows / self.num_generations) * same + rows * (length - same + new[agent])
+            sizes.append((tokens, rows * same))
+            limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new[agent]))
+            share = min(limit / tokens, 1.0)
+            kept = cost.size(round(share * tokens), round(share * rows * same), checkpointing)
+            head = head_size(
+                self.model.config.get_text_config().vocab_size,
+                round(share * rows * new[agent]),
+                self.accelerator.device,
+            )
+            needed = max(needed, kept + head)
+        tokens, repeated = (sum(its) for its in zip(*sizes, strict=True))
+        if self._may_keep_values and not checkpointing and tokens <= limit:
+            needed = max(needed, cost.size(tokens, repeated, checkpointing))
+        return needed
 
     def _episodes_at_once(self) -> int:
         return self.args.per_device_train_batch_size * self.args.steps_per_generation

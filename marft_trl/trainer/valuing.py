@@ -14,6 +14,7 @@ from . import functional
 from .adapters import Policies
 from .batching import MicroBatch, Row, Slice
 from .rollouts import Rollout
+from .schedules import Schedule
 
 
 class TeamValues(GRPOTrainer):
@@ -22,12 +23,17 @@ class TeamValues(GRPOTrainer):
     args: MARFTConfig
     critic: Any  # `Critic`, or `None`
     policies: Policies
+    schedule: Schedule
     _shares_prefixes: bool
+    _is_checkpointing: bool
+    _max_tokens: int | None
     _micro_batches: Callable[..., Iterator[MicroBatch]]
 
     def _prepare_values(self) -> None:
         # Of the present step: sum of losses, of clipped values, and their number
         self._value_sums = torch.zeros(3, dtype=torch.float64)
+        # Micro-batches whose values await the critic's update
+        self._kept_values: list[tuple[MicroBatch, torch.Tensor]] = []
         if self.critic is not None:
             self.critic.heads.to(self.accelerator.device)
 
@@ -62,16 +68,37 @@ class TeamValues(GRPOTrainer):
     def _fill_values(self, rows: Sequence[Row]) -> None:
         known = [row for row in rows if row.features is not None]
         unknown = [row for row in rows if row.features is None]
-        for batch in (
+        batches = [
             *self._batches_by_part(known, keep_empty=True),
             *self._batches_by_part(unknown, keep_empty=True),
-        ):
-            features = self._features(batch)
-            values = self.critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
-            for row, its in zip(batch.rows, values, strict=True):
+        ]
+        keeps_values = self._keeps_values(batches)
+        self._kept_values.clear()
+        for batch in batches:
+            with torch.set_grad_enabled(keeps_values):
+                features = self._features(batch)
+                values = self.critic.values(batch.agent, features, [row.agent for row in batch.rows])
+            for row, its in zip(batch.rows, values.detach().cpu(), strict=True):
                 row.old_values = its[: self._num_values(row)].clone()
+            if keeps_values:
+                self._kept_values.append((batch, values))
             if self.critic.kind == "frozen":
                 self._keep_features(batch, features)
+
+    @property
+    def _may_keep_values(self) -> bool:
+        """
+        Whether the critic may learn from the very values that advantages are made of. Where rows serve one update, its
+        weights are then still those that gave the values, so a second pass would give the same.
+        """
+        is_used_once = self.critic is not None and self.schedule.generate_every == 1
+        return is_used_once and self.critic.kind != "frozen" and not self._is_checkpointing
+
+    def _keeps_values(self, batches: Sequence[MicroBatch]) -> bool:
+        """What backward needs is kept meanwhile, so all rows together have to fit where a micro-batch fits."""
+        if not self._may_keep_values or not self.model.training or self._max_tokens is None:
+            return False
+        return sum(batch.num_tokens for batch in batches) <= self._max_tokens
 
     def _num_values(self, row: Row) -> int:
         return max(len(row.completion_ids), 1) if self.critic.level == "token" else 1
@@ -80,9 +107,14 @@ class TeamValues(GRPOTrainer):
         return self._micro_batches(rows, by=lambda row: row.critic, keep_empty=keep_empty)
 
     def _value_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
-        """Micro-batches that the critic learns from."""
+        """Micro-batches that the critic learns from; those whose values were kept are cut as they were."""
         if self.critic is None:
             return iter(())
+        if self._kept_values:
+            self._kept_values = [
+                kept for kept in self._kept_values if any(row.num_value_targets for row in kept[0].rows)
+            ]
+            return iter([batch for batch, _ in self._kept_values])
         return self._batches_by_part([row for row in rows if row.num_value_targets])
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
@@ -105,12 +137,13 @@ class TeamValues(GRPOTrainer):
 
     def _value_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
         """Every value target of a part weighs the same, whichever slice or process has it; a mean over all of them."""
-        part, rows, device = batch.agent, batch.rows, self.accelerator.device
+        part, device = batch.agent, self.accelerator.device
+        rows = [row for row in batch.rows if row.num_value_targets]
 
         def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
-        values = self.critic.values(part, self._features(batch), [row.agent for row in rows])
+        values = self._values_of(batch)
         old, targets = padded([row.old_values for row in rows]), padded([row.value_targets for row in rows])
         mask = padded([torch.ones(len(row.value_targets)) for row in rows])
         values = values[:, : mask.size(1)]
@@ -121,6 +154,16 @@ class TeamValues(GRPOTrainer):
         self._value_sums += torch.stack(sums).double().cpu()
         share = self.accelerator.num_processes / slice_.value_targets[part]
         return losses.sum() * share / self.current_gradient_accumulation_steps
+
+    def _values_of(self, batch: MicroBatch) -> torch.Tensor:
+        """The values `(B, V)` of the rows of a micro-batch that have targets, connected to the critic's weights."""
+        kept = next((index for index, (its, _) in enumerate(self._kept_values) if its is batch), None)
+        if kept is None:
+            return self.critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
+        self.policies.activate_adapter(batch.agent)  # else no gradient would reach it
+        _, values = self._kept_values.pop(kept)
+        have_targets = [index for index, row in enumerate(batch.rows) if row.num_value_targets]
+        return values[have_targets]
 
     def _log_value_losses(self) -> None:
         if self.critic is None:
