@@ -43,7 +43,8 @@ def test_micro_batches_hold_every_row_once_with_one_agent_within_the_bounds(rows
     for batch in batches:
         assert {row.agent for row in batch.rows} == {batch.agent} and len(batch.rows) <= max_rows
         width = max(len(r.prompt_ids) for r in batch.rows) + max(len(r.completion_ids) for r in batch.rows)
-        assert max_tokens is None or len(batch.rows) == 1 or len(batch.rows) * width <= max_tokens
+        assert batch.num_tokens == len(batch.rows) * width
+        assert max_tokens is None or len(batch.rows) == 1 or batch.num_tokens <= max_tokens
 
 
 def test_rows_that_fit_keep_their_order():

@@ -160,7 +160,6 @@ class TeamValues(GRPOTrainer):
         kept = next((index for index, (its, _) in enumerate(self._kept_values) if its is batch), None)
         if kept is None:
             return self.critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
-        self.policies.activate_adapter(batch.agent)  # else no gradient would reach it
         _, values = self._kept_values.pop(kept)
         have_targets = [index for index, row in enumerate(batch.rows) if row.num_value_targets]
         return values[have_targets]
