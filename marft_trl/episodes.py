@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
+import functools
 import inspect
 import math
 from collections import Counter
@@ -175,12 +177,13 @@ class Episode:
     overflowed: bool = False
     # The environment it is played in, if it is; reward functions get it
     environment: Any = None
-    # How many of its branches wait for tools; what came of those that are done, until all are; how many turns were
-    # asked for; and for each turn that called tools the one that its agent's word is in
+    # How many of its branches wait for tools or for functions in a thread; what came of the tools that are done, until
+    # all are; how many turns were asked for; and for each turn that called tools the one that its agent's word is in
     busy: int = 0
-    # Functions that it waits for, and how often one has come back: what tells waiting from hanging
-    calling: list[str] = field(default_factory=list)
+    # Functions that it has called and waits for, and how often one has come back
+    calling: list[Call] = field(default_factory=list)
     answered_calls: int = 0
+    _context: contextvars.Context | None = None
     _returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = field(default_factory=list)
     _orders: int = 0
     _words: dict[int, int] = field(default_factory=dict)
@@ -267,7 +270,7 @@ class Episode:
         """
         self.busy += 1
         try:
-            results = await call_tools(functions, turn.tool_calls, self.limits, left)
+            results = await call_tools(functions, turn.tool_calls, self.limits, left, of_environment)
         except BaseException:
             self._is_back()
             raise
@@ -308,31 +311,38 @@ class Episode:
 
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
-        Call a function of one's own, without keeping other episodes from going on. One that is not asynchronous runs
-        in a thread, after those of other episodes; all of them in the same thread.
+        Call a function of one's own. One that is not asynchronous runs in a thread, after those of other episodes and
+        in the same thread as they; other episodes go on meanwhile, other branches of this one do not, so that nothing
+        depends on how long it takes.
 
         Returns: what it returns, awaited if it is asynchronous.
         """
         if inspect.iscoroutinefunction(function):
-            value: Any = await self._called(function, function(*arguments, **named))
-        else:
+            return await self._called(function, function(*arguments, **named))
+        self._context = self._context or contextvars.copy_context()
+        job = functools.partial(self._context.run, function, *arguments, **named)
+        self.busy += 1
+        try:
             async with one_at_a_time():
-                job = in_thread(lambda: function(*arguments, **named))
-                value, error = await self._called(function, job)
-            if error is not None:
-                raise error
-            if inspect.isawaitable(value):  # an asynchronous function behind a decorator
-                value = await self._called(function, value)
+                value, error = await self._called(function, in_thread(job, "environments"))
+        finally:
+            self._is_back()
+        if isinstance(error, asyncio.CancelledError):  # not ours: nothing was cancelled
+            raise RuntimeError(f"`{_name_of(function)}` raised a CancelledError.") from error
+        if error is not None:
+            raise error
+        if inspect.isawaitable(value):  # an asynchronous function behind a decorator
+            return await self._called(function, value)
         return value
 
     async def _called(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome, and let it be seen of which function."""
-        name = getattr(function, "__qualname__", type(function).__name__)
-        self.calling.append(name)
+        call = Call(_name_of(function))
+        self.calling.append(call)
         try:
             return await outcome
         finally:
-            self.calling.remove(name)
+            self.calling.remove(call)
             self.answered_calls += 1
 
     def observe(
@@ -457,6 +467,17 @@ class Episode:
             )
         self._check_own([turn], "answer", Turn)
         self._answer = turn
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function that an episode waits for."""
+
+    name: str
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def unknown_agent(name: object, known: Sequence[str], where: str) -> str:

@@ -10,25 +10,29 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 
 Result = TypeVar("Result")
 
 # Each thread keeps its loop: clients and locks that an asynchronous tool has made stay good from batch to batch, and
-# nothing waits for threads that a tool has left behind, as `asyncio.run` does in the end.
+# nothing waits for threads that a tool has left behind, as `asyncio.run` does in the end. Where a loop runs already,
+# another thread is used, which has one of its own in its turn: runs may be nested.
 _OWN = threading.local()
-_BESIDE = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
-# Functions of users that are not asynchronous run one at a time, as if called in a loop, and in one and the same
-# thread, so they need not be thread-safe and may use what belongs to a thread, such as a database connection.
+# Functions of users that are not asynchronous run one at a time, as if called in a loop, so they need not be
+# thread-safe. Each lane of them keeps to one thread, so those of a lane may share what belongs to a thread, such as a
+# database connection; what hangs in one lane costs the other nothing.
+Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
-_WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Worker] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worker]] = weakref.WeakKeyDictionary()
 
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
     """Run a coroutine function to its end and return its result, in another thread if a loop runs in this one."""
     if _a_loop_runs():
-        return _BESIDE.submit(_run, function, arguments).result()
+        if not hasattr(_OWN, "beside"):
+            _OWN.beside = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
+        return _OWN.beside.submit(_run, function, arguments).result()
     return _run(function, arguments)
 
 
@@ -64,37 +68,42 @@ def one_at_a_time() -> asyncio.Lock:
     return _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
-async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseException | None]:
     """
-    Run a function beside the loop: what it returns and what it raises, of which one is `None`. If the wait is
-    cancelled its thread is left to itself, since Python cannot end one, and the next function gets a new thread.
+    Run a function beside the loop, in the thread of its lane: what it returns, and what it raises or `None`. Python
+    cannot end a thread: if the wait is cancelled, the function goes on, and the lane's next one comes after it, unless
+    [`give_up`] is called.
     """
     loop = asyncio.get_running_loop()
-    worker = _WORKERS.setdefault(loop, _Worker())
-    worker.start()
-    try:
-        return await worker.run(loop, function)
-    except asyncio.CancelledError:
-        _WORKERS.pop(loop, None)
-        worker.jobs.put(None)  # it ends if the function ever returns
-        raise
+    workers = _WORKERS.setdefault(loop, {})
+    if lane not in workers:
+        workers[lane] = _Worker()
+        weakref.finalize(loop, workers[lane].end)
+    return await workers[lane].run(loop, function)
+
+
+def give_up(lane: Lane) -> None:
+    """Leave the function that runs in a lane to itself: the next one gets a new thread."""
+    worker = _WORKERS.get(asyncio.get_running_loop(), {}).pop(lane, None)
+    if worker is not None:
+        worker.end()
 
 
 class _Worker:
     """A thread that nothing waits for in the end; `asyncio.to_thread` waits for threads that hang."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="marft-worker", daemon=True).start()
 
-    def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="marft-worker", daemon=True)
-            self._thread.start()
+    def end(self) -> None:
+        """Let the thread end after what it does."""
+        self._jobs.put(None)
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
             job()
+            del job  # it holds what the function holds
 
     def run(
         self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any]
@@ -115,5 +124,5 @@ class _Worker:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(report, result, error)
 
-        self.jobs.put(job)
+        self._jobs.put(job)
         return outcome

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .loops import in_thread, one_at_a_time
+from .loops import Lane, give_up, in_thread, one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ _STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
 MAX_STRIKES = 3
 
 
-async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolLimits) -> ToolResult:
+async def call_tool(
+    functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, of_environment: Sequence[Callable] = ()
+) -> ToolResult:
     """
     Call one of the functions. Whatever goes wrong becomes a text for the model, in TRL's form `{'error': '...'}`.
 
     A function that hangs is given up after `limits.seconds`: an asynchronous one is cancelled; the thread of another
-    one lives on, since Python cannot end it, and the next call gets a new thread. A function that has not answered
+    one goes on, since Python cannot end it, and the next call gets a new thread. A function that has not answered
     three times in a row is not called any more.
     """
     known = {tool_name(function): function for function in functions}
@@ -86,7 +88,8 @@ async def call_tool(functions: Sequence[Callable], call: ToolCall, limits: ToolL
     key = getattr(function, "__func__", function)
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
-    text, error = await _outcome_of(function, call.arguments, limits.seconds)
+    lane: Lane = "environments" if function in of_environment else "tools"
+    text, error = await _outcome_of(function, call.arguments, limits.seconds, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
@@ -99,7 +102,9 @@ class _GaveUp(Exception):
     """Our own limit has passed; a tool may raise a `TimeoutError` of its own."""
 
 
-async def _outcome_of(function: Callable, arguments: dict, seconds: float) -> tuple[str, BaseException | None]:
+async def _outcome_of(
+    function: Callable, arguments: dict, seconds: float, lane: Lane
+) -> tuple[str, BaseException | None]:
     """What a function returns, as a text, or what it raises, whatever that is."""
 
     async def awaited(value: Any) -> tuple[str, BaseException | None]:
@@ -113,7 +118,10 @@ async def _outcome_of(function: Callable, arguments: dict, seconds: float) -> tu
     if inspect.iscoroutinefunction(function):
         return await _within(awaited(function(**arguments)), seconds)
     async with one_at_a_time():
-        value, error = await _within(in_thread(lambda: _text_unless_awaitable(function(**arguments))), seconds)
+        job = in_thread(lambda: _text_unless_awaitable(function(**arguments)), lane)
+        value, error = await _within(job, seconds)
+        if isinstance(error, _GaveUp):
+            give_up(lane)
     if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
         return await _within(awaited(value), seconds)
     return value, error
@@ -147,7 +155,11 @@ def as_plain(text: str) -> str:
 
 
 async def call_tools(
-    functions: Sequence[Callable], calls: Sequence[ToolCall], limits: ToolLimits, left: int
+    functions: Sequence[Callable],
+    calls: Sequence[ToolCall],
+    limits: ToolLimits,
+    left: int,
+    of_environment: Sequence[Callable] = (),
 ) -> list[ToolResult]:
     """
     The results of several calls, in order; beyond the first `left` of them an error each.
@@ -157,8 +169,10 @@ async def call_tools(
         calls (`Sequence[ToolCall]`): what is asked for.
         limits ([`ToolLimits`]): what a call may cost.
         left (`int`): how many calls are left.
+        of_environment (`Sequence[Callable]`, *optional*): those of the functions that are methods of an environment,
+            which share a thread with its other methods.
     """
-    results = await asyncio.gather(*[call_tool(functions, call, limits) for call in calls[:left]])
+    results = await asyncio.gather(*[call_tool(functions, call, limits, of_environment) for call in calls[:left]])
     refused = [
         _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
         for call in calls[left : left + 1]  # one says it all, however many a model wrote

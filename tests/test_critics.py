@@ -4,8 +4,11 @@ import pytest
 import torch
 from datasets import Dataset
 
+from marft_trl import MARFTConfig
 from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
+from marft_trl.trainer import fitting
+from marft_trl.trainer.batching import MicroBatch
 
 from .helpers import lora, moved, team_trainer, varied_reward, weights
 
@@ -141,15 +144,15 @@ def train_and_count(model_folder, tmp_path, settings, keeps=True):
     trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=partly_scored)
     kept, passes, fill = [], [], trainer._fill_values
     if not keeps:
-        trainer._keeps_values = lambda batches: False
+        trainer._fits = lambda batches: False
 
-    def note(rows):
-        fill(rows)
+    def note(rows, may_keep):
+        fill(rows, may_keep)
         kept.append(len(trainer._kept_values))
         assert all(not row.old_values.requires_grad for row in rows)
 
     trainer._fill_values = note
-    trainer._kept_values = ["of a step that was broken off"]
+    trainer._kept_values = [(MicroBatch("_critic", []), None)]  # of a step that was broken off
     trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     trainer.train()
     assert not trainer._kept_values
@@ -184,11 +187,18 @@ def weights_of_base(model_folder, tmp_path, settings):
         {"gradient_checkpointing": True},
         {"max_tokens_per_micro_batch": 100},
         {"critic": "frozen"},
+        {"credit": "counterfactual", "gae_lambda": MARFTConfig.gae_lambda, "gamma": MARFTConfig.gamma},
     ],
     ids=str,
 )
 def test_values_are_not_kept_where_they_would_be_old_or_too_large(model_folder, tmp_path, settings):
     _, kept, _ = train_and_count(model_folder, tmp_path, settings)
+    assert kept == 0
+
+
+def test_values_are_not_kept_where_memory_is_short(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "free_memory", lambda device: 10**6)
+    _, kept, _ = train_and_count(model_folder, tmp_path, {"gradient_checkpointing": None})
     assert kept == 0
 
 

@@ -1,6 +1,8 @@
 """Teams in an environment: rounds, feedback, rewards where they were earned, horizons."""
 
 import asyncio
+import contextlib
+import contextvars
 import sqlite3
 import threading
 import time
@@ -14,6 +16,7 @@ from marft_trl.episodes import EndOfEpisode, joint_steps
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.collector import EpisodeError, collect
 from marft_trl.rollout.views import speaker
+from marft_trl.tools import ToolCall, ToolLimits
 from marft_trl.workflows import EnvironmentLoop, rehearse
 
 from .helpers import echo, moved, team_trainer, weights
@@ -138,13 +141,13 @@ def test_what_is_slow_does_not_hang():
             return super().step(turns)
 
     class Patient(Countdown):
-        def reset(self, number, **row):
-            self.place = number
-            return super().reset(**row)
-
         async def step(self, turns):
-            await asyncio.sleep(0.7 * self.place)
+            await asyncio.sleep(0.8)
             return super().step(turns)
+
+        async def get_reward(self):
+            await asyncio.sleep(0.8)
+            return 0.0
 
     class Looks(Workflow):
         async def run(self, episode):
@@ -152,12 +155,165 @@ def test_what_is_slow_does_not_hang():
                 await episode.call(time.sleep, 0.2)
             await episode.turn("a")
 
-    rows = [{"prompt": "q", "rounds": 1, "number": number} for number in range(4)]
+    rows = [{"prompt": "q", "rounds": 1}] * 4
     for workflow in (EnvironmentLoop(Slow), EnvironmentLoop(Patient), Looks()):  # together longer than one may take
         start = time.monotonic()
         episodes = collect(workflow, rows, ["a"], echo(), patience=1.5)
         assert time.monotonic() - start > 1.5
         assert [len(episode.turns) for episode in episodes] == [1] * 4
+
+
+def tool_calls(calls):
+    """Lets agents call functions: the names of what each agent calls in its first turn."""
+
+    def answer(requests):
+        turns = echo()(requests)
+        for request, turn in zip(requests, turns, strict=True):
+            if request.functions and request.after is None:
+                made = tuple(ToolCall(name) for name in calls.get(request.agent, ()))
+                object.__setattr__(turn, "tool_calls", made)
+        return turns
+
+    return answer
+
+
+def test_a_hang_is_noticed_while_tools_wait_behind_it():
+    rows = [{"prompt": f"question {index}", "stuck": "step" if index == 0 else None} for index in range(2)]
+    tools = {"a": [lambda: "fine"]}
+    tools["a"][0].__name__ = "look"
+
+    def answer(requests):  # the second episode's call comes when the first one hangs
+        return tool_calls({"a": ["look"]} if requests[0].episode.index == 1 else {})(requests)
+
+    class Late(EnvironmentLoop):
+        async def run(self, episode):
+            if episode.index == 1:
+                await asyncio.sleep(0.2)
+            await super().run(episode)
+
+    start = time.monotonic()
+    with pytest.raises(EpisodeError, match="hangs in episode 0 .* waited for `Frozen.step` for 0.5 seconds"):
+        collect(Late(Frozen), rows, ["a"], answer, tools=tools, patience=0.5)
+    assert time.monotonic() - start < 30
+
+
+def test_a_tool_that_hangs_leaves_environments_in_their_thread():
+    threads = []
+
+    def sleep():
+        time.sleep(5)
+
+    class Noted(Countdown):
+        def reset(self, **row):
+            threads.append(threading.get_ident())
+            return super().reset(**row)
+
+        def step(self, turns):
+            threads.append(threading.get_ident())
+            return super().step(turns)
+
+    limits = ToolLimits(seconds=0.2)
+    answer = tool_calls({"a": ["sleep"]})
+    (episode,) = collect(
+        EnvironmentLoop(Noted), [{"prompt": "q"}], ["a"], answer, tools={"a": [sleep]}, limits=limits, patience=30
+    )
+    assert episode.counts["tools/timeout"] == 2 and len(threads) == 3 and len(set(threads)) == 1
+
+
+def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
+    running, most = [], []
+
+    def work(seconds):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(seconds)
+        running.pop()
+
+    class Impatient(Workflow):
+        async def run(self, episode):
+            if episode.index == 0:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(episode.call(work, 0.5), 0.1)
+            else:
+                await asyncio.sleep(0.05)
+            await episode.call(work, 0.1)
+            await episode.turn("a")
+
+    collect(Impatient(), [{"prompt": "q"}] * 3, ["a"], echo(), patience=30)
+    assert most == [1] * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_branches_do_not_depend_on_how_long_a_function_takes(seconds):
+    class Branches(Workflow):
+        async def run(self, episode):
+            async def first():
+                await episode.call(time.sleep, seconds)
+                await episode.turn("x")
+
+            async def second():
+                await episode.turn("y")
+                await episode.turn("z")
+
+            await asyncio.gather(first(), second())
+
+    waves = []
+    collect(Branches(), [{"prompt": "q"}], ["x", "y", "z"], echo(waves))
+    assert [sorted(wave) for wave in waves] == [["x", "y"], ["z"]]
+
+
+def test_context_variables_stay_with_the_episode():
+    variable = contextvars.ContextVar("variable")
+
+    class Remembers(Countdown):
+        def reset(self, number, **row):
+            variable.set(number)
+            return super().reset(**row)
+
+        def step(self, turns):
+            return "", float(variable.get()), True
+
+    episodes = play(EnvironmentLoop(Remembers), ["a"], [{"prompt": "q", "number": number} for number in range(3)])
+    assert [dict(episode.earned) for episode in episodes] == [{0: 0.0}, {0: 1.0}, {0: 2.0}]
+
+
+def test_what_a_function_raises_is_said_with_its_episode():
+    for error in (asyncio.CancelledError(), StopIteration(), ValueError("no")):
+
+        class Fails(Countdown):
+            def step(self, turns, error=error):
+                raise error
+
+        with pytest.raises(EpisodeError, match=rf"failed in episode 0 after 1 turns.*(no|{type(error).__name__})"):
+            play(EnvironmentLoop(Fails), ["a"], [{"prompt": "q"}])
+
+
+def test_a_workflow_that_will_not_end_is_left_behind():
+    class Stubborn(Workflow):
+        async def run(self, episode):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+            await asyncio.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(EpisodeError, match="`Stubborn` hangs in episode 0"):
+        collect(Stubborn(), [{"prompt": "q"}], ["a"], echo(), patience=0.2)
+    assert time.monotonic() - start < 30
+
+
+def test_episodes_may_be_run_within_episodes_in_a_notebook():
+    def answer(requests):
+        (episode,) = collect(EnvironmentLoop(Countdown), [{"prompt": "inner"}], ["a"], echo())
+        assert len(episode.turns) == 2
+        return echo()(requests)
+
+    async def notebook():
+        return play_with(answer)
+
+    def play_with(answer):
+        return collect(EnvironmentLoop(Countdown), [{"prompt": "outer"}], ["a"], answer)
+
+    assert len(asyncio.run(notebook())[0].turns) == 2
 
 
 def test_an_environment_lives_in_one_thread():

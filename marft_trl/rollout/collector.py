@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
-from ..loops import run_coroutine
+from ..loops import give_up, run_coroutine
 from ..tools import ToolLimits
 from ..workflows.base import Workflow
 from .replay import Found, Replay
@@ -21,6 +21,8 @@ from .replay import Found, Replay
 _QUIET_ROUNDS = 4
 # Seconds between two looks at what else an episode may be waiting for
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+# Seconds that a cancelled workflow has for cleaning up
+_LAST_WORDS = 1.0
 
 
 @dataclass(eq=False)
@@ -102,8 +104,8 @@ def collect(
         aliases (`Mapping[str, str]`, *optional*):
             The names under which agents know one another, where they are not their own.
         patience (`float`, *optional*):
-            Seconds to wait for something that is neither a turn nor a tool, while nothing else comes in either. No
-            limit unless given.
+            Seconds that an episode waits for a function that it has called, or for anything else that is neither a
+            turn nor a tool. No limit unless given.
 
     Returns: one finished episode per row, in order.
 
@@ -151,7 +153,10 @@ async def _collect(workflow, rows, answer, replays, shared, patience) -> list[Ep
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
+        for task in tasks:
+            _ = task.cancelled() or (task.done() and task.exception())  # else asyncio complains of it
     return episodes
 
 
@@ -191,7 +196,7 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return
-        watch.look([episodes[index] for index in elsewhere], len(waiting))
+        watch.look([episodes[index] for index in elsewhere])
         # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
         await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
@@ -203,30 +208,37 @@ class _Watch:
     def __init__(self, workflow: Workflow, patience: float | None):
         self._workflow = workflow
         self._patience = patience
-        self._since, self._seen = 0.0, (0, 0, 0)
+        # What has been waited for, with the first look at it: functions, and episodes that wait for something else
+        self._since: dict[Any, float] = {}
 
     def begin(self) -> None:
-        self._since, self._seen = time.monotonic(), (0, 0, 0)
+        self._since.clear()  # the time of generation does not count
 
-    def look(self, elsewhere: Sequence[Episode], waiting: int) -> None:
+    def look(self, elsewhere: Sequence[Episode]) -> None:
         """
         Look at episodes that wait for something that is no turn.
 
         Raises:
-            EpisodeError: for too long nothing has come in.
+            EpisodeError: one has waited for too long.
         """
-        seen = len(elsewhere), waiting, sum(episode.answered_calls for episode in elsewhere)
-        if seen != self._seen or any(episode.busy for episode in elsewhere):
-            self._since, self._seen = time.monotonic(), seen
-        elif self._patience is not None and time.monotonic() - self._since > self._patience:
-            episode = next((one for one in elsewhere if one.calling), elsewhere[0])
-            what = f"`{episode.calling[0]}`" if episode.calling else "something that is neither a turn nor a tool"
-            raise EpisodeError(
-                f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
-                f"{what} for {self._patience:g} seconds. Give what it waits for a time limit of its own, or set a "
-                "larger `workflow_timeout`."
-            )
+        now = time.monotonic()
+        found: dict[Any, tuple[Episode, str]] = {}
+        for episode in elsewhere:
+            for call in episode.calling:
+                found[call] = episode, f"`{call.name}`"
+            if not episode.busy and not episode.calling:
+                state = episode.index, len(episode.turns), episode.answered_calls
+                found[state] = episode, "something that is neither a turn nor a tool"
+        self._since = {awaited: self._since.get(awaited, now) for awaited in found}
+        for awaited, (episode, what) in found.items():
+            if self._patience is not None and now - self._since[awaited] > self._patience:
+                give_up("environments")
+                raise EpisodeError(
+                    f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                    f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
+                    f"{what} for {self._patience:g} seconds. Give what it waits for a time limit of its own, or set "
+                    "a larger `workflow_timeout`."
+                )
 
 
 def _answer_all(batch: Sequence[Request], answer: Answer, replays: Sequence[Replay] | None) -> None:

@@ -263,7 +263,7 @@ class Policies:
         self.activate(next(iter(self._adapter_of)))
 
     def activate(self, agent: str) -> None:
-        """Let an agent's adapter act. It has to stay active until backward has run."""
+        """Let an agent's adapter act. With gradient checkpointing it has to stay active until backward has run."""
         self.activate_adapter(self._adapter_of[agent])
 
     def activate_adapter(self, name: str) -> None:

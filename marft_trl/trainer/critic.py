@@ -88,7 +88,7 @@ class Critic:
         What the head of a part sees.
 
         Args:
-            part (`str`): whose adapter acts. It has to stay active until backward has run.
+            part (`str`): whose adapter acts. With gradient checkpointing it has to stay active until backward has run.
             prompts, completions (`Sequence[list[int]]`): token ids of `B` rows.
             share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
 

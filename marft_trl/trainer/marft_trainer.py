@@ -328,12 +328,13 @@ class MARFTTrainer(
         rows = [row for its_rows in episodes for row in its_rows]
         trained = [row for row in rows if row.is_trained]
         self._fit(rows)
+        keeps_values = self._may_keep_values  # within, gradients are not checkpointed
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self._needs_old_logps:
                 self._score([row for row in trained if row.old_per_token_logps is None], "old_per_token_logps")
             if self.beta != 0.0:
                 self._score(trained, "ref_per_token_logps")
-            last_values = self._value_rollout(rollout, rows) if self.critic is not None else []
+            last_values = self._value_rollout(rollout, rows, keeps_values) if self.critic is not None else []
         if self.critic is not None:
             std = None
             self._critic_advantages(rollout, episodes, last_values)

@@ -127,25 +127,21 @@ class TeamPlanning(GRPOTrainer):
             longest (`int`): tokens of the longest row.
             cost ([`ActivationCost`]): of a token.
         """
-        new = {agent: self._samplings[agent].max_completion_length for agent, *_ in prompts}
-        rows, sizes, needed = self.args.per_device_train_batch_size, [], 0
+        rows, vocabulary = self.args.per_device_train_batch_size, self.model.config.get_text_config().vocab_size
+        cuts, limits, critics_tokens, critics_size = [], [], 0.0, 0
         for agent, length, same in prompts:
-            same = same if self._shares_prefixes else 0
-            tokens = math.ceil(rows / self.num_generations) * same + rows * (length - same + new[agent])
-            sizes.append((tokens, rows * same))
-            limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new[agent]))
+            new, same = self._samplings[agent].max_completion_length, same if self._shares_prefixes else 0
+            tokens = math.ceil(rows / self.num_generations) * same + rows * (length - same + new)
+            limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new))
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * rows * same), checkpointing)
-            head = head_size(
-                self.model.config.get_text_config().vocab_size,
-                round(share * rows * new[agent]),
-                self.accelerator.device,
-            )
-            needed = max(needed, kept + head)
-        tokens, repeated = (sum(its) for its in zip(*sizes, strict=True))
-        if self._may_keep_values and not checkpointing and tokens <= limit:
-            needed = max(needed, cost.size(tokens, repeated, checkpointing))
-        return needed
+            cuts.append(kept + head_size(vocabulary, round(share * rows * new), self.accelerator.device))
+            limits.append(0 if checkpointing else limit)
+            critics_tokens += cost.size(tokens, rows * same, False) / cost.per_token
+            unread = 0 if self.args.level == "token" else rows * new
+            critics_size += cost.size(tokens - unread, rows * same, False)
+        is_kept = self._may_keep_values and critics_tokens <= min(limits)
+        return max(*cuts, critics_size if is_kept else 0)
 
     def _episodes_at_once(self) -> int:
         return self.args.per_device_train_batch_size * self.args.steps_per_generation

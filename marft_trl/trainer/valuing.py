@@ -37,10 +37,10 @@ class TeamValues(GRPOTrainer):
         if self.critic is not None:
             self.critic.heads.to(self.accelerator.device)
 
-    def _value_rollout(self, rollout: Rollout, rows: Sequence[Row]) -> list[float]:
+    def _value_rollout(self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False) -> list[float]:
         """
-        Fill in `old_values` of all rows. Returns, for each episode, the value of what would have been seen next where
-        a horizon cut it, else 0.
+        Fill in `old_values` of all rows, which the critic may keep to learn from. Returns, for each episode, the value
+        of what would have been seen next where a horizon cut it, else 0.
         """
         beyond = [
             (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
@@ -59,20 +59,20 @@ class TeamValues(GRPOTrainer):
             )
             for (_, agent, *_), observation in zip(beyond, observations, strict=True)
         ]
-        self._fill_values([*rows, *next_rows])
+        self._fill_values([*rows, *next_rows], may_keep)
         last_values = [0.0] * len(rollout.episodes)
         for (index, *_), row in zip(beyond, next_rows, strict=True):
             last_values[index] = row.old_values[0].item()
         return last_values
 
-    def _fill_values(self, rows: Sequence[Row]) -> None:
+    def _fill_values(self, rows: Sequence[Row], may_keep: bool) -> None:
         known = [row for row in rows if row.features is not None]
         unknown = [row for row in rows if row.features is None]
         batches = [
             *self._batches_by_part(known, keep_empty=True),
             *self._batches_by_part(unknown, keep_empty=True),
         ]
-        keeps_values = self._keeps_values(batches)
+        keeps_values = may_keep and self._fits(batches)
         self._kept_values.clear()
         for batch in batches:
             with torch.set_grad_enabled(keeps_values):
@@ -89,16 +89,16 @@ class TeamValues(GRPOTrainer):
     def _may_keep_values(self) -> bool:
         """
         Whether the critic may learn from the very values that advantages are made of. Where rows serve one update, its
-        weights are then still those that gave the values, so a second pass would give the same.
+        weights are then still those that gave the values, so a second pass would give the same. Not where memory is
+        short, or where turns are generated or scored between the values and the update.
         """
-        is_used_once = self.critic is not None and self.schedule.generate_every == 1
-        return is_used_once and self.critic.kind != "frozen" and not self._is_checkpointing
-
-    def _keeps_values(self, batches: Sequence[MicroBatch]) -> bool:
-        """What backward needs is kept meanwhile, so all rows together have to fit where a micro-batch fits."""
-        if not self._may_keep_values or not self.model.training or self._max_tokens is None:
+        if self.critic is None or self.critic.kind == "frozen" or self._is_checkpointing:
             return False
-        return sum(batch.num_tokens for batch in batches) <= self._max_tokens
+        return self.schedule.generate_every == 1 and self.args.credit not in ("counterfactual", "per_step")
+
+    def _fits(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether what backward needs of all micro-batches fits where that of one micro-batch fits."""
+        return self._max_tokens is not None and sum(batch.num_tokens for batch in batches) <= self._max_tokens
 
     def _num_values(self, row: Row) -> int:
         return max(len(row.completion_ids), 1) if self.critic.level == "token" else 1
@@ -110,12 +110,12 @@ class TeamValues(GRPOTrainer):
         """Micro-batches that the critic learns from; those whose values were kept are cut as they were."""
         if self.critic is None:
             return iter(())
-        if self._kept_values:
-            self._kept_values = [
-                kept for kept in self._kept_values if any(row.num_value_targets for row in kept[0].rows)
-            ]
-            return iter([batch for batch, _ in self._kept_values])
-        return self._batches_by_part([row for row in rows if row.num_value_targets])
+        rows = [row for row in rows if row.num_value_targets]
+        kept = [batch for batch, _ in self._kept_values if any(row.num_value_targets for row in batch.rows)]
+        if {id(row) for batch in kept for row in batch.rows if row.num_value_targets} == {id(row) for row in rows}:
+            return iter(kept)
+        self._kept_values.clear()
+        return self._batches_by_part(rows)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
         """What the head sees of the rows of a micro-batch `(B, V, H)`; frozen features are computed once."""
@@ -160,7 +160,7 @@ class TeamValues(GRPOTrainer):
         kept = next((index for index, (its, _) in enumerate(self._kept_values) if its is batch), None)
         if kept is None:
             return self.critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
-        _, values = self._kept_values.pop(kept)
+        values = self._kept_values.pop(kept)[1]
         have_targets = [index for index, row in enumerate(batch.rows) if row.num_value_targets]
         return values[have_targets]
 

@@ -19,8 +19,9 @@ _OWN_METHODS = ("reset", "step", "get_reward")
 
 class Environment(Protocol):
     """
-    What [`EnvironmentLoop`] plays with. All methods may be `async`; others run in a thread, one at a time. What is
-    random in it has to follow from the row, so that all episodes of a group face the same task.
+    What [`EnvironmentLoop`] plays with. Any method may be `async`; those that are not run one at a time, all
+    environments in one thread. What is random in it has to follow from the row, so that all episodes of a group face
+    the same task.
 
     As in TRL's `environment_factory`, an environment may leave out `step` and have methods that agents call as tools,
     with types and docstrings; and `get_reward() -> float`, a reward for the whole episode, which the last turn earns.
