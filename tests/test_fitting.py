@@ -105,6 +105,16 @@ def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
     assert trainer.memory_plan().activations < whole.activations / 1.5
 
 
+def test_a_plan_reckons_with_the_passes_that_a_critic_keeps(model_folder, tmp_path):
+    def activations(**settings):
+        settings = {"advantage": "gae", "level": "token", **settings}
+        return team_trainer(model_folder, tmp_path, settings=settings).memory_plan().activations
+
+    once, twice = activations(critic="shared"), activations(critic="shared", num_iterations=2)
+    assert once > 1.3 * twice  # the turns of both agents, but without the LM head
+    assert activations(critic="frozen") == pytest.approx(twice, rel=0.01)
+
+
 def test_plans_change_nothing(model_folder, tmp_path):
     def cuts(plan):
         trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 200})
@@ -179,7 +189,7 @@ def trainer(hidden, layers, episodes, tokens):
     model.generation_config.eos_token_id = None
     agents = [AgentSpec("left", system_prompt="a"), AgentSpec("right", system_prompt="b")]
     settings = {"per_device_train_batch_size": episodes, "num_generations": 4, "max_completion_length": tokens}
-    settings |= {"generation_kwargs": {"min_new_tokens": tokens}, "max_steps": 2}
+    settings |= {"generation_kwargs": {"min_new_tokens": tokens}, "max_steps": 2, **json.loads(sys.argv[3])}
     return team_trainer(model, sys.argv[1], agents=agents, settings=settings, processing_class=tokenizer)
 
 trainer(32, 2, 4, 4).train()  # whatever libraries load on their first use
@@ -192,11 +202,14 @@ print(json.dumps({"planned": plan.total, "measured": status("VmHWM") - before, "
 
 
 @pytest.mark.slow
-def test_the_plan_is_what_training_takes(tmp_path):
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage": "gae", "level": "token", "critic": "shared"}], ids=["group", "critic"]
+)
+def test_the_plan_is_what_training_takes(tmp_path, settings):
     script, root = tmp_path / "measure.py", os.getcwd()
     script.write_text(MEASURED)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "out"), root]
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "out"), root, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

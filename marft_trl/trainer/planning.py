@@ -127,21 +127,34 @@ class TeamPlanning(GRPOTrainer):
             longest (`int`): tokens of the longest row.
             cost ([`ActivationCost`]): of a token.
         """
-        rows, vocabulary = self.args.per_device_train_batch_size, self.model.config.get_text_config().vocab_size
-        cuts, limits, critics_tokens, critics_size = [], [], 0.0, 0
-        for agent, length, same in prompts:
-            new, same = self._samplings[agent].max_completion_length, same if self._shares_prefixes else 0
-            tokens = math.ceil(rows / self.num_generations) * same + rows * (length - same + new)
-            limit, checkpointing = self._limits(longest, cost, self._free_for_activations(rows * new))
+        config, needed, limits = self.model.config.get_text_config(), [], []
+        for prompt in prompts:
+            tokens, repeated, scored = self._work_of(*prompt)
+            limit, checkpointing = self._limits(longest, cost, self._free_for_activations(scored))
             share = min(limit / tokens, 1.0)
-            kept = cost.size(round(share * tokens), round(share * rows * same), checkpointing)
-            cuts.append(kept + head_size(vocabulary, round(share * rows * new), self.accelerator.device))
+            kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
+            needed.append(kept + head_size(config.vocab_size, round(share * scored), self.accelerator.device))
             limits.append(0 if checkpointing else limit)
-            critics_tokens += cost.size(tokens, rows * same, False) / cost.per_token
-            unread = 0 if self.args.level == "token" else rows * new
-            critics_size += cost.size(tokens - unread, rows * same, False)
-        is_kept = self._may_keep_values and critics_tokens <= min(limits)
-        return max(*cuts, critics_size if is_kept else 0)
+        if self._may_keep_values:
+            needed.append(self._kept_by_critic(prompts, min(limits), cost))
+        return max(needed)
+
+    def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
+        """How many tokens an agent's turns compute, repeat and score."""
+        rows, new = self.args.per_device_train_batch_size, self._samplings[agent].max_completion_length
+        same = same if self._shares_prefixes else 0
+        tokens = math.ceil(rows / self.num_generations) * same + rows * (length - same + new)
+        return tokens, rows * same, rows * new
+
+    def _kept_by_critic(self, prompts: Sequence[tuple[str, int, int]], limit: int, cost: ActivationCost) -> int:
+        work = [self._work_of(*prompt) for prompt in prompts]
+        if sum(cost.size(tokens, repeated, False) for tokens, repeated, _ in work) > limit * cost.per_token:
+            return 0
+        reads_all = self.args.level == "token"  # else prompts alone
+        sizes = [cost.size(tokens - (not reads_all) * scored, repeated, False) for tokens, repeated, scored in work]
+        # A layer's worth on top is needed by one backward pass at a time
+        layers = self.model.config.get_text_config().num_hidden_layers
+        return round((sum(sizes) * layers + max(sizes)) / (layers + 1))
 
     def _episodes_at_once(self) -> int:
         return self.args.per_device_train_batch_size * self.args.steps_per_generation

@@ -114,7 +114,6 @@ class TeamValues(GRPOTrainer):
         kept = [batch for batch, _ in self._kept_values if any(row.num_value_targets for row in batch.rows)]
         if {id(row) for batch in kept for row in batch.rows if row.num_value_targets} == {id(row) for row in rows}:
             return iter(kept)
-        self._kept_values.clear()
         return self._batches_by_part(rows)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
