@@ -1,0 +1,291 @@
+"""Functions of users that episodes call: threads, limits of time, and what does not depend on them."""
+
+import asyncio
+import contextlib
+import contextvars
+import sqlite3
+import threading
+import time
+
+import pytest
+from datasets import Dataset
+
+from marft_trl import Workflow
+from marft_trl.rollout.collector import EpisodeError, collect
+from marft_trl.tools import ToolCall, ToolLimits
+from marft_trl.workflows import EnvironmentLoop
+
+from .helpers import echo, team_trainer
+from .test_environment import Countdown, play
+
+
+class Frozen(Countdown):
+    """Never comes back from what the row names."""
+
+    def reset(self, stuck=None, **row):
+        self.stuck = stuck
+        if stuck == "reset":
+            time.sleep(600)
+        return super().reset(**row)
+
+    def step(self, turns):
+        if self.stuck == "step":
+            time.sleep(600)
+        return asyncio.sleep(600) if self.stuck == "await" else super().step(turns)
+
+    async def get_reward(self):
+        await asyncio.sleep(600 if self.stuck == "reward" else 0)
+        return 0.0
+
+
+class WaitsForNothing(Workflow):
+    async def run(self, episode):
+        await episode.turn("a")
+        if episode.row["stuck"]:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("workflow", "stuck", "turns", "what"),
+    [
+        (EnvironmentLoop(Frozen), "reset", 0, "`Frozen.reset`"),
+        (EnvironmentLoop(Frozen), "step", 1, "`Frozen.step`"),
+        (EnvironmentLoop(Frozen), "await", 1, "`Frozen.step`"),
+        (EnvironmentLoop(Frozen), "reward", 2, "`Frozen.get_reward`"),
+        (WaitsForNothing(), "wait", 1, "something that is neither a turn nor a tool"),
+    ],
+)
+def test_what_hangs_is_given_up_and_named(workflow, stuck, turns, what):
+    rows = [{"prompt": f"question {index}", "stuck": stuck if index == 1 else None} for index in range(3)]
+    start = time.monotonic()
+    message = (
+        f"`{type(workflow).__name__}` hangs in episode 1 after {turns} turns, on the prompt 'question 1': it has "
+        rf"waited for {what} for 0.5 seconds.*larger `workflow_timeout`"
+    )
+    with pytest.raises(EpisodeError, match=message):
+        collect(workflow, rows, ["a"], echo(), patience=0.5)
+    assert 0.5 < time.monotonic() - start < 30
+    assert collect(EnvironmentLoop(Countdown), rows, ["a"], echo(), patience=30)  # others go on in another thread
+
+
+def test_what_is_slow_does_not_hang():
+    class Slow(Countdown):
+        def step(self, turns):
+            time.sleep(0.7)
+            return super().step(turns)
+
+    class Patient(Countdown):
+        async def step(self, turns):
+            await asyncio.sleep(0.8)
+            return super().step(turns)
+
+        async def get_reward(self):
+            await asyncio.sleep(0.8)
+            return 0.0
+
+    class Looks(Workflow):
+        async def run(self, episode):
+            for _ in range(3):
+                await episode.call(time.sleep, 0.2)
+            await episode.turn("a")
+
+    rows = [{"prompt": "q", "rounds": 1}] * 4
+    for workflow in (EnvironmentLoop(Slow), EnvironmentLoop(Patient), Looks()):  # together longer than one may take
+        start = time.monotonic()
+        episodes = collect(workflow, rows, ["a"], echo(), patience=1.5)
+        assert time.monotonic() - start > 1.5
+        assert [len(episode.turns) for episode in episodes] == [1] * 4
+
+
+def tool_calls(calls):
+    """Lets agents call functions: the names of what each agent calls in its first turn."""
+
+    def answer(requests):
+        turns = echo()(requests)
+        for request, turn in zip(requests, turns, strict=True):
+            if request.functions and request.after is None:
+                made = tuple(ToolCall(name) for name in calls.get(request.agent, ()))
+                object.__setattr__(turn, "tool_calls", made)
+        return turns
+
+    return answer
+
+
+def test_a_hang_is_noticed_while_tools_wait_behind_it():
+    rows = [{"prompt": f"question {index}", "stuck": "step" if index == 0 else None} for index in range(2)]
+    tools = {"a": [lambda: "fine"]}
+    tools["a"][0].__name__ = "look"
+
+    def answer(requests):  # the second episode's call comes when the first one hangs
+        return tool_calls({"a": ["look"]} if requests[0].episode.index == 1 else {})(requests)
+
+    class Late(EnvironmentLoop):
+        async def run(self, episode):
+            if episode.index == 1:
+                await asyncio.sleep(0.2)
+            await super().run(episode)
+
+    start = time.monotonic()
+    with pytest.raises(EpisodeError, match="hangs in episode 0 .* waited for `Frozen.step` for 0.5 seconds"):
+        collect(Late(Frozen), rows, ["a"], answer, tools=tools, patience=0.5)
+    assert time.monotonic() - start < 30
+
+
+def test_a_tool_that_hangs_leaves_environments_in_their_thread():
+    threads = []
+
+    def sleep():
+        time.sleep(5)
+
+    class Noted(Countdown):
+        def reset(self, **row):
+            threads.append(threading.get_ident())
+            return super().reset(**row)
+
+        def step(self, turns):
+            threads.append(threading.get_ident())
+            return super().step(turns)
+
+    limits = ToolLimits(seconds=0.2)
+    answer = tool_calls({"a": ["sleep"]})
+    (episode,) = collect(
+        EnvironmentLoop(Noted), [{"prompt": "q"}], ["a"], answer, tools={"a": [sleep]}, limits=limits, patience=30
+    )
+    assert episode.counts["tools/timeout"] == 2 and len(threads) == 3 and len(set(threads)) == 1
+
+
+def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
+    running, most = [], []
+
+    def work(seconds):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(seconds)
+        running.pop()
+
+    class Impatient(Workflow):
+        async def run(self, episode):
+            if episode.index == 0:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(episode.call(work, 0.5), 0.1)
+            else:
+                await asyncio.sleep(0.05)
+            await episode.call(work, 0.1)
+            await episode.turn("a")
+
+    collect(Impatient(), [{"prompt": "q"}] * 3, ["a"], echo(), patience=30)
+    assert most == [1] * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_branches_do_not_depend_on_how_long_a_function_takes(seconds):
+    class Branches(Workflow):
+        async def run(self, episode):
+            async def first():
+                await episode.call(time.sleep, seconds)
+                await episode.turn("x")
+
+            async def second():
+                await episode.turn("y")
+                await episode.turn("z")
+
+            await asyncio.gather(first(), second())
+
+    waves = []
+    collect(Branches(), [{"prompt": "q"}], ["x", "y", "z"], echo(waves))
+    assert [sorted(wave) for wave in waves] == [["x", "y"], ["z"]]
+
+
+def test_context_variables_stay_with_the_episode():
+    variable = contextvars.ContextVar("variable")
+
+    class Remembers(Countdown):
+        def reset(self, number, **row):
+            variable.set(number)
+            return super().reset(**row)
+
+        def step(self, turns):
+            return "", float(variable.get()), True
+
+    episodes = play(EnvironmentLoop(Remembers), ["a"], [{"prompt": "q", "number": number} for number in range(3)])
+    assert [dict(episode.earned) for episode in episodes] == [{0: 0.0}, {0: 1.0}, {0: 2.0}]
+
+
+def test_what_a_function_raises_is_said_with_its_episode():
+    for error in (asyncio.CancelledError(), StopIteration(), ValueError("no")):
+
+        class Fails(Countdown):
+            def step(self, turns, error=error):
+                raise error
+
+        with pytest.raises(EpisodeError, match=rf"failed in episode 0 after 1 turns.*(no|{type(error).__name__})"):
+            play(EnvironmentLoop(Fails), ["a"], [{"prompt": "q"}])
+
+
+def test_a_workflow_that_will_not_end_is_left_behind():
+    class Stubborn(Workflow):
+        async def run(self, episode):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+            await asyncio.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(EpisodeError, match="`Stubborn` hangs in episode 0"):
+        collect(Stubborn(), [{"prompt": "q"}], ["a"], echo(), patience=0.2)
+    assert time.monotonic() - start < 30
+
+
+def test_episodes_may_be_run_within_episodes_in_a_notebook():
+    def answer(requests):
+        (episode,) = collect(EnvironmentLoop(Countdown), [{"prompt": "inner"}], ["a"], echo())
+        assert len(episode.turns) == 2
+        return echo()(requests)
+
+    async def notebook():
+        return play_with(answer)
+
+    def play_with(answer):
+        return collect(EnvironmentLoop(Countdown), [{"prompt": "outer"}], ["a"], answer)
+
+    assert len(asyncio.run(notebook())[0].turns) == 2
+
+
+def test_an_environment_lives_in_one_thread():
+    threads = []
+
+    class Shelf(Countdown):
+        def __init__(self):
+            self.thread = threading.get_ident()
+            self.store = sqlite3.connect(":memory:")  # refuses to be used from another thread
+
+        def reset(self, **row):
+            self.store.execute("create table shelf (word)")
+            return super().reset(**row)
+
+        def step(self, turns):
+            threads.append((self.thread, threading.get_ident()))
+            self.store.execute("insert into shelf values (?)", (turns[0].text,))
+            return super().step(turns)
+
+        def get_reward(self):
+            return float(self.store.execute("select count(*) from shelf").fetchone()[0])
+
+    episodes = play(EnvironmentLoop(Shelf), ["a"], [{"prompt": "q", "rounds": rounds} for rounds in (1, 3)])
+    assert [episode.earned[len(episode.turns) - 1] for episode in episodes] == [1.0 + 1, 3.0 + 3]
+    assert len({thread for pair in threads for thread in pair}) == 1
+    assert threads[0][0] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workflow_timeout": 0.5}, "it has waited for `Frozen.step` for 0.5 seconds"),
+        ({"workflow_timeout": 0}, "`workflow_timeout` must be a finite number above 0, or None for no limit"),
+    ],
+)
+def test_training_does_not_wait_for_ever(model_folder, tmp_path, settings, problem):
+    workflow = EnvironmentLoop(Frozen)
+    rows = Dataset.from_list([{"prompt": "q", "stuck": "step"}] * 8)
+    arguments = {"workflow": workflow, "train_dataset": rows, "reward_funcs": None}
+    with pytest.raises((EpisodeError, ValueError), match=problem):
+        team_trainer(model_folder, tmp_path, settings=settings, **arguments).train()
