@@ -154,7 +154,8 @@ def main():
         print(table({size: measured[size]}), flush=True)
     text = (
         f"Prompts of {options.prompt_tokens} tokens, 4 generations of {options.new_tokens} new tokens each; "
-        f"{options.repeats} steps; medians, in brackets the spread.\n\n{table(measured)}\n"
+        f"{options.repeats} steps.\nMedians; in brackets the spread of the ratios of neighbouring steps.\n\n"
+        f"{table(measured)}\n"
     )
     print(text)
     options.output.write_text(f"# Against TRL and CoMLRL\n\n{text}")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -177,13 +176,12 @@ class Episode:
     overflowed: bool = False
     # The environment it is played in, if it is; reward functions get it
     environment: Any = None
-    # How many of its branches wait for tools or for functions in a thread; what came of the tools that are done, until
-    # all are; how many turns were asked for; and for each turn that called tools the one that its agent's word is in
-    busy: int = 0
     # Functions that it has called and waits for, and how often one has come back
     calling: list[Call] = field(default_factory=list)
     answered_calls: int = 0
-    _context: contextvars.Context | None = None
+    # How many of its branches wait for tools or for functions in a thread; what came of the tools that are done, until
+    # all are; how many turns were asked for; and for each turn that called tools the one that its agent's word is in
+    busy: int = 0
     _returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = field(default_factory=list)
     _orders: int = 0
     _words: dict[int, int] = field(default_factory=dict)
@@ -300,8 +298,8 @@ class Episode:
             if index is not None:
                 self.fed.append(index)
             results = [self._note(one) for one in said]
-            if not noted.done():
-                noted.set_result(results)
+            # Soon, not now: else the branch that is back last would go on first
+            asyncio.get_running_loop().call_soon(_settle, noted, results)
 
     def _note(self, said: Feedback) -> Feedback:
         said = dataclasses.replace(said, index=len(self.feedback))
@@ -312,23 +310,27 @@ class Episode:
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
         Call a function of one's own. One that is not asynchronous runs in a thread, after those of other episodes and
-        in the same thread as they; other episodes go on meanwhile, other branches of this one do not, so that nothing
-        depends on how long it takes.
+        in the same thread as they; other episodes go on meanwhile, and branches of this one that call something at
+        the same time go on together, so that nothing depends on how long it takes.
 
         Returns: what it returns, awaited if it is asynchronous.
         """
         if inspect.iscoroutinefunction(function):
             return await self._called(function, function(*arguments, **named))
-        self._context = self._context or contextvars.copy_context()
-        job = functools.partial(self._context.run, function, *arguments, **named)
+        self._orders += 1
+        order = self._orders
         self.busy += 1
         try:
             async with one_at_a_time():
-                value, error = await self._called(function, in_thread(job, "environments"))
-        finally:
+                job = in_thread(functools.partial(function, *arguments, **named), "environments")
+                value, error = await self._called(function, job)
+        except BaseException:
             self._is_back()
-        if isinstance(error, asyncio.CancelledError):  # not ours: nothing was cancelled
-            raise RuntimeError(f"`{_name_of(function)}` raised a CancelledError.") from error
+            raise
+        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
+        self._returned.append((order, None, [], noted))
+        self._is_back()
+        await noted
         if error is not None:
             raise error
         if inspect.isawaitable(value):  # an asynchronous function behind a decorator
@@ -467,6 +469,11 @@ class Episode:
             )
         self._check_own([turn], "answer", Turn)
         self._answer = turn
+
+
+def _settle(noted: asyncio.Future, results: list[Feedback]) -> None:
+    if not noted.done():  # else its branch was cancelled
+        noted.set_result(results)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +26,8 @@ _OWN = threading.local()
 # database connection; what hangs in one lane costs the other nothing.
 Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+_GRACE = 5.0  # seconds
+_UNSET = object()
 _WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worker]] = weakref.WeakKeyDictionary()
 
 
@@ -63,23 +67,39 @@ def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(rest, timeout=1.0))
 
 
-def one_at_a_time() -> asyncio.Lock:
-    """Who holds it may use [`in_thread`]."""
-    return _ONE_AT_A_TIME.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+@contextlib.asynccontextmanager
+async def one_at_a_time() -> AsyncIterator[None]:
+    """
+    Wait until no function runs in a thread; within, [`in_thread`] may be used. A function that nobody waits for any
+    more has a little time to come to its end; then it is left to itself, since Python cannot end a thread, and its
+    lane gets a new one.
+    """
+    loop = asyncio.get_running_loop()
+    async with _ONE_AT_A_TIME.setdefault(loop, asyncio.Lock()):
+        for lane, worker in list(_WORKERS.get(loop, {}).items()):
+            if not worker.finished.done():
+                await asyncio.wait({worker.finished}, timeout=_GRACE)
+            if not worker.finished.done():
+                give_up(lane)
+        yield
 
 
 async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseException | None]:
     """
-    Run a function beside the loop, in the thread of its lane: what it returns, and what it raises or `None`. Python
-    cannot end a thread: if the wait is cancelled, the function goes on, and the lane's next one comes after it, unless
-    [`give_up`] is called.
+    Run a function beside the loop, in the thread of its lane: what it returns, and what it raises or `None`. It sees
+    the context variables of whoever waits for it, and those that it sets stay set.
     """
     loop = asyncio.get_running_loop()
     workers = _WORKERS.setdefault(loop, {})
     if lane not in workers:
         workers[lane] = _Worker()
         weakref.finalize(loop, workers[lane].end)
-    return await workers[lane].run(loop, function)
+    context = contextvars.copy_context()
+    outcome = await workers[lane].run(loop, functools.partial(context.run, function))
+    for variable, value in context.items():
+        if variable.get(_UNSET) is not value:
+            variable.set(value)
+    return outcome
 
 
 def give_up(lane: Lane) -> None:
@@ -91,6 +111,8 @@ def give_up(lane: Lane) -> None:
 
 class _Worker:
     """A thread that nothing waits for in the end; `asyncio.to_thread` waits for threads that hang."""
+
+    finished: asyncio.Future[None]  # of the latest function
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -109,16 +131,17 @@ class _Worker:
         self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any]
     ) -> asyncio.Future[tuple[Any, BaseException | None]]:
         outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-        context = contextvars.copy_context()
+        finished = self.finished = loop.create_future()
 
         def report(result: Any, error: BaseException | None) -> None:
-            if not outcome.done():  # else given up
+            finished.set_result(None)
+            if not outcome.done():  # else nobody waits any more
                 outcome.set_result((result, error))
 
         def job() -> None:
             result, error = None, None
             try:
-                result = context.run(function)
+                result = function()
             except BaseException as caught:  # also SystemExit: whoever waits decides
                 error = caught
             if not loop.is_closed():

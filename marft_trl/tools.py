@@ -88,7 +88,7 @@ async def call_tool(
     key = getattr(function, "__func__", function)
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
-    lane: Lane = "environments" if function in of_environment else "tools"
+    lane: Lane = "environments" if call.name in map(tool_name, of_environment) else "tools"
     text, error = await _outcome_of(function, call.arguments, limits.seconds, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):

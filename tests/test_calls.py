@@ -10,7 +10,7 @@ import time
 import pytest
 from datasets import Dataset
 
-from marft_trl import Workflow
+from marft_trl import Workflow, loops
 from marft_trl.rollout.collector import EpisodeError, collect
 from marft_trl.tools import ToolCall, ToolLimits
 from marft_trl.workflows import EnvironmentLoop
@@ -177,6 +177,47 @@ def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
     assert most == [1] * 4
 
 
+def test_one_may_stop_waiting_for_what_hangs(monkeypatch):
+    monkeypatch.setattr(loops, "_GRACE", 0.2)
+
+    class Impatient(Workflow):
+        async def run(self, episode):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(episode.call(time.sleep, 600), 0.1)
+            assert await episode.call(lambda: "quick") == "quick"
+            await episode.turn("a")
+
+    start = time.monotonic()
+    (episode,) = collect(Impatient(), [{"prompt": "q"}], ["a"], echo(), patience=20)
+    assert len(episode.turns) == 1 and time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("seconds", [(0.02, 0.2), (0.2, 0.02)])
+def test_what_depends_on_what_does_not_depend_on_time(seconds):
+    of_tool, of_call = seconds
+
+    async def look():
+        await asyncio.sleep(of_tool)
+        return "seen"
+
+    class Branches(Workflow):
+        async def run(self, episode):
+            async def first():
+                await episode.turn("a", tools=[look])
+
+            async def second():
+                turn = await episode.turn("b", tools=[])
+                await episode.call(time.sleep, of_call)
+                episode.observe("env says", after=[turn])
+                await episode.turn("c")
+
+            await asyncio.gather(first(), second())
+
+    (episode,) = collect(Branches(), [{"prompt": "q"}], ["a", "b", "c"], tool_calls({"a": ["look"]}))
+    assert [said.text for said in episode.feedback] == ["seen", "env says"]
+    assert [(turn.agent, turn.fed) for turn in episode.turns] == [("a", 0), ("b", 0), ("a", 1), ("c", 2)]
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_branches_do_not_depend_on_how_long_a_function_takes(seconds):
     class Branches(Workflow):
@@ -204,11 +245,16 @@ def test_context_variables_stay_with_the_episode():
             variable.set(number)
             return super().reset(**row)
 
-        def step(self, turns):
+        def look(self):
+            return str(variable.get())
+
+        async def step(self, turns):
             return "", float(variable.get()), True
 
-    episodes = play(EnvironmentLoop(Remembers), ["a"], [{"prompt": "q", "number": number} for number in range(3)])
-    assert [dict(episode.earned) for episode in episodes] == [{0: 0.0}, {0: 1.0}, {0: 2.0}]
+    loop, rows = EnvironmentLoop(Remembers, tools=["look"]), [{"prompt": "q", "number": number} for number in range(3)]
+    episodes = collect(loop, rows, ["a"], tool_calls({"a": ["look"]}))
+    assert [dict(episode.earned) for episode in episodes] == [{1: 0.0}, {1: 1.0}, {1: 2.0}]
+    assert [episode.feedback[1].text for episode in episodes] == ["0", "1", "2"]
 
 
 def test_what_a_function_raises_is_said_with_its_episode():
@@ -218,8 +264,13 @@ def test_what_a_function_raises_is_said_with_its_episode():
             def step(self, turns, error=error):
                 raise error
 
-        with pytest.raises(EpisodeError, match=rf"failed in episode 0 after 1 turns.*(no|{type(error).__name__})"):
-            play(EnvironmentLoop(Fails), ["a"], [{"prompt": "q"}])
+        class FailsLater(Countdown):
+            async def step(self, turns, error=error):
+                raise error
+
+        for environment in (Fails, FailsLater):
+            with pytest.raises(EpisodeError, match=rf"failed in episode 0 after 1 turns.*(no|{type(error).__name__})"):
+                play(EnvironmentLoop(environment), ["a"], [{"prompt": "q"}])
 
 
 def test_a_workflow_that_will_not_end_is_left_behind():

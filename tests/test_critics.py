@@ -196,6 +196,20 @@ def test_values_are_not_kept_where_they_would_be_old_or_too_large(model_folder, 
     assert kept == 0
 
 
+def test_kept_values_that_nothing_learns_from_are_let_go(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "per_agent"})
+    trainer.model.train()
+    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+    first, second = trainer.critic.parts
+    assert {batch.agent for batch, _ in trainer._kept_values} == {first, second}
+    for row in slice_.rows:
+        row.value_targets = None if row.critic == first else row.value_targets
+    assert {batch.agent for batch in trainer._value_batches(slice_.rows)} == {second}
+    assert {batch.agent for batch, _ in trainer._kept_values} == {second}
+    fewer = [row for row in slice_.rows if row.num_value_targets][1:]
+    assert sum(len(batch.rows) for batch in trainer._value_batches(fewer)) == len(fewer) and not trainer._kept_values
+
+
 def test_values_are_not_kept_where_memory_is_short(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fitting, "free_memory", lambda device: 10**6)
     _, kept, _ = train_and_count(model_folder, tmp_path, {"gradient_checkpointing": None})

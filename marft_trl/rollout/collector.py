@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn
-from ..loops import give_up, run_coroutine
+from ..loops import run_coroutine
 from ..tools import ToolLimits
 from ..workflows.base import Workflow
 from .replay import Found, Replay
@@ -135,7 +135,8 @@ async def _collect(workflow, rows, answer, replays, shared, patience) -> list[Ep
         return await request.reply
 
     episodes = [Episode(row["prompt"], row, index, speak, *shared) for index, row in enumerate(rows)]
-    tasks = [asyncio.ensure_future(_run_one(workflow, episode)) for episode in episodes]
+    is_over = asyncio.Event()
+    tasks = [asyncio.ensure_future(_run_one(workflow, episode, is_over)) for episode in episodes]
     watch = _Watch(workflow, patience)
     try:
         while not all(task.done() for task in tasks):
@@ -151,6 +152,7 @@ async def _collect(workflow, rows, answer, replays, shared, patience) -> list[Ep
         for task in tasks:
             task.result()
     finally:
+        is_over.set()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -160,7 +162,7 @@ async def _collect(workflow, rows, answer, replays, shared, patience) -> list[Ep
     return episodes
 
 
-async def _run_one(workflow: Workflow, episode: Episode) -> None:
+async def _run_one(workflow: Workflow, episode: Episode, is_over: asyncio.Event) -> None:
     try:
         await workflow.run(episode)
     except EndOfEpisode as end:
@@ -169,7 +171,9 @@ async def _run_one(workflow: Workflow, episode: Episode) -> None:
             raise EpisodeError(
                 f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}"
             ) from None
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # it was us
+            raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
             f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}"
@@ -232,7 +236,6 @@ class _Watch:
         self._since = {awaited: self._since.get(awaited, now) for awaited in found}
         for awaited, (episode, what) in found.items():
             if self._patience is not None and now - self._since[awaited] > self._patience:
-                give_up("environments")
                 raise EpisodeError(
                     f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
                     f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "

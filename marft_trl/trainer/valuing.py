@@ -111,10 +111,10 @@ class TeamValues(GRPOTrainer):
         if self.critic is None:
             return iter(())
         rows = [row for row in rows if row.num_value_targets]
-        kept = [batch for batch, _ in self._kept_values if any(row.num_value_targets for row in batch.rows)]
-        if {id(row) for batch in kept for row in batch.rows if row.num_value_targets} == {id(row) for row in rows}:
-            return iter(kept)
-        return self._batches_by_part(rows)
+        kept = [its for its in self._kept_values if any(row.num_value_targets for row in its[0].rows)]
+        is_all = {id(row) for batch, _ in kept for row in batch.rows if row.num_value_targets} == set(map(id, rows))
+        self._kept_values = kept if is_all else []
+        return iter([batch for batch, _ in kept]) if is_all else self._batches_by_part(rows)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
         """What the head sees of the rows of a micro-batch `(B, V, H)`; frozen features are computed once."""
