@@ -160,8 +160,7 @@ def train_and_count(model_folder, tmp_path, settings, keeps=True):
     return {**weights(trainer), **heads}, sum(kept), len(passes)
 
 
-@pytest.mark.parametrize("level", ["action", "token"])
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head"])
+@pytest.mark.parametrize(("critic", "level"), [("shared", "token"), ("per_agent", "action"), ("multi_head", "token")])
 def test_the_critic_learns_from_the_values_of_the_advantages(model_folder, tmp_path, critic, level):
     settings = {"critic": critic, "level": level}
     again, none, passes_again = train_and_count(model_folder, tmp_path / "again", settings, keeps=False)
