@@ -24,13 +24,13 @@ from marft_trl.progress import TeamProgressCallback
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
-def taught_model(world, seed, steps):
+def taught_model(world, seed, steps=600):
     """A tiny model that can write what the agents of the world say, two times in five at random."""
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)
     set_seed(seed)
     rows = scripted_turns(tokenizer, world.workflow, world.agents, world.row, world.scripted, seed)
-    warm_up(model, tokenizer, steps=steps, rows=rows)
+    warm_up(model, tokenizer, steps=steps, learning_rate=1.5e-3, rows=rows)
     return model, tokenizer
 
 
@@ -48,11 +48,12 @@ def make_trainer(world, model, tokenizer, args, seed):
     )
 
 
-def play(world, output_dir, seed=0, max_steps=40, learning_rate=None, model=None, teaching_steps=800):
-    """Train the world's team. Returns the trainer and the evaluations before and after."""
-    tokenizer = None
-    if model is None:
-        model, tokenizer = taught_model(world, seed, teaching_steps)
+def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learning_rate=None):
+    """
+    Train the world's team on a tiny model with its tokenizer, or on a real one, which brings its own.
+
+    Returns: the trainer and the evaluations before and after.
+    """
     args = MARFTConfig(
         str(output_dir),
         per_device_train_batch_size=64,
@@ -83,18 +84,16 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("play-output"))
     parser.add_argument("--max_steps", type=int, default=40)
     parser.add_argument("--learning_rate", type=float)
-    parser.add_argument("--teaching_steps", type=int, default=800, help="Supervised steps of the tiny model.")
+    parser.add_argument("--teaching_steps", type=int, default=600, help="Supervised steps of the tiny model.")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.set_verbosity_error()
+    world, seed = WORLDS[options.world](), options.seed
+    model, tokenizer = options.model_name_or_path, None
+    if model is None:
+        model, tokenizer = taught_model(world, seed, options.teaching_steps)
     trainer, before, after = play(
-        WORLDS[options.world](),
-        options.output_dir,
-        options.seed,
-        options.max_steps,
-        options.learning_rate,
-        options.model_name_or_path,
-        options.teaching_steps,
+        world, options.output_dir, model, tokenizer, seed, options.max_steps, options.learning_rate
     )
     trainer.save_model()
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward"])

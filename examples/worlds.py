@@ -123,15 +123,20 @@ def grid():
 
 
 class Store:
-    """Take `apples` and `pears` out of a store, both in the same round. Each right number is worth a half."""
+    """Take `apples` and `pears` out of a store. Each of the two is worth a half, once."""
 
     def reset(self, apples, pears, **row):
         self.wanted = {"left": apples, "right": pears}
 
     def step(self, turns):
-        right = {turn.agent: turn.text.strip() == str(self.wanted[turn.agent]) for turn in turns}
-        feedback = ", ".join(f"{name} {'done' if is_right else 'wrong'}" for name, is_right in right.items())
-        return feedback, {name: 0.5 * is_right for name, is_right in right.items()}, all(right.values())
+        rewards = {}
+        for turn in turns:
+            is_right = turn.agent in self.wanted and turn.text.strip() == str(self.wanted[turn.agent])
+            if is_right:
+                del self.wanted[turn.agent]
+            rewards[turn.agent] = 0.5 * is_right
+        feedback = ", ".join(f"{name} {'wrong' if name in self.wanted else 'done'}" for name in rewards)
+        return feedback, rewards, not self.wanted
 
 
 class Crew(Workflow):

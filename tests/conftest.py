@@ -35,21 +35,35 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, tokenizer) -> str:
-    """The tiny model after a few warm-up steps: its completions end by themselves, at different lengths."""
+def built_once(tmp_path_factory):
+    """A function that calls `build(folder)` in the first process that asks for the folder, and returns its path."""
     root = tmp_path_factory.getbasetemp()
-    root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
-    folder = Path(root) / "warm-model"
-    with open(Path(root) / "warm-model.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            torch.set_num_threads(1)
-            model = tiny_model(len(tokenizer))
-            torch.manual_seed(0)
-            warm_up(model, tokenizer, steps=30)
-            tokenizer.save_pretrained(folder)
-            model.save_pretrained(folder)
-    return str(folder)
+    root = Path(root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root)
+
+    def built(name: str, build) -> str:
+        with open(root / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / name).exists():
+                torch.set_num_threads(1)
+                build(root / f"{name}.part")
+                (root / f"{name}.part").rename(root / name)
+        return str(root / name)
+
+    return built
+
+
+@pytest.fixture(scope="session")
+def model_folder(built_once, tokenizer) -> str:
+    """The tiny model after a few warm-up steps: its completions end by themselves, at different lengths."""
+
+    def build(folder):
+        model = tiny_model(len(tokenizer))
+        torch.manual_seed(0)
+        warm_up(model, tokenizer, steps=30)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+
+    return built_once("warm-model", build)
 
 
 @pytest.fixture

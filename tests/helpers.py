@@ -1,6 +1,7 @@
 """What several tests share."""
 
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_agents, tiny_dataset
@@ -41,6 +42,16 @@ def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrain
         "peft_config": lora(),
     }
     return MARFTTrainer(model=model, **{**defaults, **arguments})
+
+
+class StopAt(TrainerCallback):
+    """Ends training after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
 
 
 def weights(trainer) -> dict:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from marft_trl import Workflow, loops
 from marft_trl.rollout.collector import EpisodeError, collect
 from marft_trl.tools import ToolCall, ToolLimits
-from marft_trl.workflows import EnvironmentLoop
+from marft_trl.workflows import EnvironmentLoop, together
 
 from .helpers import echo, team_trainer
 from .test_environment import Countdown, play
@@ -109,6 +109,30 @@ def tool_calls(calls):
         return turns
 
     return answer
+
+
+def test_the_time_of_generation_does_not_count():
+    async def brief():
+        await asyncio.sleep(0.05)
+
+    async def long():
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+
+    class Both(Workflow):
+        async def run(self, episode):
+            async def speaks():
+                await episode.call(brief)
+                await episode.turn("a")
+
+            await together([episode.call(long), speaks()])
+
+    def slow(requests):
+        time.sleep(1)
+        return echo()(requests)
+
+    (episode,) = collect(Both(), [{"prompt": "q"}], ["a"], slow, patience=0.8)
+    assert len(episode.turns) == 1
 
 
 def test_a_hang_is_noticed_while_tools_wait_behind_it():

@@ -246,7 +246,7 @@ def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
-def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(tmp_path, critic):
+def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(built_once, tmp_path, critic):
     settings = {
         **{**PPO, "critic": critic, "level": "action", "value_clip": None},
         "critic_learning_rate": 1e-3 if critic == "frozen" else 3e-3,
@@ -254,7 +254,8 @@ def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(tmp_p
         **{"max_completion_length": None, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
     }
     trainer = team_trainer(
-        tiny_team_model(tmp_path / "model", steps=300),  # its mistakes depend on the numbers, not on chance alone
+        # Its mistakes depend on the numbers, not on chance alone
+        built_once("taught-model", lambda folder: tiny_team_model(folder, steps=300)),
         tmp_path / "out",
         reward_funcs=exact_answer,
         settings=settings,

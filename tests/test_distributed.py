@@ -37,6 +37,7 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
         pytest.param("uneven", "bnpo", marks=pytest.mark.slow),
         pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),
         pytest.param("candidates", "grpo", marks=pytest.mark.slow),
+        pytest.param("tools", "dapo", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
@@ -52,6 +53,8 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     if kind == "uneven":  # never spoke, so neither weight decay nor anything else has moved it
         idle = [name for name in one if ".idle." in name and not name.startswith("start/")]
         assert idle and all(torch.equal(two[name], two["start/" + name]) for name in idle)
+    if kind == "tools":
+        assert one["calls"].min() > 0 and one["calls"].max() < 8
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)

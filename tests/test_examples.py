@@ -1,5 +1,6 @@
 """The examples run as their docstrings say."""
 
+import copy
 import importlib
 import json
 import os
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from marft_trl import TeamManifest
+from marft_trl import TeamManifest, Turn
 from marft_trl.transcripts import format_turns
 
 from .test_distributed import launch
@@ -159,16 +160,38 @@ def test_teams_play_in_the_worlds(tmp_path, world):
     assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == names
 
 
+def test_the_store_pays_once_for_each_number(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    store = importlib.import_module("worlds").Store()
+    store.reset(apples=3, pears=5)
+
+    def act(left, right):
+        return store.step([Turn("left", left, 0), Turn("right", right, 1)])
+
+    assert act("5", "3") == ("left wrong, right wrong", {"left": 0.0, "right": 0.0}, False)
+    assert act("3", "3") == ("left done, right wrong", {"left": 0.5, "right": 0.0}, False)
+    assert act("3", "None") == ("left done, right wrong", {"left": 0.0, "right": 0.0}, False)
+    assert act("9", " 5") == ("left done, right done", {"left": 0.0, "right": 0.5}, True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     play, worlds = importlib.import_module("play"), importlib.import_module("worlds")
-    trainer, before, after = play.play(worlds.store(), tmp_path, max_steps=30, teaching_steps=600)
-    assert after["eval_reward"] > before["eval_reward"] + 0.1, (before, after)
-    for agent in ("boss", "left", "right"):
-        ends = [p for name, p in trainer.policies.parameters(agent).items() if "lora_B" in name]
-        assert ends and any(p.any() for p in ends), agent
+    model, tokenizer = play.taught_model(worlds.store(), seed=0)
+    figures = []
+    for seed in range(3):
+        start = copy.deepcopy(model)
+        trainer, before, after = play.play(worlds.store(), tmp_path, start, tokenizer, seed, max_steps=20)
+        figures.append((before["eval_reward"], after["eval_reward"]))
+        for agent in ("boss", "left", "right"):
+            ends = [p for name, p in trainer.policies.parameters(agent).items() if "lora_B" in name]
+            assert ends and any(p.any() for p in ends), agent
+    print("store", figures)
+    # Scripted agents earn 0.42 in the first of two rounds, and as large a share of what is left in the second: 0.66.
+    assert all(first > 0.55 for first, _ in figures), f"the model was not taught its parts: {figures}"
+    assert all(last > first + 0.1 for first, last in figures), figures
 
 
 def test_transcript_of_a_message_prompt():

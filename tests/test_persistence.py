@@ -11,13 +11,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Sequential, TeamManifest
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.trainer.adapters import Policies, load_adapter_weights
 
-from .helpers import config, moved, team_trainer, weights
+from .helpers import StopAt, config, moved, team_trainer, weights
 from .hub_server import Hub
 
 
@@ -116,14 +116,6 @@ def test_weights_of_another_shape_are_not_loaded(model_folder, tmp_path):
     save_file(tensors, tmp_path / "actor" / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="do not fit the adapter 'actor': missing"):
         load_adapter_weights(trainer.model, "actor", tmp_path / "actor")
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 RESUME = {

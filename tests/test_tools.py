@@ -21,7 +21,7 @@ from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
-from .helpers import SETTINGS, lora, moved, team_trainer, weights
+from .helpers import SETTINGS, StopAt, lora, moved, team_trainer, weights
 
 
 def add(a: int, b: int) -> int:
@@ -503,6 +503,23 @@ def test_teammates_are_shown_the_word_and_not_the_calls(model_folder, tmp_path):
     assert not any("tool" in prompt for prompt in judged)
     changed = moved(before, weights(trainer))
     assert all(any(f".{name}." in one for one in changed) for name in ("solver", "judge"))
+
+
+def test_a_resumed_run_with_tools_ends_with_the_same_bits(model_folder, tmp_path):
+    def train(folder, steps, resume=False):
+        trainer = tool_trainer(
+            model_folder, tmp_path / folder, {"max_steps": 4, "save_steps": 1, "save_strategy": "steps"}
+        )
+        trainer.add_callback(StopAt(steps))
+        before, waves = weights(trainer), canned(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        assert moved(before, weights(trainer)) and waves == [8, 6] * (steps - trainer._initial_global_step)
+        return trainer
+
+    whole = train("whole", 4)
+    train("cut", 2)
+    resumed = train("cut", 4, resume=True)
+    assert resumed._initial_global_step == 2 and not moved(weights(whole), weights(resumed))
 
 
 class Cupboard:

@@ -1,6 +1,7 @@
 """Trains a team on episodes that depend on the prompts alone, and saves its weights: one process or several."""
 
 import hashlib
+import json
 import os
 import random
 import sys
@@ -8,10 +9,11 @@ from collections import Counter
 
 import torch
 from safetensors.torch import save_file
+from trl.chat_template_utils import qwen3_chat_template
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.rollout.transformers_generator import Sampled
-from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests.helpers import lora, team_trainer, varied_reward
 
@@ -27,7 +29,24 @@ class ByPrompt(Workflow):
             await episode.turn("actor")
 
 
-def canned(trainer):
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: one number
+        b: the other
+    """
+    return a + b
+
+
+def call_of(tokenizer, draw):
+    """A call of the tool, now and then with an argument that it does not take."""
+    arguments = {"a": draw.randrange(9), draw.choice("bbbc"): draw.randrange(9)}
+    return tokenizer(f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': arguments})}\n</tool_call>")["input_ids"]
+
+
+def canned(trainer, kind):
     """Replies drawn from the observation and its repetition, not from the model."""
     seen = Counter()
 
@@ -38,7 +57,9 @@ def canned(trainer):
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
             reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
-            if isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
+            if kind == "tools" and "<tool_response>" not in trainer.processing_class.decode(ids):
+                reply = call_of(trainer.processing_class, draw) if draw.random() < 0.7 else reply
+            elif isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
                 tag = draw.choice(["<call>actor</call>", "<call>nobody</call>", "<done/>"])
                 reply = trainer.processing_class(tag)["input_ids"]
             replies.append(Sampled([*reply, 2]))
@@ -72,11 +93,16 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     agents = [*tiny_agents(), AgentSpec("idle", system_prompt="x")]
+    tokenizer = tiny_tokenizer()
+    if kind == "tools":
+        agents[0] = AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=128, tools=[add])
+        tokenizer.chat_template = qwen3_chat_template
     trainer = team_trainer(
         model_folder,
         output + "-run",
         agents=agents,
         workflow=WORKFLOWS.get(kind, ByPrompt()),
+        processing_class=tokenizer,
         reward_funcs=varied_reward,
         eval_dataset=tiny_dataset(9, seed=1),
         eval_metrics=count,
@@ -97,7 +123,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             **LEARNING.get(kind, {}),
         },
     )
-    trainer._generator.generate = canned(trainer)
+    trainer._generator.generate = canned(trainer, kind)
     start = {"start/" + n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     figures = trainer.evaluate()
@@ -106,6 +132,9 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         # none in a step whose turn to learn was that of an agent that never spoke
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
+        if kind == "tools":
+            calls = [entry["workflow/tools/calls"] for entry in trainer.state.log_history if "loss" in entry]
+            tensors["calls"] = torch.tensor(calls)
         start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
