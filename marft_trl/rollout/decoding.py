@@ -6,8 +6,8 @@ What differs from the loop of transformers, and why the distribution is the same
 
 - What prompts have in common goes through the model once; its keys and values are repeated (see `forward`).
 - The cache has its full size from the start, so that a step writes one column and copies nothing.
-- Rows that have finished leave the batch. No row sees another, and processors of logits, stopping criteria and draws
-  are by row; with a processor that is not known to be, rows stay.
+- Rows that have finished leave the batch, and the last ones take their places. No row sees another, and processors of
+  logits, stopping criteria and draws are by row; with a processor that is not known to be, rows stay.
 """
 
 from __future__ import annotations
