@@ -103,7 +103,7 @@ def test_the_last_rows_take_the_places_of_finished_ones():
     layer.update(*(torch.arange(8.0).reshape(8, 1, 1, 1) for _ in range(2)))
     place = layer.keys.data_ptr()
     done = torch.tensor([False, True, False, False, True, False, True, False])
-    order = decoding._leave(Cache(layers=[layer]), [], done)
+    order = decoding._leave(Cache(layers=[layer]), [], done, 5)
     assert order.tolist() == [0, 5, 2, 3, 7]
     assert layer.keys[:, 0, 0, 0].tolist() == layer.values[:, 0, 0, 0].tolist() == [0.0, 5.0, 2.0, 3.0, 7.0]
     assert layer.keys.data_ptr() == place  # nothing else was copied

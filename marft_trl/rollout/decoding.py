@@ -28,7 +28,7 @@ from ..forward import RepeatedLayer, prefill, shared_pass
 from ..prefixes import Cluster, plan_passes
 
 
-# Finished rows leave when they are one in so many: finding their places costs as much as some rows of a step.
+# Finished rows leave when they are one in so many: on a CPU finding their places costs as much as some rows of a step.
 _LEAVING = 32
 
 # Processors that scale or select by row, and hold nothing of the batch.
@@ -166,7 +166,7 @@ def decode(
         if finished == len(rows):
             return result[:, : end + 1]
         if can_leave and finished * _LEAVING >= len(rows):
-            stay = _leave(cache, logits_processor, done)
+            stay = _leave(cache, logits_processor, done, len(rows) - finished)
             tokens, mask, lengths, rows, done = (one[stay] for one in (tokens, mask, lengths, rows, done))
     return result
 
@@ -194,13 +194,12 @@ def _draw(probabilities: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(sums, place, right=True).clamp(max=sums.size(1) - 1)
 
 
-def _leave(cache: Cache, processors: LogitsProcessorList, done: torch.Tensor) -> torch.Tensor:
+def _leave(cache: Cache, processors: LogitsProcessorList, done: torch.Tensor, count: int) -> torch.Tensor:
     """
-    Forget the rows that are done: the last of those that go on take their places, so that no other row is copied.
+    Forget the rows that are done: the last of the `count` that go on take their places, so that no other is copied.
 
     Returns: the rows that go on, in their new order.
     """
-    count = len(done) - int(done.sum())
     stay = torch.arange(count, device=done.device)
     free, moved = done[:count].nonzero().squeeze(1), (~done[count:]).nonzero().squeeze(1) + count
     stay[free] = moved

@@ -57,7 +57,7 @@ def canned(trainer, kind):
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
             reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
-            if kind == "tools" and "<tool_response>" not in trainer.processing_class.decode(ids):
+            if kind == "tools" and trainer.processing_class.decode(ids).count("<tool_response>") < 2:
                 reply = call_of(trainer.processing_class, draw) if draw.random() < 0.7 else reply
             elif isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
                 tag = draw.choice(["<call>actor</call>", "<call>nobody</call>", "<done/>"])
@@ -79,7 +79,7 @@ LEARNING = {
 
 
 WORKFLOWS = {
-    **{"chain": None, "full": None},
+    **{"chain": None, "full": None, "tools": None},
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
 
@@ -133,8 +133,9 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         # none in a step whose turn to learn was that of an agent that never spoke
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
         if kind == "tools":
-            calls = [entry["workflow/tools/calls"] for entry in trainer.state.log_history if "loss" in entry]
-            tensors["calls"] = torch.tensor(calls)
+            for name in ("calls", "failures"):
+                logged = [entry[f"workflow/tools/{name}"] for entry in trainer.state.log_history if "loss" in entry]
+                tensors[name] = torch.tensor(logged)
         start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
