@@ -15,6 +15,7 @@ The LM head is TRL's, called on the positions that are scored and no others.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -259,11 +260,37 @@ def why_not(model: PreTrainedModel) -> str | None:
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             alone = torch.tensor([[*prompt, *completion[:-1]]], device=shared.device)
             states = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, -len(completion) :]
-            error = (shared[row, : len(completion)] - states).float().norm() / states.float().norm()
-            if not error < (1e-3 if states.dtype == torch.float32 else 0.1):
+            error = _error(shared[row, : len(completion)], states)
+            if not error < _tolerance(states):
                 return f"its hidden states come out otherwise when rows share what they have in common ({error:.1e})"
     except Exception as problem:
         return f"it cannot run with keys and values that were computed before ({type(problem).__name__}: {problem})"
     finally:
         model.train(was_training)
     return None
+
+
+@torch.no_grad()
+def needs_positions(model: PreTrainedModel) -> bool:
+    """Whether padding in front of a row moves it unless its positions are given, as where they are learned (GPT-2)."""
+    backbone, device = model.base_model, next(model.parameters()).device
+    if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
+        return False
+    row = [token % model.config.get_text_config().vocab_size for token in range(5, 14)]
+    ids, mask = padded([row, row + row], device, side="left")
+    was_training = model.training
+    model.eval()
+    try:
+        moved = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[0, -len(row) :]
+        states = backbone(input_ids=ids[:1, -len(row) :], use_cache=False).last_hidden_state[0]
+    finally:
+        model.train(was_training)
+    return not _error(moved, states) < _tolerance(states)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).float().norm() / expected.float().norm()).item()
+
+
+def _tolerance(states: torch.Tensor) -> float:
+    return 1e-3 if states.dtype == torch.float32 else 0.1

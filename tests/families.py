@@ -10,7 +10,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 VOCABULARY = 64
 COMMON = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
@@ -40,12 +39,17 @@ FAMILIES = {
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
 
 
+def family_base(family, vocabulary=VOCABULARY):
+    """A model of a family, randomly initialized."""
+    common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id")}
+    config = AutoConfig.for_model(family, **{**common, **FAMILIES[family], "vocab_size": vocabulary})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).float()
+
+
 def family_model(family, temperature=0.7):
     """A model of a family with a LoRA that changes it and TRL's head."""
-    common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id") or "vocab" in k}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**common, **FAMILIES[family]}))
-    model = model.float()
+    model = family_base(family)
     add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
     targets = TARGETS.get(family, ["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))

@@ -1,6 +1,7 @@
 """The fast forward against each row alone: what is shared changes nothing that is computed."""
 
 import copy
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -15,10 +16,10 @@ from trl.trainer.utils import add_fused_lm_head
 from marft_trl import AgentSpec, forward
 from marft_trl.prefixes import Cluster, clusters, plan_passes
 from marft_trl.rollout import decoding
-from marft_trl.tiny import tiny_dataset
+from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.trainer.batching import together
 
-from .families import FAMILIES, family_model, logps_alone, ragged_rows
+from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights
 
 
@@ -191,10 +192,11 @@ def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
 LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "bf16": False}
 
 
-def trained_weights(folder, tmp_path, share, model=None, agents=None, **settings):
+def trained_weights(folder, tmp_path, share, model=None, agents=None, processing_class=None, **settings):
     # Turns of one length, so that no row leaves the batch, and draws as in transformers: both get the same tokens
     fixed = {"generation_kwargs": {"min_new_tokens": 24}, "max_completion_length": 8, "share_prefixes": share}
-    arguments = {} if agents is None else {"agents": agents}
+    arguments = {"agents": agents, "processing_class": processing_class}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     trainer = team_trainer(model or folder, tmp_path, settings={**LEARNING, **fixed, **settings}, **arguments)
     assert trainer._shares_prefixes == share
     start = weights(trainer)
@@ -220,11 +222,39 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, **settings
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "default",
 )
 def test_training_is_the_same_on_the_plain_path(model_folder, tmp_path, settings):
-    start, shared = trained_weights(model_folder, tmp_path, True, **settings)
-    _, plain = trained_weights(model_folder, tmp_path, False, **settings)
+    assert_same_training(
+        trained_weights(model_folder, tmp_path, True, **settings),
+        trained_weights(model_folder, tmp_path, False, **settings),
+    )
+
+
+def assert_same_training(shared, plain):
+    """Starts and ends of two runs, by name: they end in the same place, measured by how far they have gone."""
+    (start, shared), (_, plain) = shared, plain
     change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
     error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
     assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
+
+
+LEVELS = {
+    "token": {"advantage": "gae", "critic": "shared", "level": "token", "beta": 0.1},
+    "action": {"level": "action", "action_logprob": "token", "num_iterations": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", ["own_adapters", "one_adapter"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_the_same_in_every_family(tokenizer, tmp_path, family, level, adapters):
+    shared = {"adapter": "both"} if adapters == "one_adapter" else {}
+    agents = [dataclasses.replace(agent, **shared) for agent in tiny_agents()]
+
+    def run(share):
+        model = family_base(family, len(tokenizer))
+        return trained_weights(None, tmp_path, share, model, agents, tokenizer, **LEVELS[level], max_steps=2)
+
+    assert_same_training(run(True), run(False))
 
 
 def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
@@ -243,10 +273,7 @@ def test_agents_of_one_adapter_share_too(model_folder, tmp_path):
         team = [AgentSpec("left", system_prompt="a", adapter="both"), AgentSpec("right", adapter="both")]
         return trained_weights(model_folder, tmp_path, share, agents=team)
 
-    (start, shared), (_, plain) = run(True), run(False)
-    change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
-    error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
-    assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
+    assert_same_training(run(True), run(False))
 
 
 # ---- Models that cannot ----
@@ -314,6 +341,25 @@ def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
     for parameters in (own, {"full_attention": own, "sliding_attention": {"rope_type": "default"}}):
         model.config.rope_parameters = parameters
         assert rope_type in forward.why_not(model)
+
+
+def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path):
+    found = {family for family in FAMILIES if forward.needs_positions(family_base(family))}
+    assert found == {"gpt2"}
+    settings = {"share_prefixes": False, "num_iterations": 2, "num_generations": 4, "bf16": False}
+    model = family_base("gpt2", len(tokenizer))
+    trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
+    rows = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
+    scored = [row for slice_ in trainer._generate_and_score_completions(rows) for row in slice_.rows]
+    assert len({len(row.prompt_ids) for row in scored}) > 2  # padded in front
+    expected, _ = logps_alone(
+        trainer.model,
+        [row.prompt_ids.tolist() for row in scored],
+        [row.completion_ids.tolist() for row in scored],
+        trainer.temperature,
+    )
+    found = torch.cat([row.old_per_token_logps for row in scored])
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():

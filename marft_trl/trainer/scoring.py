@@ -89,6 +89,8 @@ class TeamScoring(GRPOTrainer):
         self._loss_inputs: dict[str, torch.Tensor] | None = None
         self._loss_adapter = ""
         self._shares_prefixes = self.args.share_prefixes and self._can_share(base)
+        # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
+        self._gives_positions = self._shares_prefixes or (not self.aux_loss_enabled and forward.needs_positions(base))
 
     def _can_share(self, base: PreTrainedModel) -> bool:
         reentrant = (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
@@ -150,8 +152,8 @@ class TeamScoring(GRPOTrainer):
                 as_reference = self.policies.reference(batch.agent)
             width = tensors["completion_ids"].size(1)
             with as_reference:
-                if self._shares_prefixes:
-                    logps, _, hidden = self._shared_logps(model, ids, mask, width)
+                if self._gives_positions:
+                    logps, _, hidden = self._placed_logps(model, ids, mask, width)
                     if is_reference and self._wants_features(batch.agent):
                         self._keep_features(batch, hidden)
                 else:
@@ -160,8 +162,8 @@ class TeamScoring(GRPOTrainer):
                 setattr(row, name, its[: len(row.completion_ids)].clone())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        if self._shares_prefixes and self._loss_inputs is not None:
-            logps, entropies, _ = self._shared_logps(model, input_ids, attention_mask, logits_to_keep)
+        if self._gives_positions and self._loss_inputs is not None:
+            logps, entropies, _ = self._placed_logps(model, input_ids, attention_mask, logits_to_keep)
             aux_loss = None
         else:
             logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
@@ -171,12 +173,12 @@ class TeamScoring(GRPOTrainer):
             return logps, entropies, aux_loss
         return *self._as_actions(logps, entropies, self._loss_inputs), aux_loss
 
-    def _shared_logps(
+    def _placed_logps(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Log-probabilities and entropies `(B, T)` of completions, 0 where they are masked (entropies of a separate
-        reference too), and the hidden states `(B, V, H)` they were read from.
+        reference too), and the hidden states `(B, V, H)` they were read from. Every row begins at position 0.
 
         Args:
             model (`nn.Module`): whose active adapter scores.
@@ -187,7 +189,7 @@ class TeamScoring(GRPOTrainer):
         prompts = [ids[its].tolist() for ids, its in zip(input_ids[:, :-width], is_there[:, :-width], strict=True)]
         completions = [ids[its].tolist() for ids, its in zip(input_ids[:, -width:], is_there[:, -width:], strict=True)]
         with self.accelerator.autocast():
-            hidden = forward.hidden_states(base.base_model, prompts, completions)
+            hidden = forward.hidden_states(base.base_model, prompts, completions, self._shares_prefixes)
             lengths = torch.tensor([len(completion) for completion in completions], device=hidden.device)
             read = torch.arange(hidden.size(1), device=hidden.device) < lengths.unsqueeze(1)
             tokens = torch.tensor([token for its in completions for token in its], device=hidden.device)
