@@ -135,6 +135,18 @@ def test_the_time_of_generation_does_not_count():
     assert len(episode.turns) == 1
 
 
+def test_what_waits_for_its_turn_to_call_does_not_hang():
+    class Narrow(Workflow):
+        async def run(self, episode):
+            async with gate:
+                await episode.call(time.sleep, 0.3)
+            await episode.turn("a")
+
+    gate = asyncio.Semaphore(1)
+    rows = [{"prompt": str(index)} for index in range(6)]  # the last waits for 1.5 seconds
+    assert len(collect(Narrow(), rows, ["a"], echo(), patience=0.9)) == 6
+
+
 def test_a_hang_is_noticed_while_tools_wait_behind_it():
     rows = [{"prompt": f"question {index}", "stuck": "step" if index == 0 else None} for index in range(2)]
     tools = {"a": [lambda: "fine"]}

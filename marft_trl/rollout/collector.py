@@ -200,7 +200,7 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return
-        watch.look([episodes[index] for index in elsewhere])
+        watch.look([episodes[index] for index in elsewhere], sum(episode.answered_calls for episode in episodes))
         # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
         await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
@@ -218,9 +218,14 @@ class _Watch:
     def begin(self) -> None:
         self._since.clear()  # the time of generation does not count
 
-    def look(self, elsewhere: Sequence[Episode]) -> None:
+    def look(self, elsewhere: Sequence[Episode], answered: int) -> None:
         """
         Look at episodes that wait for something that is no turn.
+
+        Args:
+            elsewhere (`Sequence[Episode]`): these episodes.
+            answered (`int`): calls of all episodes that have been answered. While there are more of them, an episode
+                may wait for its turn to call, at a semaphore of the workflow's own say.
 
         Raises:
             EpisodeError: one has waited for too long.
@@ -231,7 +236,7 @@ class _Watch:
             for call in episode.calling:
                 found[call] = episode, f"`{call.name}`"
             if not episode.busy and not episode.calling:
-                state = episode.index, len(episode.turns), episode.answered_calls
+                state = episode.index, len(episode.turns), answered
                 found[state] = episode, "something that is neither a turn nor a tool"
         self._since = {awaited: self._since.get(awaited, now) for awaited in found}
         for awaited, (episode, what) in found.items():
