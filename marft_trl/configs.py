@@ -126,7 +126,7 @@ class MARFTConfig(GRPOConfig):
             scoring and in training, and score no position that is not read. It changes no log-probability and no
             gradient of a row beyond rounding. Draws differ, and where a generation batch serves several optimizer
             steps, the episodes of a group stay in one of them. `False`: the passes of `GRPOTrainer`, whose results a
-            single agent then reproduces to the last bit.
+            single agent then reproduces to the last bit; models that have learned positions (GPT-2) are given them.
         context_overflow (`str`, *optional*, defaults to `"raise"`):
             What happens when what an agent sees, plus its `max_completion_length`, is longer than the model's window:
             `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in
@@ -141,8 +141,9 @@ class MARFTConfig(GRPOConfig):
             Seconds after which a call of a tool is given up with an error message.
         workflow_timeout (`float`, *optional*, defaults to `600.0`):
             Seconds after which training stops with an error if a workflow waits for something that is neither a turn
-            nor a tool, such as an environment, and nothing comes. `None` for no limit. In several processes it should
-            be below `ddp_timeout`, after which the others give up.
+            nor a tool, such as an environment, and nothing comes. While functions that other episodes call come back,
+            it may wait for its turn to call one: so many times as long as there are episodes. `None` for no limit. In
+            several processes it should be below `ddp_timeout`, after which the others give up.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that metrics of the `evaluate` package get as `references`.
     """

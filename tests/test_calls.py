@@ -147,6 +147,18 @@ def test_what_waits_for_its_turn_to_call_does_not_hang():
     assert len(collect(Narrow(), rows, ["a"], echo(), patience=0.9)) == 6
 
 
+def test_what_hangs_is_noticed_though_others_call_for_ever():
+    class Polls(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+            while episode.index == 0:
+                await episode.call(asyncio.sleep, 0.05)
+            await asyncio.Event().wait()
+
+    with pytest.raises(EpisodeError, match="hangs in episode 1 after 1 turns.*neither a turn nor a tool for 0.8 sec"):
+        collect(Polls(), [{"prompt": "q"}, {"prompt": "p"}], ["a"], echo(), patience=0.4)
+
+
 def test_a_hang_is_noticed_while_tools_wait_behind_it():
     rows = [{"prompt": f"question {index}", "stuck": "step" if index == 0 else None} for index in range(2)]
     tools = {"a": [lambda: "fine"]}

@@ -344,8 +344,9 @@ def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
 
 
 def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path):
-    found = {family for family in FAMILIES if forward.needs_positions(family_base(family))}
-    assert found == {"gpt2"}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = {family for family in FAMILIES if forward.needs_positions(family_base(family).to(dtype))}
+        assert found == {"gpt2"}
     settings = {"share_prefixes": False, "num_iterations": 2, "num_generations": 4, "bf16": False}
     model = family_base("gpt2", len(tokenizer))
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
@@ -358,6 +359,7 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
         [row.completion_ids.tolist() for row in scored],
         trainer.temperature,
     )
+    assert not trainer._generator.records
     found = torch.cat([row.old_per_token_logps for row in scored])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 

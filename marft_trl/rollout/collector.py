@@ -200,7 +200,7 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return
-        watch.look([episodes[index] for index in elsewhere], sum(episode.answered_calls for episode in episodes))
+        watch.look(episodes, elsewhere)
         # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
         await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
@@ -218,33 +218,36 @@ class _Watch:
     def begin(self) -> None:
         self._since.clear()  # the time of generation does not count
 
-    def look(self, elsewhere: Sequence[Episode], answered: int) -> None:
+    def look(self, episodes: Sequence[Episode], elsewhere: Sequence[int]) -> None:
         """
         Look at episodes that wait for something that is no turn.
 
         Args:
-            elsewhere (`Sequence[Episode]`): these episodes.
-            answered (`int`): calls of all episodes that have been answered. While there are more of them, an episode
-                may wait for its turn to call, at a semaphore of the workflow's own say.
+            episodes (`Sequence[Episode]`): all of them.
+            elsewhere (`Sequence[int]`): which of them wait.
 
         Raises:
             EpisodeError: one has waited for too long.
         """
-        now = time.monotonic()
-        found: dict[Any, tuple[Episode, str]] = {}
-        for episode in elsewhere:
+        if self._patience is None:
+            return
+        now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
+        found: dict[Any, tuple[Episode, str, float]] = {}
+        for episode in (episodes[index] for index in elsewhere):
             for call in episode.calling:
-                found[call] = episode, f"`{call.name}`"
+                found[call] = episode, f"`{call.name}`", self._patience
             if not episode.busy and not episode.calling:
-                state = episode.index, len(episode.turns), answered
-                found[state] = episode, "something that is neither a turn nor a tool"
+                what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
+                # While calls of others are answered it may wait for its turn to call, though not for ever
+                found[state, answered] = episode, what, self._patience
+                found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
         self._since = {awaited: self._since.get(awaited, now) for awaited in found}
-        for awaited, (episode, what) in found.items():
-            if self._patience is not None and now - self._since[awaited] > self._patience:
+        for awaited, (episode, what, patience) in found.items():
+            if now - self._since[awaited] > patience:
                 raise EpisodeError(
                     f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
                     f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
-                    f"{what} for {self._patience:g} seconds. Give what it waits for a time limit of its own, or set "
+                    f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
                     "a larger `workflow_timeout`."
                 )
 

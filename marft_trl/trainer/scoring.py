@@ -90,7 +90,9 @@ class TeamScoring(GRPOTrainer):
         self._loss_adapter = ""
         self._shares_prefixes = self.args.share_prefixes and self._can_share(base)
         # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
-        self._gives_positions = self._shares_prefixes or (not self.aux_loss_enabled and forward.needs_positions(base))
+        with self.accelerator.autocast():
+            needs_positions = not self._shares_prefixes and forward.needs_positions(base)
+        self._gives_positions = self._shares_prefixes or (needs_positions and not self.aux_loss_enabled)
 
     def _can_share(self, base: PreTrainedModel) -> bool:
         reentrant = (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
