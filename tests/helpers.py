@@ -64,6 +64,17 @@ def moved(before: dict, after: dict) -> set[str]:
     return {name for name in before if not before[name].equal(after[name])}
 
 
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
 def echo(waves=None):
     """Answers requests with who was seen; notes which agents were asked together."""
 

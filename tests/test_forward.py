@@ -343,10 +343,11 @@ def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
         assert rope_type in forward.why_not(model)
 
 
-def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path):
+def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path, monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         found = {family for family in FAMILIES if forward.needs_positions(family_base(family).to(dtype))}
         assert found == {"gpt2"}
+    monkeypatch.setattr(forward, "shared_pass", None)  # nothing is shared
     settings = {"share_prefixes": False, "num_iterations": 2, "num_generations": 4, "bf16": False}
     model = family_base("gpt2", len(tokenizer))
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
@@ -362,6 +363,16 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     assert not trainer._generator.records
     found = torch.cat([row.old_per_token_logps for row in scored])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_does_not_run_on_bare_tokens_keeps_its_passes(monkeypatch):
+    model = family_base("gpt2").train()
+
+    def refuse(*args, **kwargs):
+        raise ValueError("more than tokens")
+
+    monkeypatch.setattr(model.base_model.wte, "forward", refuse)
+    assert not forward.needs_positions(model) and model.training
 
 
 def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():

@@ -21,18 +21,7 @@ from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
-from .helpers import SETTINGS, StopAt, lora, moved, team_trainer, weights
-
-
-def add(a: int, b: int) -> int:
-    """
-    Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
+from .helpers import SETTINGS, StopAt, add, lora, moved, team_trainer, weights
 
 
 async def double(a: int) -> int:

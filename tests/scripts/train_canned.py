@@ -15,7 +15,7 @@ from marft_trl import AgentSpec, Workflow
 from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
-from tests.helpers import lora, team_trainer, varied_reward
+from tests.helpers import add, lora, team_trainer, varied_reward
 
 
 class ByPrompt(Workflow):
@@ -27,17 +27,6 @@ class ByPrompt(Workflow):
         else:
             await episode.turn("actor")
             await episode.turn("actor")
-
-
-def add(a: int, b: int) -> int:
-    """
-    Add two numbers.
-
-    Args:
-        a: one number
-        b: the other
-    """
-    return a + b
 
 
 def call_of(tokenizer, draw):
