@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -395,7 +396,11 @@ class MARFTConfig(GRPOConfig):
 
     def __getstate__(self):
         # The Trainer pickles its arguments into `training_args.bin`, which is saved and uploaded: no secrets in it.
-        return {**self.__dict__, "hub_token": None}
+        return {**_without_secrets(self.__dict__), "hub_token": None}
+
+    def to_dict(self):
+        # Trackers are given this
+        return _without_secrets(super().to_dict())
 
     def __deepcopy__(self, memo):
         # A copy goes through `__getstate__` unless told otherwise, and has to keep the token.
@@ -408,6 +413,18 @@ class MARFTConfig(GRPOConfig):
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         return clone
+
+
+# Keys of `model_init_kwargs` and its like under which `from_pretrained` takes a token of the Hub.
+_SECRET_KEYS = frozenset({"token", "use_auth_token"})
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the tokens that stand inside of settings that are dictionaries."""
+    return {
+        name: {key: its for key, its in value.items() if key not in _SECRET_KEYS} if type(value) is dict else value
+        for name, value in values.items()
+    }
 
 
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:

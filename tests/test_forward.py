@@ -18,6 +18,7 @@ from marft_trl.prefixes import Cluster, clusters, plan_passes
 from marft_trl.rollout import decoding
 from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.trainer.batching import together
+from marft_trl.trainer.trl_seams import keep_4bit_weights
 
 from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights
@@ -133,6 +134,7 @@ def test_shared_passes_equal_each_row_alone(family, checkpointing, others_words)
 def test_shared_passes_on_a_4_bit_base(model_folder, checkpointing):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=quantization)
+    keep_4bit_weights(base)
     assert any(type(module).__name__ == "Linear4bit" for module in base.modules())
     add_fused_lm_head(base, temperature=0.7, outputs=("log_probs", "entropy"))
     torch.manual_seed(0)

@@ -188,8 +188,23 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
     for folder in (tmp_path / "cut").glob("checkpoint-*"):
         (folder / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="None of the checkpoints .* is complete"):
-        team_trainer(model_folder, tmp_path / "cut", settings=settings).train(resume_from_checkpoint=True)
+    anew = team_trainer(model_folder, tmp_path / "cut", settings=settings)
+    anew.train(resume_from_checkpoint=True)  # nobody has to delete anything
+    assert anew._initial_global_step == 0 and not moved(weights(whole), weights(anew))
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing(model_folder, tmp_path):
+    settings = {**RESUME, "max_steps": 2, "lr_scheduler_type": "constant"}
+    first = team_trainer(model_folder, tmp_path, settings=settings)
+    first.train(resume_from_checkpoint=True)  # into an empty folder: from the beginning
+    assert first.state.global_step == 2
+    again = team_trainer(model_folder, tmp_path, settings=settings)
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == again.state.global_step == 2
+    assert not moved(weights(first), weights(again))
+    longer = team_trainer(model_folder, tmp_path, settings={**settings, "max_steps": 3})
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 3 and moved(weights(first), weights(longer))
 
 
 def test_a_checkpoint_of_another_number_of_processes_is_refused(model_folder, tmp_path):
@@ -269,7 +284,8 @@ def test_the_best_model_is_loaded_for_all_agents(model_folder, tmp_path):
 
 
 def test_no_token_in_any_file(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path, settings={**RESUME, "max_steps": 1, "hub_token": "hf_CANARY"})
+    settings = {**RESUME, "max_steps": 1, "hub_token": "hf_CANARY", "model_init_kwargs": {"token": "hf_CANARY"}}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
     trainer.train()
     trainer.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -278,8 +294,11 @@ def test_no_token_in_any_file(model_folder, tmp_path):
 
 
 def test_a_copy_of_the_arguments_keeps_the_token(tmp_path):
-    args = config(tmp_path, hub_token="hf_CANARY")
+    args = config(tmp_path, hub_token="hf_CANARY", model_init_kwargs={"token": "hf_CANARY", "dtype": "float32"})
     assert copy.copy(args).hub_token == copy.deepcopy(args).hub_token == "hf_CANARY"
+    assert copy.deepcopy(args).model_init_kwargs == {"token": "hf_CANARY", "dtype": "float32"}
+    assert "hf_CANARY" not in args.to_json_string()  # what trackers are given
+    assert args.to_dict()["model_init_kwargs"] == {"dtype": "float32"}
 
 
 def test_policies_know_their_parameters(model_folder, tmp_path):

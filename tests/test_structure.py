@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import from its own layer's predecessors only.
 LAYERS = [
-    {"hints", "loops", "prefixes", "trainer.functional"},
+    {"hints", "loops", "prefixes", "randomness", "trainer.functional"},
     {"tools", "forward"},
     {"episodes"},
     {"agents", "transcripts", "presets", "choices", "curves", "progress", "metrics", "metrics.team_exact_match"},
@@ -26,7 +26,8 @@ LAYERS = [
     {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
     | {"workflows.environment"},
     {"workflows"},
-    {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls", "rollout.decoding"},
+    {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls", "rollout.decoding"}
+    | {"rollout.stopping"},
     {"rollout.transformers_generator"},
     {"rollout.prompts"},
     {"rollout.collector"},
@@ -38,6 +39,7 @@ LAYERS = [
         "trainer.memory",
         "trainer.metrics",
         "trainer.schedules",
+        "trainer.trl_seams",
         "trainer.validation",
     },
     {"trainer.cards", "trainer.checkpointing", "trainer.critic", "trainer.evaluation", "trainer.turn_rewards"}

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -231,6 +233,59 @@ def test_a_4_bit_base_trains_two_agents_on_the_cpu(model_folder, tmp_path):
     assert {p.dtype for a in ("reasoner", "actor") for p in trainer.policies.parameters(a).values()} == {
         torch.bfloat16
     }
+
+
+def four_bit(folder):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
+
+
+def test_a_4_bit_base_scores_as_it_was_loaded_on_every_cpu(model_folder, tmp_path):
+    """Where a CPU has AVX512-BF16, bitsandbytes repacks layers in `eval()`; elsewhere the switch alone can be seen."""
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    loaded = four_bit(model_folder).train()  # where nothing is repacked
+    with torch.no_grad():
+        expected = loaded(ids).logits
+    base = four_bit(model_folder)
+    layers = [module for module in base.modules() if isinstance(module, Linear4bit)]
+    assert layers
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = has_avx512bf16()
+    weights = [layer.weight.data.clone() for layer in layers]
+    trainer = team_trainer(base, tmp_path, processing_class=_tokenizer(model_folder), settings={"max_steps": 1})
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    for mode in (model.eval, model.train):
+        mode()
+        with torch.no_grad(), trainer.policies.base():
+            assert torch.equal(model(input_ids=ids).logits, expected)
+    assert all(torch.equal(layer.weight.data, before) for layer, before in zip(layers, weights, strict=True))
+    assert {layer.weight.quant_state.dtype for layer in layers} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "frozen", [("first",), ("second",), ("third",), ("first", "second"), ("second", "third")], ids=str
+)
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage": "gae", "critic": "shared", "num_generations": 1}], ids=["", "ppo"]
+)
+def test_any_agents_may_be_frozen(model_folder, tmp_path, frozen, settings):
+    names = ("first", "second", "third")
+    agents = [AgentSpec(name, system_prompt=name, trainable=name not in frozen) for name in names]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1, **settings})
+    assert trainer.memory_plan().activations > 0
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    for name in names:
+        assert bool(of(name, changed)) == (name not in frozen), name
+
+
+def test_a_team_of_frozen_agents_is_refused(model_folder, tmp_path):
+    agents = [AgentSpec(name, trainable=False) for name in ("first", "second")]
+    with pytest.raises(ValueError, match="All agents have `trainable=False`"):
+        team_trainer(model_folder, tmp_path, agents=agents)
 
 
 def test_agents_score_and_sample_at_their_own_temperature(model_folder, tmp_path):

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig, StopStringCriteria
+from transformers import GenerationConfig
 
 from ..agents import AgentSpec
 from .decoding import Recorder, can_decode, decode
+from .stopping import EndAtStopText, StopTexts
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class TransformersGenerator:
         self._trainer = trainer
         self._policies = policies
         self._samplings = samplings
+        self._stops = {sampling: StopTexts(trainer._tokenizer, sampling.stop) for sampling in samplings.values()}
 
     def generate(
         self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False
@@ -108,7 +110,7 @@ class TransformersGenerator:
                 sampled, _ = self._trainer._generate_single_turn([prompt_ids[i] for i in indices], None, {}, 1)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
             for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
-                ids = self._cut_at_stop(ids, sampling.stop)
+                ids = self._stops[sampling].cut(ids)
                 completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
         return completions
 
@@ -132,7 +134,7 @@ class TransformersGenerator:
         trainer.generation_config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
         options: dict[str, Any] = {}
         if sampling.stop:
-            options["stopping_criteria"] = [StopStringCriteria(trainer._tokenizer, list(sampling.stop))]
+            options["stopping_criteria"] = [EndAtStopText(self._stops[sampling])]
         if self._share and can_decode(self._merged(trainer.generation_config)):
             # `generation_kwargs` may sample otherwise than it is scored
             sampled_at = trainer.generation_config.temperature if trainer.generation_config.do_sample else None
@@ -160,17 +162,6 @@ class TransformersGenerator:
         finally:
             del model.generate
 
-    def _cut_at_stop(self, ids: list[int], stop: tuple[str, ...]) -> list[int]:
-        """Cut after the token that completes a stop text: the rest is padding of a batch that went on."""
-        if not stop or not self.holds_stop(ids, stop):
-            return ids
-        low, high = 0, len(ids)  # the first `high` tokens hold a stop text, the first `low` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.holds_stop(ids[:middle], stop) else (middle, high)
-        return ids[:high]
-
-    def holds_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the decoded tokens hold one of the stop texts."""
-        text = self._trainer._tokenizer.decode(ids)
-        return any(mark in text for mark in stop)
+    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
+        """Whether a turn of an agent holds one of its stop texts."""
+        return self._stops[self._samplings[agent]].are_in(ids)

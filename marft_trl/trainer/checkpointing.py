@@ -78,12 +78,9 @@ def load_team_adapters(
 
 def newest_complete(output_dir: str | Path) -> Path | None:
     """
-    The newest checkpoint that was written to its end; `None` where there is no checkpoint at all.
+    The newest checkpoint that was written to its end; `None` where there is none.
 
     The Trainer writes `trainer_state.json` last, so a checkpoint without a readable one was cut short.
-
-    Raises:
-        ValueError: there are checkpoints, but none is complete.
     """
     folders = [
         path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
@@ -93,11 +90,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
         if is_complete(folder):
             return folder
         logger.warning(f"{folder} was cut short while it was written; looking for an older checkpoint.")
-    if folders:
-        raise ValueError(
-            f"None of the checkpoints in {output_dir} is complete ({', '.join(f.name for f in folders)}). Delete them "
-            "and start anew."
-        )
+    logger.warning(f"There is no complete checkpoint in {output_dir}: training starts from the beginning.")
     return None
 
 

@@ -49,7 +49,7 @@ class TeamFitting(GRPOTrainer):
 
     def _measure(self, length: int) -> ActivationCost:
         model, was_training = self._base_of(self.model), self.model.training
-        self.policies.activate(next(iter(self._specs)))
+        self.policies.activate_adapter(self.policies.trained[0])  # a frozen one keeps nothing for a backward pass
         model.train()
         try:
             # Dropout must not move the random numbers that training goes on with

@@ -21,6 +21,7 @@ from trl.trainer.utils import get_config_model_id
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
+from ..randomness import UserRandomness
 from ..rollout.prompts import PromptBuilder
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
 from ..rollout.views import View, team_view
@@ -192,6 +193,7 @@ class MARFTTrainer(
         """What the parent's constructor knows nothing of."""
         args = self.args
         self._specs = {agent.name: agent for agent in self.agents}
+        self._user_randomness = UserRandomness(args.seed + args.process_index, self.accelerator.device)
         self._samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
         self._uses_tools = bool(self.workflow.functions) or any(agent.tools for agent in self.agents)
         self._tool_limits = ToolLimits(

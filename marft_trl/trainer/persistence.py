@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -21,6 +22,9 @@ from .adapters import Policies, load_adapter_weights
 from .cards import team_card
 from .critic import CRITIC_NAME, Critic
 from .schedules import Schedule
+
+
+logger = get_logger(__name__)
 
 
 class TeamPersistence(GRPOTrainer):
@@ -97,11 +101,19 @@ class TeamPersistence(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            # The parent takes the newest folder, also one that a killed run left half written, and cannot start
-            resume_from_checkpoint = checkpointing.newest_complete(self.args.output_dir) or True
+            # The parent takes the newest folder, also one that a killed run left half written, and needs one
+            resume_from_checkpoint = checkpointing.newest_complete(self.args.output_dir)
         if isinstance(resume_from_checkpoint, Path):
             resume_from_checkpoint = str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        # The parent looks whether training is over after a step, so a finished run would train one more
+        if self.state.global_step >= self.state.max_steps:
+            logger.info(f"All {self.state.max_steps} steps are done already; nothing is trained.")
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -116,7 +128,7 @@ class TeamPersistence(GRPOTrainer):
         rank, world_size = self.args.process_index, self.args.world_size
         is_spent = self._step % self.schedule.generate_every == 0  # new episodes are due anyway
         slices = None if is_spent else self._buffered_inputs
-        extra = {"entropy_control": self._entropy_control}
+        extra = {"entropy_control": self._entropy_control, "user_randomness": self._user_randomness.state_dict()}
         checkpointing.save_rollouts(output_dir, rank, world_size, self._step, slices, extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
@@ -143,6 +155,8 @@ class TeamPersistence(GRPOTrainer):
         if restored is not None:
             self._step, self._buffered_inputs, extra = restored
             self._entropy_control |= {name: tuple(pair) for name, pair in extra.get("entropy_control", {}).items()}
+            if "user_randomness" in extra:
+                self._user_randomness.load_state_dict(extra["user_randomness"])
 
     def _load_critic(self, folder: str) -> None:
         if self.critic is None:

@@ -17,7 +17,7 @@ from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
 from ..prefixes import clusters
 from ..rollout.collector import Request
-from ..rollout.prompts import Observation, PromptBuilder, Query
+from ..rollout.prompts import Observation, Query
 from ..rollout.transformers_generator import Sampling
 from ..transcripts import messages_as_text
 from ..workflows import Workflow
@@ -58,7 +58,7 @@ class TeamPlanning(GRPOTrainer):
     workflow: Workflow
     _aliases: dict[str, str]
     _collect: Callable[..., list[Episode]]
-    _prompts: PromptBuilder
+    _observe: Callable[..., list[Observation]]
     _free_for_activations: Callable[[int], float]
     _may_keep_values: bool
     _limits: Callable[[int, ActivationCost, float], tuple[int, bool]]
@@ -164,7 +164,7 @@ class TeamPlanning(GRPOTrainer):
         prompts: list[tuple[str, int, int]] = []
 
         def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-            built = self._prompts.build(
+            built = self._observe(
                 Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions) for one in requests
             )
             for request, observation in zip(requests, built, strict=True):
@@ -176,7 +176,7 @@ class TeamPlanning(GRPOTrainer):
 
         (episode,) = self._collect([row], answer)
         rest = [agent for agent in self.agents if agent.name not in shown]
-        alone = self._prompts.build(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+        alone = self._observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts)
 
@@ -198,7 +198,7 @@ class TeamPlanning(GRPOTrainer):
             return len(observation.ids) - 1
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         query = Query(self._specs[request.agent], request.episode.prompt, others, request.functions)
-        (other,) = self._prompts.build([query])
+        (other,) = self._observe([query])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
+from ..randomness import UserRandomness
 from ..rollout.collector import Request, collect
 from ..rollout.prompts import Observation, PromptBuilder, Query
 from ..rollout.replay import Replay
@@ -86,6 +87,7 @@ class TeamRollouts(GRPOTrainer):
     _tool_limits: ToolLimits
     _aliases: dict[str, str]
     _uses_tools: bool
+    _user_randomness: UserRandomness
 
     def _prepare_counters(self) -> None:
         self._unscored_in_a_row = 0
@@ -151,7 +153,7 @@ class TeamRollouts(GRPOTrainer):
                 f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
-        observations = self._prompts.build(
+        observations = self._observe(
             Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
         )
         completions = self._generate_for(requests, observations)
@@ -175,6 +177,11 @@ class TeamRollouts(GRPOTrainer):
                 requests, texts, observations, completions, strict=True
             )
         ]
+
+    def _observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
+        """What agents are shown. Views are users' code."""
+        with self._user_randomness.theirs():
+            return self._prompts.build(queries)
 
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
         if not request.functions or self._is_truncated(request.agent, ids):
@@ -208,8 +215,7 @@ class TeamRollouts(GRPOTrainer):
 
     def _is_truncated(self, agent: str, ids: list[int]) -> bool:
         ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        stop = self._samplings[agent].stop
-        return bool(ids) and ids[-1] not in ends and not (stop and self._generator.holds_stop(ids, stop))
+        return bool(ids) and ids[-1] not in ends and not self._generator.holds_stop(agent, ids)
 
     def _check_rewards(self, rewards_per_func: torch.Tensor) -> None:
         for index, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
@@ -305,10 +311,16 @@ class TeamRollouts(GRPOTrainer):
 
     def _collect(self, rows: Sequence[dict[str, Any]], answer: Any, replays: Any = None) -> list[Episode]:
         tools = {agent.name: agent.functions for agent in self.agents if agent.functions}
-        return collect(
-            *(self.workflow, rows, list(self._specs), answer, replays, tools, self._tool_limits, self._aliases),
-            patience=self.args.workflow_timeout,
-        )
+
+        def answered(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
+            with self._user_randomness.ours():
+                return answer(requests)
+
+        with self._user_randomness.theirs():
+            return collect(
+                *(self.workflow, rows, list(self._specs), answered, replays, tools, self._tool_limits, self._aliases),
+                patience=self.args.workflow_timeout,
+            )
 
     def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:
         """Generation beyond the episodes themselves, for the metrics."""

@@ -27,6 +27,7 @@ from ..tools import tool_name
 from ..workflows import EnvironmentLoop, Sequential, Workflow
 from .adapters import Policies, check_adapter_config
 from .critic import Critic
+from .trl_seams import keep_4bit_weights
 
 
 logger = get_logger(__name__)
@@ -55,6 +56,7 @@ def load_base(
                 "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
                 "`quantization_config` will be ignored."
             )
+        keep_4bit_weights(model)
         return model
     model_init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
@@ -67,7 +69,9 @@ def load_base(
     if args.distributed_state.distributed_type == DistributedType.MULTI_GPU:
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    return create_model_from_path(model, **model_init_kwargs)
+    base = create_model_from_path(model, **model_init_kwargs)
+    keep_4bit_weights(base)
+    return base
 
 
 @contextlib.contextmanager

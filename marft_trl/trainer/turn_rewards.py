@@ -119,4 +119,6 @@ def score(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]], answers: Sequenc
     completions: list[Any] = [turn.text for turn in answers]
     if is_conversational({"prompt": prompts[0]}):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return trainer._calculate_rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
+    ids = [list(turn.completion_ids) for turn in answers]
+    with trainer._user_randomness.theirs():
+        return trainer._calculate_rewards(rows, prompts, completions, ids)

@@ -24,6 +24,7 @@ class TeamValues(GRPOTrainer):
     critic: Any  # `Critic`, or `None`
     policies: Policies
     schedule: Schedule
+    _observe: Callable[..., list[Any]]
     _shares_prefixes: bool
     _is_checkpointing: bool
     _max_tokens: int | None
@@ -45,7 +46,7 @@ class TeamValues(GRPOTrainer):
         beyond = [
             (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
         ]
-        observations = self._prompts.build(
+        observations = self._observe(
             (self._specs[agent], rollout.episodes[index].prompt, seen, functions)
             for index, agent, seen, functions in beyond
         )

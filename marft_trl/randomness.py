@@ -1,0 +1,115 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Random numbers of the users' code (rewards, workflows, environments, views) apart from those of training."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+# Added to the seed, so that users' code and sampling do not draw the same numbers
+_APART = 1_000_003
+
+
+class UserRandomness:
+    """
+    The users' random states. A reward function that calls `torch.manual_seed(0)`, as many do, would otherwise make
+    every batch sample the same tokens. Users' code still draws new numbers from call to call.
+
+    Args:
+        seed (`int`): of the users' first states; different processes should pass different ones.
+        device (`torch.device`): whose generator is kept besides those of `random`, NumPy and torch on the CPU.
+    """
+
+    def __init__(self, seed: int, device: torch.device):
+        self._device_module = getattr(torch, device.type, None) if device.type != "cpu" else None
+        if not hasattr(self._device_module, "get_rng_state"):
+            self._device_module = None
+        self._device = device
+        self._is_theirs = False
+        ours = self._capture()
+        try:
+            start = (seed + _APART) % 2**32
+            random.seed(start)
+            np.random.seed(start)
+            torch.manual_seed(start)
+            self._other = self._capture()
+        finally:
+            self._restore(ours)
+
+    @contextlib.contextmanager
+    def theirs(self) -> Iterator[None]:
+        """Context manager: users' code runs, on random states of its own."""
+        with self._switched(True):
+            yield
+
+    @contextlib.contextmanager
+    def ours(self) -> Iterator[None]:
+        """Context manager: training draws again, where users' code waits for it."""
+        with self._switched(False):
+            yield
+
+    @contextlib.contextmanager
+    def _switched(self, to_theirs: bool) -> Iterator[None]:
+        is_needed = self._is_theirs != to_theirs
+        if is_needed:
+            self._switch()
+        try:
+            yield
+        finally:
+            if is_needed:
+                self._switch()
+
+    def _switch(self) -> None:
+        present = self._capture()
+        self._restore(self._other)
+        self._other, self._is_theirs = present, not self._is_theirs
+
+    def _capture(self) -> dict[str, Any]:
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        if self._device_module is not None:
+            states["device"] = self._of_device("get_rng_state")
+        return states
+
+    def _restore(self, states: dict[str, Any]) -> None:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "device" in states and self._device_module is not None:
+            self._of_device("set_rng_state", states["device"])
+
+    def _of_device(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self._device_module, name)
+        return function(*arguments) if self._device.type == "mps" else function(*arguments, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The users' random states as JSON-serializable data."""
+        states = self._other
+        kind, keys, *rest = states["numpy"]
+        version, internal, gauss = states["python"]
+        saved = {
+            "python": [version, list(internal), gauss],
+            "numpy": [kind, keys.tolist(), *rest],
+            "torch": states["torch"].tolist(),
+        }
+        if "device" in states:
+            saved["device"] = states["device"].tolist()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over what [`~UserRandomness.state_dict`] gave."""
+        version, internal, gauss = saved["python"]
+        kind, keys, *rest = saved["numpy"]
+        self._other = {
+            **self._other,  # that of a device, where the run was on another kind of device
+            "python": (version, tuple(internal), gauss),
+            "numpy": (kind, np.array(keys, dtype=np.uint32), *rest),
+            "torch": torch.tensor(saved["torch"], dtype=torch.uint8),
+        }
+        if "device" in saved and "device" in self._other:
+            self._other["device"] = torch.tensor(saved["device"], dtype=torch.uint8)

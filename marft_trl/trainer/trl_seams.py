@@ -1,0 +1,40 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+Where other packages are bent: each place says which version it was checked against, what it changes, and why. The
+tests are in `tests/test_seams.py`.
+"""
+
+from __future__ import annotations
+
+from accelerate.logging import get_logger
+from torch import nn
+
+
+logger = get_logger(__name__)
+
+
+def keep_4bit_weights(model: nn.Module) -> None:
+    """
+    Keep the 4-bit layers of a model on the CPU as they were loaded.
+
+    On a CPU with AVX512-BF16, bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first forward pass in
+    evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its compute dtype, also
+    back in training mode. A trainer would then score otherwise than the model it was given, and otherwise than on a
+    machine without these instructions. The layer's own switch turns this off.
+
+    Args:
+        model (`nn.Module`): the base; may carry adapters. Layers that are not on the CPU are left alone.
+    """
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    on_cpu = [layer for layer in layers if layer.weight.device.type == "cpu"]
+    for layer in on_cpu:
+        layer.support_avx512bf16_for_cpu = False
+    if any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in on_cpu):
+        logger.warning(
+            "The 4-bit model was used in evaluation mode before, so bitsandbytes has repacked its weights for bfloat16 "
+            "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
+        )

@@ -1,0 +1,81 @@
+"""Random numbers of users' code apart from those of training."""
+
+import random
+
+import numpy as np
+import torch
+
+from marft_trl import AgentSpec, Workflow
+
+from .helpers import StopAt, moved, team_trainer, varied_reward, weights
+
+
+class Seeding(Workflow):
+    """Everything of a user that may seed."""
+
+    earns = True
+
+    async def run(self, episode):
+        await episode.call(self.seed)
+        turn = await episode.turn("solo")
+        self.seed()
+        episode.earn(turn, 0.0)
+
+    def seed(self):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+
+
+def seeding_view(agent, prompt, seen):
+    torch.manual_seed(0)
+    return prompt
+
+
+def seeding_reward(completions, **kwargs):
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    return varied_reward(completions)
+
+
+def test_users_code_that_seeds_changes_no_sample(model_folder, tmp_path):
+    def run(folder, reward, **arguments):
+        texts = []
+
+        def noted(completions, **kwargs):
+            texts.append(list(completions))
+            return reward(completions)
+
+        trainer = team_trainer(
+            model_folder, tmp_path / folder, agents=[AgentSpec("solo")], reward_funcs=noted, settings={"max_steps": 2},
+            **arguments,
+        )  # fmt: skip
+        trainer.train()
+        return texts, weights(trainer)
+
+    plain, expected = run("plain", varied_reward)
+    seeded, found = run("seeded", seeding_reward, workflow=Seeding(), view=seeding_view)
+    assert seeded == plain and plain[0] != plain[1]
+    assert not moved(expected, found)
+
+
+def test_users_code_draws_new_numbers_and_a_resumed_run_the_same(model_folder, tmp_path):
+    drawn = []
+
+    def random_reward(completions, **kwargs):
+        drawn.append((random.random(), float(np.random.rand()), torch.rand(1).item()))
+        return [torch.rand(1).item() for _ in completions]
+
+    def trainer(folder, **arguments):
+        settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        return team_trainer(
+            model_folder, tmp_path / folder, reward_funcs=random_reward, settings=settings, **arguments
+        )
+
+    whole = trainer("whole")
+    whole.train()
+    assert len({number for numbers in drawn for number in numbers}) == 9
+    expected = drawn.copy()
+    drawn.clear()
+    trainer("cut", callbacks=[StopAt(1)]).train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert drawn == expected
+    assert not moved(weights(whole), weights(resumed))
