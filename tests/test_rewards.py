@@ -75,6 +75,7 @@ HOSTILE = {
     "recursion": ("def f(): f()\nf()", "error", "RecursionError"),
     "no program": ("print(", "error", "SyntaxError"),
     "locked folder": ("import os; os.mkdir('d', 0); os.mkdir('e'); open('e/f', 'w'); os.mkdir('e/d', 0)", "ok", ""),
+    "nested folders": ("import os\nfor _ in range(3000): os.mkdir('x'); os.chdir('x')", "ok", ""),
     "changes a mode": ("import os; os.chmod('/tmp', 0)", "error", "PermissionError"),
     "changes a time": ("import os; os.utime('/tmp')", "error", "PermissionError"),
     "empties a file": (f"import os; os.truncate({__file__!r}, 0)", "error", "PermissionError"),
@@ -100,6 +101,64 @@ def walls(request, monkeypatch):
         monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())
     elif not jail_module._working_bubblewrap():
         pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
+
+
+UNPRIVILEGED = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+for capability in range(64):
+    libc.prctl(24, capability, 0, 0, 0)  # out of the bounding set: what is run next has none of them
+os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv[1:]])
+"""
+LEAVING = """
+import sys, tempfile, types
+tempfile.tempdir, package, walls, *programs = sys.argv[1:]
+sys.modules["marft_trl"] = types.ModuleType("marft_trl")  # without the trainer, which takes long to import
+sys.modules["marft_trl"].__path__ = [package]
+from marft_trl.rewards import jail
+if not walls:
+    jail._working_bubblewrap = lambda: ()
+for program in programs:
+    assert jail.run_python(program).status == "ok", program
+"""
+
+
+def test_what_a_program_leaves_is_removed_by_a_user_without_privileges(walls, tmp_path):
+    """Root may remove anything, so the capabilities that make it root are dropped."""
+    victim = tmp_path / "victim"
+    victim.write_text("x")
+    victim.chmod(0o400)
+    programs = [
+        "import os; os.mkdir('x', 0)",
+        "import os; os.mkdir('x'); os.mkdir('x/y'); os.mkdir('x/y/z'); os.open('x/y/f', 64, 0); os.mkdir('x/0', 0)",
+        "import os\nfor _ in range(3000): os.mkdir('x'); os.chdir('x')",
+        f"import os; os.mkdir('x', 0); os.symlink({str(victim)!r}, 'y'); os.symlink('/etc', 'z')",
+    ]
+    package = str(Path(jail_module.__file__).parent.parent)
+    arguments = [str(tmp_path), package, "bubblewrap" if jail_module._working_bubblewrap() else "", *programs]
+    command = [sys.executable, "-c", UNPRIVILEGED, "-c", LEAVING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["victim"] and victim.stat().st_mode & 0o777 == 0o400
+
+
+def test_a_folder_that_cannot_be_removed_is_no_error(monkeypatch, tmp_path, caplog):
+    def fails(*args, **kwargs):
+        raise OSError("no shell")
+
+    monkeypatch.setattr(jail_module.subprocess, "run", fails)
+    (tmp_path / "left").touch()
+    jail_module._remove(str(tmp_path))
+    assert "could not be removed: no shell" in caplog.text and tmp_path.exists()
+
+
+def test_programs_cannot_fill_the_disk(walls):
+    program = "for i in range(50): open(f'f{i}', 'w').write('x' * 1_000_000)"
+    outcome = run_python(program, limits=Limits(seconds=5, disk=1 << 23))
+    if jail_module._working_bubblewrap():
+        assert outcome.status == "error" and "No space left" in outcome.stderr
+    else:
+        assert outcome.status == "ok"  # each file is bounded, not all of them
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,9 @@ from typing import Any
 
 
 _FENCE = Path(__file__).with_name("fence.py")
+logger = logging.getLogger(__name__)
+
+_REMOVAL_SECONDS = 60
 _STARTUP_SECONDS = 5  # of the interpreter on a busy machine, on top of the program's own time
 
 
@@ -38,6 +42,7 @@ class Limits:
         output (`int`): bytes of a file it writes, its standard output included; of an output that is longer the
             beginning is kept.
         files (`int`): open files.
+        disk (`int`): bytes of all files it writes together, where bubblewrap gives it a file system of its own.
         strict (`bool`): whether to refuse running at all where the kernel cannot fence files and calls.
     """
 
@@ -45,6 +50,7 @@ class Limits:
     memory: int = 1 << 30
     output: int = 1 << 20
     files: int = 32
+    disk: int = 1 << 26
     strict: bool = True
 
 
@@ -139,7 +145,7 @@ def _run(
         wishes.seek(0)
         start = time.monotonic()
         process = subprocess.Popen(  # noqa: S603  # the fence is there for just that
-            [*_bubblewrap(folder), sys.executable, "-I", "-B", str(_FENCE), str(wishes.fileno())],
+            [*_bubblewrap(folder, limits.disk), sys.executable, "-I", "-B", str(_FENCE), str(wishes.fileno())],
             stdin=source,
             stdout=output,
             stderr=errors,
@@ -163,10 +169,25 @@ def _run(
         )
 
 
-def _bubblewrap(folder: Path) -> list[str]:
+def _bubblewrap(folder: Path, disk: int) -> list[str]:
     """The command line of bubblewrap, where it works: namespaces of its own on top of the fence."""
-    command = _working_bubblewrap()
-    return [*command, "--bind", str(folder), str(folder), "--chdir", str(folder)] if command else []
+    command, inside, program = _working_bubblewrap(), str(folder), str(folder / "main.py")
+    if not command:
+        return []
+    if _has_sized_folders():  # what is written is in memory, bounded, and gone with the process
+        return [*command, *_sized(disk, inside), "--ro-bind", program, program, "--chdir", inside]
+    return [*command, "--bind", inside, inside, "--chdir", inside]
+
+
+def _sized(size: int, folder: str) -> list[str]:
+    return ["--size", str(size), "--tmpfs", folder]
+
+
+@functools.cache
+def _has_sized_folders() -> bool:
+    """Whether bubblewrap knows folders of a size, which it does from 0.7 on."""
+    command = [*_working_bubblewrap(), *_sized(1 << 20, tempfile.gettempdir()), sys.executable, "-I", "-c", ""]
+    return subprocess.run(command, capture_output=True).returncode == 0  # noqa: S603
 
 
 @functools.cache
@@ -218,13 +239,22 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder whose content a program may have made hard to remove."""
+    """
+    Remove the folder of a program, whatever the program has made of it. Never raises: a program must not end training.
 
-    def unlock(function, path, _):
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            function(path)
-
-    shutil.rmtree(folder, onerror=unlock)
-    shutil.rmtree(folder, ignore_errors=True)
+    A child process does it, as system tools can that know locked folders, thousands of nested ones and odd names.
+    `chmod -R` leaves what symbolic links point to alone.
+    """
+    with contextlib.suppress(OSError):  # nothing but the program itself, as after most
+        os.unlink(os.path.join(folder, "main.py"))
+        os.rmdir(folder)
+        return
+    problem: object = ""
+    try:
+        command = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVAL_SECONDS)  # noqa: S603
+        problem = done.stderr.decode(errors="replace")[-200:]
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = error
+    if os.path.lexists(folder):
+        logger.warning("The folder %s of a program that was run could not be removed: %s", folder, problem)

@@ -35,6 +35,6 @@ def keep_4bit_weights(model: nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
     if any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in on_cpu):
         logger.warning(
-            "The 4-bit model was used in evaluation mode before, so bitsandbytes has repacked its weights for bfloat16 "
+            "The 4-bit model was used in evaluation mode before, so bitsandbytes repacked its weights for bfloat16 "
             "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
         )
