@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 # Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names
-# that write outside the output folder ("/tmp/x"), nest folders ("a/b") or are re-initialized on loading ("lora").
+# that write outside the output folder ("/tmp/x") or nest folders ("a/b").
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
-RESERVED_NAMES = frozenset({"default", "ref", "base", "lora"})
+# PEFT saves "default" into the root of a folder, and TRL takes an adapter named "ref" for the reference.
+RESERVED_NAMES = frozenset({"default", "ref"})
 
 
 def check_name(name: object, what: str) -> None:
@@ -31,11 +32,11 @@ def check_name(name: object, what: str) -> None:
             f"{name!r} cannot be the name of {what}: it becomes a folder name and a part of parameter names. Use a "
             "lower-case letter followed by at most 47 lower-case letters, digits, '_' or '-', e.g. 'solver_2'."
         )
-    if name in RESERVED_NAMES or name.startswith("checkpoint-") or name in "lora_":
+    if name in RESERVED_NAMES or name.startswith("checkpoint-"):
         reserved = ", ".join(sorted(RESERVED_NAMES))
         raise ValueError(
-            f"{name!r} cannot be the name of {what}: {reserved}, parts of 'lora_' and names that begin with "
-            "'checkpoint-' have a meaning of their own in checkpoints. Choose another name."
+            f"{name!r} cannot be the name of {what}: {reserved} and names that begin with 'checkpoint-' mean "
+            "something else in saved folders. Choose another name."
         )
 
 

@@ -238,7 +238,7 @@ def test_beams_of_the_model_s_own_config_are_left_to_transformers(model_folder, 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.generation_config.num_beams = 2
     trainer = team_trainer(model, tmp_path)
-    assert not can_decode(trainer._generator._merged(trainer.generation_config))
+    assert not can_decode(trainer._generator._merged(GenerationConfig(**trainer.generation_kwargs)))
 
 
 @pytest.mark.parametrize(

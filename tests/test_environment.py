@@ -285,7 +285,7 @@ def test_a_team_in_an_environment_trains(model_folder, tmp_path, settings):
 @pytest.mark.parametrize("overflow", ["end_episode", "drop_oldest_turn"])
 def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     trainer, _ = rollout(model_folder, tmp_path, None, advantage="none", context_overflow=overflow)
-    trainer._prompts._window = 60
+    trainer._runner.prompts._window = 60
     trainer._metrics["train"].clear()
     long = {"prompt": "go", "rounds": 5}
     (slice_,) = trainer._generate_and_score_completions([long] * 4)
@@ -295,7 +295,7 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     if overflow == "end_episode":
         assert metrics["context/ended_episodes"] == [4.0] and all(0 < number < 10 for number in turns)
         with pytest.raises(EpisodeError, match=r"cannot begin, on the prompt .* the model's window is 5 tokens"):
-            trainer._prompts._window = 5
+            trainer._runner.prompts._window = 5
             trainer._generate_and_score_completions([long] * 4)
     else:
         assert turns == [10] * 4 and metrics["context/dropped_turns"][0] > 0

@@ -255,9 +255,9 @@ def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_fo
     agents = [AgentSpec(one.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for one in AGENTS]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=SHIPPED[name], reward_funcs=varied_reward)
     rows = [{"prompt": text} for text in ("Ann has 7 apples.", "7", "How many books are left? " * 3)]
-    batched = trainer._collect(rows, trainer._answer)
+    batched = trainer._runner.run(rows, trainer._runner.answer)
     for row, episode in zip(rows, batched, strict=True):
-        (alone,) = trainer._collect([row], trainer._answer)
+        (alone,) = trainer._runner.run([row], trainer._runner.answer)
         assert [turn.completion_ids for turn in alone.turns] == [turn.completion_ids for turn in episode.turns]
         assert record(alone) == record(episode) and len(alone.turns) > 2
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from marft_trl import AgentSpec
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
+from marft_trl.trainer.trl_seams import TrlEngine
 
 from .helpers import config, team_trainer
 
@@ -47,7 +48,7 @@ def generator_with(trainer, stop):
         **{**vars(trainer._samplings["solo"]), "stop": tuple(stop), "max_completion_length": LONGEST}
     )
     share = trainer._shares_prefixes
-    return TransformersGenerator(trainer, trainer.policies, {"solo": sampling}, share=share, records=share)
+    return TransformersGenerator(TrlEngine(trainer), trainer.policies, {"solo": sampling}, share=share, records=share)
 
 
 @settings(max_examples=40)

@@ -25,12 +25,14 @@ LAYERS = [
     {"manifest", "workflows.base", "configs", "rewards"},
     {"workflows.sequential", "workflows.graph", "workflows.ready_made", "workflows.orchestrated"}
     | {"workflows.environment"},
+    {"workflows.rebuild"},
     {"workflows"},
     {"rollout", "rollout.replay", "rollout.views", "rollout.encoding", "rollout.tool_calls", "rollout.decoding"}
     | {"rollout.stopping"},
     {"rollout.transformers_generator"},
     {"rollout.prompts"},
-    {"rollout.collector"},
+    {"rollout.collector", "rollout.model_engine"},
+    {"rollout.runner"},
     {
         "tiny",
         "trainer.adapters",
@@ -42,17 +44,19 @@ LAYERS = [
         "trainer.trl_seams",
         "trainer.validation",
     },
+    {"trainer.adapter_files", "trainer.fingerprints"},
     {"trainer.cards", "trainer.checkpointing", "trainer.critic", "trainer.evaluation", "trainer.turn_rewards"}
     | {"trainer.fitting", "trainer.scoring"},
     {"trainer.rollouts", "trainer.setup"},
     {
         "trainer.advantages",
-        "trainer.persistence",
         "trainer.planning",
         "trainer.reporting",
         "trainer.updates",
         "trainer.valuing",
     },
+    {"team"},
+    {"trainer.persistence"},
     {"trainer.marft_trainer"},
     {"trainer"},
     {""},

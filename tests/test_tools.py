@@ -663,7 +663,7 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
     settings = {"max_steps": 1, "context_overflow": overflow, "max_completion_length": 100}
     trainer = tool_trainer(model_folder, tmp_path, settings, agents=[AgentSpec("solver", tools=[talk])])
     canned(trainer)
-    trainer._prompts._window = 700
+    trainer._runner.prompts._window = 700
     trainer.train()
     (logged,) = [one for one in trainer.state.log_history if "reward" in one]
     name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
@@ -673,7 +673,7 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
 def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path)
     trainer._generate_single_turn = lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None)
-    episodes = trainer._collect([{"prompt": "What is 3+4?"}] * 2, trainer._answer)
+    episodes = trainer._runner.run([{"prompt": "What is 3+4?"}] * 2, trainer._runner.answer)
     assert [len(episode.turns) for episode in episodes] == [1, 1] and not episodes[0].feedback
     assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()
 
@@ -706,7 +706,7 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
 
     trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
     with pytest.raises(ValueError, match=r"gives agent 'solver' tools \(add\) that the trainer was not told of"):
-        trainer._collect([{"prompt": "q"}], trainer._answer)
+        trainer._runner.run([{"prompt": "q"}], trainer._runner.answer)
 
 
 def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):

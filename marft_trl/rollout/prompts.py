@@ -324,6 +324,11 @@ class PromptBuilder:
             return False
 
 
+def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
+    """Whether text prompts stay text instead of becoming a user message, as in `GRPOTrainer`: for a lone agent."""
+    return len(agents) == 1 and agents[0].system_prompt is None and not uses_tools
+
+
 def _as_shown(query: Query) -> Query:
     """A query that goes on after calls, with what the calling turn was shown: its prompt stays as it was."""
     after = query.after

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
 from .decoding import Recorder, can_decode, decode
@@ -29,7 +30,7 @@ class Sampling:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, agent: AgentSpec, args) -> Sampling:
+    def of(cls, agent: AgentSpec, args: Any) -> Sampling:
         """The settings of `agent` under the training arguments `args`."""
 
         def setting(name: str):
@@ -45,6 +46,43 @@ class Sampling:
             stop=tuple(agent.stop or ()),
         )
 
+    def as_generation_kwargs(self) -> dict[str, Any]:
+        """The settings under the names of `generate`."""
+        return {
+            "max_new_tokens": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+        }
+
+
+# The names under which `generate` knows what an agent sets itself
+_OF_AGENTS = {
+    "max_new_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+}
+
+
+def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of settings of `generate` those that all agents have in common and that can be written as JSON."""
+    plain = (str, int, float, bool, list, type(None))
+    return {key: value for key, value in settings.items() if key not in _OF_AGENTS and isinstance(value, plain)}
+
+
+def resolved(agent: AgentSpec, settings: Mapping[str, Any], args: Any) -> AgentSpec:
+    """An agent with the settings that it acts and learns by, where it leaves them to the trainer."""
+    own = {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
+    rate = args.learning_rate if agent.learning_rate is None and agent.trainable else agent.learning_rate
+    return dataclasses.replace(agent, **own, learning_rate=rate)
+
+
+# Settings of `generate` that are without effect where nothing is sampled
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+
 
 class Sampled(NamedTuple):
     """
@@ -59,12 +97,28 @@ class Sampled(NamedTuple):
     logps: list[float] | None = None
 
 
+class Engine(Protocol):
+    """What [`TransformersGenerator`] runs `generate` with: a trainer ([`TrlEngine`]) or a model ([`ModelEngine`])."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def model(self) -> Any:
+        """The model whose `generate` runs, without wrappers of data parallelism."""
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        """All settings of `generate` for an agent's sampling."""
+
+    def generate(self, prompt_ids: list[list[int]], settings: Mapping[str, Any]) -> list[list[int]]:
+        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+
+
 class TransformersGenerator:
     """
-    Generates turns with the generation of TRL's `GRPOTrainer`.
+    Generates turns with `generate` of transformers.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
+        engine ([`Engine`]):
             Does the generating.
         policies ([`Policies`]):
             Switches adapters.
@@ -76,15 +130,19 @@ class TransformersGenerator:
             Keep log-probabilities of what is sampled.
     """
 
-    def __init__(self, trainer, policies, samplings: dict[str, Sampling], share: bool, records: bool):
+    def __init__(self, engine: Engine, policies, samplings: dict[str, Sampling], share: bool, records: bool):
         self._share, self.records = share, share and records
-        self._trainer = trainer
+        self._engine = engine
         self._policies = policies
         self._samplings = samplings
-        self._stops = {sampling: StopTexts(trainer._tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._stops = {sampling: StopTexts(engine.tokenizer, sampling.stop) for sampling in samplings.values()}
 
     def generate(
-        self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False
+        self,
+        agents: Sequence[str],
+        prompt_ids: Sequence[list[int]],
+        by_reference: bool = False,
+        greedy: bool = False,
     ) -> list[Sampled]:
         """
         Args:
@@ -94,6 +152,8 @@ class TransformersGenerator:
                 The observations.
             by_reference (`bool`, *optional*, defaults to `False`):
                 Let the agents' references speak instead of the agents.
+            greedy (`bool`, *optional*, defaults to `False`):
+                Take the most likely token each time instead of sampling.
 
         Returns: what was sampled for each, in order.
         """
@@ -106,61 +166,45 @@ class TransformersGenerator:
             self._policies.activate(agent)
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
             recorder = Recorder() if self.records and not by_reference else None
-            with self._sampling(sampling, recorder), speaker:
-                sampled, _ = self._trainer._generate_single_turn([prompt_ids[i] for i in indices], None, {}, 1)
+            settings = self._engine.settings(sampling) | (GREEDY if greedy else {})
+            with self._generating(sampling, settings, recorder), speaker:
+                sampled = self._engine.generate([prompt_ids[i] for i in indices], settings)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
             for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
                 ids = self._stops[sampling].cut(ids)
                 completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
         return completions
 
+    def settings(self, agent: str) -> dict[str, Any]:
+        """All settings of `generate` for an agent."""
+        return self._engine.settings(self._samplings[agent])
+
     @contextlib.contextmanager
-    def _sampling(self, sampling: Sampling, recorder: Recorder | None) -> Iterator[None]:
-        trainer = self._trainer
-        config, kwargs = trainer.generation_config, trainer.generation_kwargs
-        own: dict[str, Any] = {
-            "max_new_tokens": sampling.max_completion_length,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-        }
-        # As in TRL, `generation_kwargs` win over the trainer's settings; an agent's own settings win over both
-        general = {**own, **vars(Sampling.of(AgentSpec("solo"), trainer.args))}
-        general["max_new_tokens"] = general["max_completion_length"]
-        explicit = set(trainer.args.generation_kwargs or {})
-        own = {key: value for key, value in own.items() if key not in explicit or value != general[key]}
-        trainer.generation_kwargs = {**kwargs, **own}
-        trainer.generation_config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+    def _generating(
+        self, sampling: Sampling, settings: Mapping[str, Any], recorder: Recorder | None
+    ) -> Iterator[None]:
+        """Context manager: `generate` stops at stop texts and decodes the fast way, for which calls have no room."""
+        model = self._engine.model
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [EndAtStopText(self._stops[sampling])]
-        if self._share and can_decode(self._merged(trainer.generation_config)):
+        config = self._merged(GenerationConfig(**settings))
+        if self._share and can_decode(config):
             # `generation_kwargs` may sample otherwise than it is scored
-            sampled_at = trainer.generation_config.temperature if trainer.generation_config.do_sample else None
+            sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             options["custom_generate"] = functools.partial(decode, recorder=recorder)
-        try:
-            with self._generating(**options):
-                yield
-        finally:
-            trainer.generation_config, trainer.generation_kwargs = config, kwargs
-
-    def _merged(self, config: GenerationConfig) -> GenerationConfig:
-        """A config as `generate` completes it: what it leaves open is the model's."""
-        merged, model = copy.deepcopy(config), self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
-        merged.update(**model.generation_config.to_dict(), defaults_only=True)
-        return merged
-
-    @contextlib.contextmanager
-    def _generating(self, **options: Any) -> Iterator[None]:
-        """Within, `generate` has these options too, for which TRL's call has no room."""
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
         model.generate = functools.partial(model.generate, **options)
         try:
             yield
         finally:
             del model.generate
+
+    def _merged(self, config: GenerationConfig) -> GenerationConfig:
+        """A config as `generate` completes it: what it leaves open is the model's."""
+        merged = copy.deepcopy(config)
+        merged.update(**self._engine.model.generation_config.to_dict(), defaults_only=True)
+        return merged
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         """Whether a turn of an agent holds one of its stop texts."""

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-from .adapters import load_adapters
+from .adapter_files import load_adapters
 from .marft_trainer import MARFTTrainer
 
 

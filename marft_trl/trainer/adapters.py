@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,9 +21,9 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
-from ..manifest import TeamManifest
 
 
 # The one policy of a team without adapters.
@@ -72,36 +73,63 @@ def add_adapters(
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
     options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
-    model = get_peft_model(model, copy.deepcopy(config), **options)
-    for name, config in others:
-        model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
+    with _without_name_warning():
+        model = get_peft_model(model, copy.deepcopy(config), **options)
+        for name, config in others:
+            model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
     return model
 
 
 def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
-    if peft_config is not None or any(agent.peft_config is not None for agent in agents):
+    """Give adapters to the agents that have none in a model with adapters: of their config, or a copy of `default`."""
+    missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
+    configs = {name: agent.peft_config or peft_config for name, agent in missing.items()}
+    has_default = "default" in model.peft_config
+    known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
+    if known is not None:
         raise ValueError(
-            "The model is a `PeftModel` already and a `peft_config` was passed too. Merge and unload the adapter and "
-            "pass the base model with the config, or leave the config out to train on the adapters of the model."
+            f"Agent {known.name!r} brings a `peft_config`, but the model already has its adapter {known.adapter!r}. "
+            "Leave the config out to train on that adapter, or rename the agent."
         )
-    missing = [agent for agent in agents if agent.adapter not in model.peft_config]
-    if missing and "default" not in model.peft_config:
+    if peft_config is not None and (not missing or has_default):
         raise ValueError(
-            f"Agent {missing[0].name!r} acts with the adapter {missing[0].adapter!r}, which the model does not have; "
-            f"it has {sorted(model.peft_config)}. Name the adapters of the model in the agents, or load one as "
-            "'default', which missing adapters start from."
+            "The model is a `PeftModel` already and a `peft_config` was passed too"
+            + (", but no agent is new" if not missing else " beside its adapter 'default', which new agents copy")
+            + ". Merge and unload the adapter and pass the base model with the config, or leave the config out to "
+            "train on the adapters of the model."
         )
-    for agent in missing:
-        if agent.adapter not in model.peft_config:
-            _check_name_is_free(agent, model.get_base_model())
-            model.add_adapter(agent.adapter, copy.deepcopy(model.peft_config["default"]))
-            _copy_weights(model, "default", agent.adapter)
-    if "default" in model.peft_config:
+    for name, agent in missing.items():
+        if configs[name] is None and not has_default:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with the adapter {name!r}, which the model does not have; it has "
+                f"{sorted(model.peft_config)}. Pass `peft_config=LoraConfig(...)` to give new agents an adapter, name "
+                "the adapters of the model in the agents, or load one as 'default', which missing adapters start from."
+            )
+        if configs[name] is not None:
+            check_adapter_config(agent, configs[name], alone=False)
+        _check_name_is_free(agent, model.get_base_model())
+    for name in missing:
+        with _without_name_warning():
+            model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
+        if configs[name] is None:
+            _copy_weights(model, "default", name)
+    if has_default:
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
     for agent in agents:
         check_adapter_config(agent, model.peft_config[agent.adapter], alone=True)
     return model
+
+
+@contextlib.contextmanager
+def _without_name_warning() -> Iterator[None]:
+    """
+    Context manager: PEFT (0.21) does not warn of adapter names that are a part of "lora_", such as "a". They are saved
+    and loaded like others; what fails are names that also name a layer of the base, see [`_check_name_is_free`].
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
+        yield
 
 
 def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
@@ -132,11 +160,24 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
             "live beside other adapters. Use `peft.LoraConfig(...)`."
         )
     if isinstance(config, LoraConfig):
+        ranks = [config.r, *(config.rank_pattern or {}).values()]
+        if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+            raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
         start = config.init_lora_weights
         if start is not False and start not in _IDENTITY_STARTS and not alone:
             raise ValueError(
                 f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
                 "agents share. Use one that leaves the base alone, such as the default `True`."
+            )
+        if config.bias != "none":
+            raise ValueError(
+                f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
+                "Leave it out."
+            )
+        if config.layer_replication:
+            raise ValueError(
+                f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
+                "Leave it out."
             )
         if config.modules_to_save:
             raise ValueError(
@@ -163,8 +204,10 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
     Raises:
         ValueError: the file holds other tensors than the adapter has.
     """
-    result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
-    missing = sorted(set(result.missing_keys) & set(_adapter_parameters(model, adapter)))
+    weights = load_peft_weights(str(folder), device="cpu")
+    _check_shapes(model, adapter, weights, folder)
+    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    missing = sorted(set(result.missing_keys) & set(adapter_parameters(model, adapter)))
     if missing or result.unexpected_keys:
         raise ValueError(
             f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
@@ -172,27 +215,29 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
         )
 
 
-def load_adapters(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    """
-    Put the adapters of a saved team on a base model.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The base model.
-        folder (`str` or `Path`):
-            Folder that `MARFTTrainer.save_model` wrote.
-
-    Returns: a [`~peft.PeftModel`] with one adapter for each that the team has, by name. `set_adapter(name)` chooses.
-    """
-    names = [agent.adapter for agent in TeamManifest.load(folder).agents]
-    first, *others = dict.fromkeys(names)
-    loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
-    for name in others:
-        loaded.load_adapter(str(folder), name, subfolder=name)
-    return loaded
+def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    for name, parameter in adapter_parameters(model, adapter).items():
+        head, _, tail = name.rpartition(f".{adapter}")
+        saved = weights.get(head + tail)
+        if saved is not None and saved.shape != parameter.shape:
+            raise ValueError(
+                f"The weights in {folder} do not fit the adapter {adapter!r}: {head + tail} has the shape "
+                f"{tuple(saved.shape)} there and {tuple(parameter.shape)} here. The folder was saved with another "
+                "`peft_config` (rank) or base model."
+            )
 
 
-def _adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
+def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
+    """Numbers of inputs and outputs of a linear layer, also a quantized one; `None` for other layers."""
+    layer = getattr(layer, "base_layer", layer)
+    if isinstance(layer, Conv1D):
+        return layer.nx, layer.nf
+    if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+        return layer.in_features, layer.out_features
+    return None
+
+
+def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
     """Parameters of one adapter by their full names, in the order of the model."""
     own: set[int] = set()
     for module in model.modules():
@@ -209,7 +254,7 @@ def _adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Pa
 
 @torch.no_grad()
 def _copy_weights(model: PeftModel, source: str, target: str) -> None:
-    pairs = zip(_adapter_parameters(model, source).values(), _adapter_parameters(model, target).values(), strict=True)
+    pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
     for theirs, mine in pairs:
         mine.copy_(theirs)
 
@@ -253,7 +298,7 @@ class Policies:
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
         if self.has_adapters:
-            return _adapter_parameters(self._model, adapter)
+            return adapter_parameters(self._model, adapter)
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def add_critic(self, name: str, config: PeftConfig) -> None:

@@ -62,6 +62,17 @@ Trained with MARFT, a method introduced in [{{ paper_title }}](https://huggingfa
 ```
 """
 
+_USE_TEAM = """## Use the team
+
+```python
+from marft_trl import Team
+
+team = Team.from_pretrained("{repo}"{model})
+print(team("..."))  # `team.run(prompts)` returns whole episodes
+```
+
+"""
+
 _USE_ADAPTERS = """## Use one agent with PEFT
 
 ```python
@@ -87,7 +98,7 @@ vllm serve {base} --enable-lora --max-lora-rank {rank} \\
 
 """
 
-_USE_POLICY = """## Use the policy
+_USE_POLICY = """## Use the policy alone
 
 All agents share one fully trained policy; `marft_team.json` holds their system prompts and the workflow.
 
@@ -137,7 +148,8 @@ def team_card(
     base_name = base or "path/to/the/base/model"
     first = manifest.agents[0].adapter
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
-    use = _USE_ADAPTERS if manifest.adapters else _USE_POLICY
+    use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
+    given = "" if base or not manifest.adapters else f', model="{base_name}"'
     card_data = ModelCardData(
         base_model=base,
         library_name="peft" if manifest.adapters else "transformers",
@@ -157,7 +169,7 @@ def team_card(
         workflow=_workflow_line(manifest.workflow),
         picture=picture,
         figures_table=_figures_table(figures or {}),
-        usage=use.format(base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
+        usage=use.format(model=given, base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
         paper_title=PAPER["title"],
         paper_id=PAPER["id"],
         citation=PAPER["citation"],

@@ -22,10 +22,10 @@ from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
 from ..randomness import UserRandomness
-from ..rollout.prompts import PromptBuilder
+from ..rollout.prompts import PromptBuilder, is_plain
+from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
 from ..rollout.views import View, team_view
-from ..tools import ToolLimits
 from ..workflows import Workflow
 from . import functional, setup
 from .adapters import Policies, add_adapters
@@ -41,6 +41,7 @@ from .reporting import TeamReporting
 from .rollouts import Rollout
 from .schedules import Schedule
 from .scoring import TeamScoring
+from .trl_seams import TrlEngine
 from .turn_rewards import TurnRewards
 from .updates import TeamUpdates
 from .validation import check_datasets, check_rewards, check_turn_rewards, checked_reward
@@ -183,37 +184,20 @@ class MARFTTrainer(
     @property
     def view(self) -> View:
         """What agents are shown; may be set between calls."""
-        return self._prompts.view
+        return self._runner.prompts.view
 
     @view.setter
     def view(self, view: View) -> None:
-        self._prompts.view = view
+        self._runner.prompts.view = view
 
     def _prepare_team(self, view: View) -> None:
         """What the parent's constructor knows nothing of."""
         args = self.args
         self._specs = {agent.name: agent for agent in self.agents}
-        self._user_randomness = UserRandomness(args.seed + args.process_index, self.accelerator.device)
         self._samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
         self._uses_tools = bool(self.workflow.functions) or any(agent.tools for agent in self.agents)
-        self._tool_limits = ToolLimits(
-            args.max_tool_calls, args.max_tool_calling_iterations, args.max_tool_output_length, args.tool_timeout
-        )
         if self._uses_tools:
             self.chat_template = setup.prepare_tools(self._tokenizer, self.agents, self.workflow)
-        self._prompts = PromptBuilder(
-            self._tokenizer,
-            tokenize=self._tokenize_fresh,
-            view=view,
-            chat_template_kwargs=self.chat_template_kwargs,
-            plain=len(self.agents) == 1 and self.agents[0].system_prompt is None and not self._uses_tools,
-            window=setup.context_window(self.model),
-            reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
-            overflow=args.context_overflow,
-            chat_template=self.chat_template,
-            ends=self.eos_token_ids,
-            aliases=self._aliases,
-        )
         if args.level == "action":
             self.importance_sampling_level = "sequence"  # one ratio per turn; `_as_actions` says which
         self._prepare_scoring()
@@ -221,11 +205,24 @@ class MARFTTrainer(
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old_logps = args.gradient_accumulation_steps % self.schedule.generate_every != 0
         self._generator = TransformersGenerator(
-            self,
+            TrlEngine(self),
             self.policies,
             self._samplings,
             share=self._shares_prefixes,
             records=self._needs_old_logps and self._samples_what_it_scores(),
+        )
+        self._runner = EpisodeRunner(
+            self.agents,
+            self.workflow,
+            self._prompt_builder(view),
+            self._generator,
+            self._tokenizer,
+            ends=self.eos_token_ids,
+            randomness=UserRandomness(args.seed + args.process_index, self.accelerator.device),
+            limits=setup.tool_limits(args),
+            uses_tools=self._uses_tools,
+            aliases=self._aliases,
+            patience=args.workflow_timeout,
         )
         self._prepare_reports()
         self._prepare_counters()
@@ -233,6 +230,21 @@ class MARFTTrainer(
         self._prepare_values()
         if args.ddp_broadcast_buffers is None:
             args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
+
+    def _prompt_builder(self, view: View) -> PromptBuilder:
+        return PromptBuilder(
+            self._tokenizer,
+            tokenize=self._tokenize_fresh,
+            view=view,
+            chat_template_kwargs=self.chat_template_kwargs,
+            plain=is_plain(self.agents, self._uses_tools),
+            window=setup.context_window(self.model),
+            reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
+            overflow=self.args.context_overflow,
+            chat_template=self.chat_template,
+            ends=self.eos_token_ids,
+            aliases=self._aliases,
+        )
 
     # ---- One step ----
 

@@ -3,25 +3,35 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec
-from ..manifest import MANIFEST_NAME, TeamManifest
+from ..manifest import MANIFEST_NAME, Inference, TeamManifest
+from ..rollout.transformers_generator import TransformersGenerator, general_settings, resolved
+from ..rollout.views import team_view
+from ..tools import tool_name
 from ..workflows import Workflow
+from ..workflows.base import callable_name
 from . import checkpointing, gradients
 from .adapters import Policies, load_adapter_weights
 from .cards import team_card
 from .critic import CRITIC_NAME, Critic
+from .fingerprints import describe_base
 from .schedules import Schedule
+from .setup import tool_limits
+
+
+if TYPE_CHECKING:
+    from ..team import Team
 
 
 logger = get_logger(__name__)
@@ -36,20 +46,48 @@ class TeamPersistence(GRPOTrainer):
     critic: Critic | None
     anonymous: str | None
     schedule: Schedule
+    _generator: TransformersGenerator
     _entropy_control: dict[str, tuple[float, float]]
 
     def manifest(self) -> TeamManifest:
-        """What is saved beside the adapters, so that the team can be run again."""
-        base = get_config_model_id(self.model.config)
+        """What is saved beside the adapters, so that the team can be run again: the settings it really acts by."""
         names = self.policies.names if self.policies.has_adapters else []
         return TeamManifest(
-            agents=self.agents,
+            agents=[resolved(agent, self._generator.settings(agent.name), self.args) for agent in self.agents],
             workflow=self.workflow.describe(),
             adapters={name: {"folder": name, "trained": name in self.policies.trained} for name in names},
-            base_model=None if not base or os.path.isdir(base) else base,
-            base_model_revision=(self.args.model_init_kwargs or {}).get("revision"),
+            base=describe_base(
+                self._base_of(self.model),
+                self._tokenizer,
+                self.chat_template or self._tokenizer.chat_template,
+                revision=(self.args.model_init_kwargs or {}).get("revision"),
+            ),
+            inference=self._inference(),
             anonymous=self.anonymous,
         )
+
+    def _inference(self) -> Inference:
+        views = {agent.name: callable_name(agent.view) for agent in self.agents if agent.view is not None}
+        return Inference(
+            generation=general_settings(self._generator.settings(self.agents[0].name)),
+            share_prefixes=self._shares_prefixes,
+            # Adapters generate outside of the wrapper that casts
+            mixed_precision="no" if self.policies.has_adapters else self.accelerator.mixed_precision,
+            chat_template_kwargs=dict(self.chat_template_kwargs),
+            context_overflow=self.args.context_overflow,
+            tools={agent.name: list(map(tool_name, agent.functions)) for agent in self.agents if agent.functions},
+            tool_limits=asdict(tool_limits(self.args)),
+            view=None if self.view is team_view else callable_name(self.view),
+            agent_views=views,
+            workflow_timeout=self.args.workflow_timeout,
+        )
+
+    @property
+    def team(self) -> Team:
+        """The team with its present weights, to be run: `trainer.team("question")`."""
+        from ..team import Team  # which needs other modules of this package first
+
+        return Team(self.agents, self.workflow, self._runner, self.accelerator.unwrap_model(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -128,7 +166,7 @@ class TeamPersistence(GRPOTrainer):
         rank, world_size = self.args.process_index, self.args.world_size
         is_spent = self._step % self.schedule.generate_every == 0  # new episodes are due anyway
         slices = None if is_spent else self._buffered_inputs
-        extra = {"entropy_control": self._entropy_control, "user_randomness": self._user_randomness.state_dict()}
+        extra = {"entropy_control": self._entropy_control, "user_randomness": self._runner.randomness.state_dict()}
         checkpointing.save_rollouts(output_dir, rank, world_size, self._step, slices, extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
@@ -156,7 +194,7 @@ class TeamPersistence(GRPOTrainer):
             self._step, self._buffered_inputs, extra = restored
             self._entropy_control |= {name: tuple(pair) for name, pair in extra.get("entropy_control", {}).items()}
             if "user_randomness" in extra:
-                self._user_randomness.load_state_dict(extra["user_randomness"])
+                self._runner.randomness.load_state_dict(extra["user_randomness"])
 
     def _load_critic(self, folder: str) -> None:
         if self.critic is None:

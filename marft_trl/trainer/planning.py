@@ -18,6 +18,7 @@ from ..episodes import EndOfEpisode, Episode, Turn
 from ..prefixes import clusters
 from ..rollout.collector import Request
 from ..rollout.prompts import Observation, Query
+from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import Sampling
 from ..transcripts import messages_as_text
 from ..workflows import Workflow
@@ -57,8 +58,7 @@ class TeamPlanning(GRPOTrainer):
     policies: Policies
     workflow: Workflow
     _aliases: dict[str, str]
-    _collect: Callable[..., list[Episode]]
-    _observe: Callable[..., list[Observation]]
+    _runner: EpisodeRunner
     _free_for_activations: Callable[[int], float]
     _may_keep_values: bool
     _limits: Callable[[int, ActivationCost, float], tuple[int, bool]]
@@ -164,9 +164,7 @@ class TeamPlanning(GRPOTrainer):
         prompts: list[tuple[str, int, int]] = []
 
         def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-            built = self._observe(
-                Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions) for one in requests
-            )
+            built = self._runner.observe(self._runner.query(one)._replace(after=None) for one in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
                 prompts.append((request.agent, self._longest(observation), self._same(request, observation)))
@@ -174,9 +172,9 @@ class TeamPlanning(GRPOTrainer):
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
             return [one.answered(self._made_up(one.agent)) for one in requests]
 
-        (episode,) = self._collect([row], answer)
+        (episode,) = self._runner.run([row], answer)
         rest = [agent for agent in self.agents if agent.name not in shown]
-        alone = self._observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+        alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts)
 
@@ -198,7 +196,7 @@ class TeamPlanning(GRPOTrainer):
             return len(observation.ids) - 1
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         query = Query(self._specs[request.agent], request.episode.prompt, others, request.functions)
-        (other,) = self._observe([query])
+        (other,) = self._runner.observe([query])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 

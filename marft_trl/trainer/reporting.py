@@ -88,7 +88,7 @@ class TeamReporting(GRPOTrainer):
             columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
             columns["turns"] = [record["turns"] for record in records]
             answers = [record["answer"] for record in records]
-            with self._user_randomness.theirs():
+            with self._runner.randomness.theirs():
                 figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
             figures |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items() if values}
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,10 @@ from trl import GRPOTrainer
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
-from ..randomness import UserRandomness
-from ..rollout.collector import Request, collect
-from ..rollout.prompts import Observation, PromptBuilder, Query
+from ..rollout.collector import Request
 from ..rollout.replay import Replay
-from ..rollout.tool_calls import parse_calls
-from ..rollout.transformers_generator import Sampled, Sampling, TransformersGenerator
-from ..tools import ToolCall, ToolLimits, tool_name
+from ..rollout.runner import EpisodeRunner
+from ..rollout.transformers_generator import Sampling
 from ..transcripts import Advantage
 from ..workflows import Workflow
 from .adapters import Policies
@@ -81,17 +78,12 @@ class TeamRollouts(GRPOTrainer):
     workflow: Workflow
     _specs: dict[str, AgentSpec]
     _samplings: dict[str, Sampling]
-    _generator: TransformersGenerator
-    _prompts: PromptBuilder
+    _runner: EpisodeRunner
     _turn_rewards: TurnRewards
-    _tool_limits: ToolLimits
-    _aliases: dict[str, str]
     _uses_tools: bool
-    _user_randomness: UserRandomness
 
     def _prepare_counters(self) -> None:
         self._unscored_in_a_row = 0
-        self._dropped_turns = 0
         self._extra: Counter[str] = Counter()
         self._nodes: list[Node] = []
         self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}  # what workflows have counted so far
@@ -100,12 +92,11 @@ class TeamRollouts(GRPOTrainer):
 
     def _roll_out(self, inputs: list[dict[str, Any]]) -> Rollout:
         check_prompts(inputs, "the dataset")
-        self._dropped_turns = 0
+        self._runner.dropped_turns = 0
         self._extra.clear()
         self._nodes = []
         branches = self.args.advantage == "turn" and self.model.training
-        answer = self._answer_with_candidates if branches else self._answer
-        episodes = self._collect(inputs, answer)
+        episodes = self._runner.run(inputs, self._answer_with_candidates if branches else None)
         self._log_episodes(episodes)
         if not self.workflow.earns and any(any(episode.earned.values()) for episode in episodes):
             raise ValueError(
@@ -126,7 +117,7 @@ class TeamRollouts(GRPOTrainer):
         ended = sum(episode.overflowed for episode in episodes)
         if self._uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
-        everywhere = gather_object([(dict(counts), self._dropped_turns, ended, len(episodes))])
+        everywhere = gather_object([(dict(counts), self._runner.dropped_turns, ended, len(episodes))])
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["context/dropped_turns"].append(float(sum(dropped for _, dropped, _, _ in everywhere)))
         if self.args.context_overflow == "end_episode":
@@ -144,50 +135,6 @@ class TeamRollouts(GRPOTrainer):
             metrics["tools/call_frequency"].append(calls / count)
             metrics["tools/failure_frequency"].append(failures / calls if calls else 0.0)
 
-    def _answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-        """Turns for all waiting requests: observe, generate, decode."""
-        undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
-        if undeclared is not None:
-            raise ValueError(
-                f"The workflow `{type(self.workflow).__name__}` gives agent {undeclared.agent!r} tools "
-                f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
-                "would be read. Set its `functions` to what it passes as `tools=`."
-            )
-        observations = self._observe(
-            Query(self._specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests
-        )
-        completions = self._generate_for(requests, observations)
-        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
-        self._dropped_turns += sum(observation.dropped for observation in observations)
-        return [
-            EndOfEpisode(observation.problem)
-            if observation.problem is not None
-            else request.answered(
-                text,
-                observation.seen,
-                observation=observation.content,
-                prompt_ids=observation.ids,
-                completion_ids=ids,
-                raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids),
-                truncated=self._is_truncated(request.agent, ids),
-                tool_calls=self._calls(request, observation.ids, ids),
-                logps=logps,
-            )
-            for request, text, observation, (ids, logps) in zip(
-                requests, texts, observations, completions, strict=True
-            )
-        ]
-
-    def _observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
-        """What agents are shown. Views are users' code."""
-        with self._user_randomness.theirs():
-            return self._prompts.build(queries)
-
-    def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
-        if not request.functions or self._is_truncated(request.agent, ids):
-            return ()
-        return parse_calls(self._tokenizer, ids, prompt_ids, self._prompts.schemas(request.functions))
-
     def _tokenize_fresh(self, prompts: list, functions: Sequence[Any] = ()) -> list[list[int]]:
         """TRL's tokenization of prompts, in which no model has a word yet."""
         self.tools = list(functions)  # TRL renders them
@@ -195,27 +142,6 @@ class TeamRollouts(GRPOTrainer):
             return self._tokenize_prompts(prompts)[0]
         finally:
             self.tools = []
-
-    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
-        """Sampled tokens for each request; none where its episode ends instead."""
-        completions: list[Sampled] = [Sampled([]) for _ in requests]
-        for by_reference in (False, True):
-            mine = [
-                index
-                for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
-                if request.by_reference == by_reference and observation.problem is None
-            ]
-            if mine:
-                prompt_ids = [observations[index].ids for index in mine]
-                options = {"by_reference": True} if by_reference else {}
-                sampled = self._generator.generate([requests[index].agent for index in mine], prompt_ids, **options)
-                for index, its in zip(mine, sampled, strict=True):
-                    completions[index] = its
-        return completions
-
-    def _is_truncated(self, agent: str, ids: list[int]) -> bool:
-        ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        return bool(ids) and ids[-1] not in ends and not self._generator.holds_stop(agent, ids)
 
     def _check_rewards(self, rewards_per_func: torch.Tensor) -> None:
         for index, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
@@ -242,7 +168,7 @@ class TeamRollouts(GRPOTrainer):
         count = self.args.turn_candidates
         learns = [self.policies.adapter_of(request.agent) in self.policies.trained for request in requests]
         asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
-        turns = iter(self._answer(asked))
+        turns = iter(self._runner.answer(asked))
         drawn = [[next(turns) for _ in range(count if its else 1)] for its in learns]
         candidates = [[turn for turn in its if isinstance(turn, Turn)] for its in drawn]
         branching = [index for index, its in enumerate(learns) if its and candidates[index]]
@@ -303,24 +229,11 @@ class TeamRollouts(GRPOTrainer):
 
     def _branch(self, rows: Sequence[dict[str, Any]], replays: Sequence[Replay]) -> list[Episode]:
         def answer(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-            turns = self._answer(requests)
+            turns = self._runner.answer(requests)
             self._count_extra(turns)
             return turns
 
-        return self._collect(rows, answer, replays)
-
-    def _collect(self, rows: Sequence[dict[str, Any]], answer: Any, replays: Any = None) -> list[Episode]:
-        tools = {agent.name: agent.functions for agent in self.agents if agent.functions}
-
-        def answered(requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-            with self._user_randomness.ours():
-                return answer(requests)
-
-        with self._user_randomness.theirs():
-            return collect(
-                *(self.workflow, rows, list(self._specs), answered, replays, tools, self._tool_limits, self._aliases),
-                patience=self.args.workflow_timeout,
-            )
+        return self._runner.run(rows, answer, replays)
 
     def _count_extra(self, turns: Sequence[Turn | EndOfEpisode]) -> None:
         """Generation beyond the episodes themselves, for the metrics."""

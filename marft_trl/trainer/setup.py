@@ -23,7 +23,7 @@ from ..configs import MARFTConfig
 from ..episodes import TOOL
 from ..rewards import environment_reward
 from ..rollout.tool_calls import check_functions, prepare_template
-from ..tools import tool_name
+from ..tools import ToolLimits, tool_name
 from ..workflows import EnvironmentLoop, Sequential, Workflow
 from .adapters import Policies, check_adapter_config
 from .critic import Critic
@@ -137,6 +137,13 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
             "are reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); "
             "the base can be 4-bit (`quantization_config=`) to save memory."
         )
+
+
+def tool_limits(args: MARFTConfig) -> ToolLimits:
+    """What calls of tools may cost."""
+    return ToolLimits(
+        args.max_tool_calls, args.max_tool_calling_iterations, args.max_tool_output_length, args.tool_timeout
+    )
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:

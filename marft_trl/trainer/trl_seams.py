@@ -6,8 +6,16 @@ tests are in `tests/test_seams.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import GenerationConfig
+from trl import GRPOTrainer
+
+from ..agents import AgentSpec
+from ..rollout.transformers_generator import Sampling
 
 
 logger = get_logger(__name__)
@@ -38,3 +46,44 @@ def keep_4bit_weights(model: nn.Module) -> None:
             "The 4-bit model was used in evaluation mode before, so bitsandbytes repacked its weights for bfloat16 "
             "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
         )
+
+
+class TrlEngine:
+    """
+    Generation of a trainer. `GRPOTrainer._generate_single_turn` (TRL 1.16) reads the settings of `generate` from the
+    trainer's attributes, which hold one agent's; they are swapped for the time of a call.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): does the generating.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+        self.tokenizer = trainer._tokenizer
+
+    @property
+    def model(self) -> Any:
+        """The model without wrappers of data parallelism."""
+        return self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        """
+        All settings of `generate` for an agent's sampling. As in TRL, `generation_kwargs` win over the trainer's
+        settings; an agent's own settings win over both.
+        """
+        args = self._trainer.args
+        own, general = sampling.as_generation_kwargs(), Sampling.of(AgentSpec("solo"), args).as_generation_kwargs()
+        explicit = set(args.generation_kwargs or {})
+        own = {key: value for key, value in own.items() if key not in explicit or value != general[key]}
+        return {**self._trainer.generation_kwargs, **own}
+
+    def generate(self, prompt_ids: list[list[int]], settings: Mapping[str, Any]) -> list[list[int]]:
+        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+        trainer = self._trainer
+        config, kwargs = trainer.generation_config, trainer.generation_kwargs
+        trainer.generation_kwargs = dict(settings)
+        trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
+        try:
+            return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
+        finally:
+            trainer.generation_config, trainer.generation_kwargs = config, kwargs

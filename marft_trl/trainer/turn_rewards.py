@@ -120,5 +120,5 @@ def score(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]], answers: Sequenc
     if is_conversational({"prompt": prompts[0]}):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     ids = [list(turn.completion_ids) for turn in answers]
-    with trainer._user_randomness.theirs():
+    with trainer._runner.randomness.theirs():
         return trainer._calculate_rewards(rows, prompts, completions, ids)

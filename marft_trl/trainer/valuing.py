@@ -10,6 +10,7 @@ import torch
 from trl import GRPOTrainer
 
 from ..configs import MARFTConfig
+from ..rollout.runner import EpisodeRunner
 from . import functional
 from .adapters import Policies
 from .batching import MicroBatch, Row, Slice
@@ -24,7 +25,7 @@ class TeamValues(GRPOTrainer):
     critic: Any  # `Critic`, or `None`
     policies: Policies
     schedule: Schedule
-    _observe: Callable[..., list[Any]]
+    _runner: EpisodeRunner
     _shares_prefixes: bool
     _is_checkpointing: bool
     _max_tokens: int | None
@@ -46,7 +47,7 @@ class TeamValues(GRPOTrainer):
         beyond = [
             (index, *episode.horizon) for index, episode in enumerate(rollout.episodes) if episode.horizon is not None
         ]
-        observations = self._observe(
+        observations = self._runner.observe(
             (self._specs[agent], rollout.episodes[index].prompt, seen, functions)
             for index, agent, seen, functions in beyond
         )

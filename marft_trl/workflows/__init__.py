@@ -4,6 +4,7 @@ from .environment import Environment, EnvironmentLoop
 from .graph import Graph
 from .orchestrated import Orchestrated
 from .ready_made import Debate, MixtureOfAgents, UntilApproved
+from .rebuild import rebuild
 from .sequential import Sequential
 
 
@@ -17,6 +18,7 @@ __all__ = [
     "Sequential",
     "UntilApproved",
     "Workflow",
+    "rebuild",
     "rehearse",
     "together",
 ]

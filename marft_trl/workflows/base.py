@@ -133,8 +133,23 @@ class Workflow(ABC):
         return "\n".join(["flowchart LR", *boxes, *arrows])
 
     def describe(self) -> dict:
-        """The workflow as JSON-serializable data, for the team's manifest."""
-        return {"class": type(self).__name__}
+        """
+        The workflow as JSON-serializable data, for the team's manifest: its `class` and, for a ready-made workflow,
+        the arguments that make it anew (see [`rebuild`]).
+        """
+        return {"class": self.class_name}
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class; with its module where it is a user's own, which may be named like a ready-made one."""
+        own = type(self)
+        is_ready_made = own.__module__.startswith(f"{__package__}.")
+        return own.__name__ if is_ready_made else f"{own.__module__}.{own.__qualname__}"
+
+
+def callable_name(function: Callable) -> str:
+    """Name of a function, a class, or the class of an object that can be called."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _label(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..episodes import EndOfEpisode, Episode, Turn
 from ..hints import did_you_mean
-from .base import SPEAKER_PATTERN, Workflow, check_count, check_names, together
+from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
 
 # What the loop itself calls
@@ -182,14 +182,14 @@ class EnvironmentLoop(Workflow):
         return list(itertools.pairwise(chain))
 
     def describe(self) -> dict:
-        name = getattr(self.environment, "__name__", type(self.environment).__name__)
         return {
-            "class": "EnvironmentLoop",
-            "environment": name,
+            "class": self.class_name,
+            "environment": callable_name(self.environment),
             "agents": self.agents,
             "horizon": self.horizon,
             "side_by_side": self.side_by_side or None,
             "tools": self.tools or None,
+            "source": self.source,
         }
 
 

@@ -88,7 +88,7 @@ class Graph(Workflow):
 
     def describe(self) -> dict:
         renamed = {node: agent for node, agent in self.agents.items() if node != agent}
-        return {"class": "Graph", "sees": self.sees, "agents": renamed or None, "answer": self.answer}
+        return {"class": self.class_name, "sees": self.sees, "agents": renamed or None, "answer": self.answer}
 
     # ---- Problems of a graph ----
 

@@ -172,7 +172,7 @@ class Orchestrated(Workflow):
 
     def describe(self) -> dict:
         return {
-            "class": "Orchestrated",
+            "class": self.class_name,
             "orchestrator": self.orchestrator,
             "agents": self.agents,
             "max_turns": self.max_turns,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..episodes import Episode, Turn
-from .base import Workflow, check_count, check_names, together
+from .base import Workflow, callable_name, check_count, check_names, together
 
 
 class Debate(Workflow):
@@ -41,7 +41,7 @@ class Debate(Workflow):
         return [*self.agents, *([self.judge] if self.judge else [])]
 
     def describe(self) -> dict:
-        return {"class": "Debate", "agents": self.agents, "rounds": self.rounds, "judge": self.judge}
+        return {"class": self.class_name, "agents": self.agents, "rounds": self.rounds, "judge": self.judge}
 
 
 class MixtureOfAgents(Workflow):
@@ -72,7 +72,7 @@ class MixtureOfAgents(Workflow):
         return list(dict.fromkeys([*(agent for layer in self.layers for agent in layer), self.aggregator]))
 
     def describe(self) -> dict:
-        return {"class": "MixtureOfAgents", "layers": self.layers, "aggregator": self.aggregator}
+        return {"class": self.class_name, "layers": self.layers, "aggregator": self.aggregator}
 
 
 class UntilApproved(Workflow):
@@ -110,13 +110,13 @@ class UntilApproved(Workflow):
         return [self.writer, self.reviewer]
 
     def describe(self) -> dict:
-        approves = getattr(self.approves, "__name__", type(self.approves).__name__)
         return {
-            "class": "UntilApproved",
+            "class": self.class_name,
             "writer": self.writer,
             "reviewer": self.reviewer,
             "rounds": self.rounds,
-            "approves": self.approves if isinstance(self.approves, str) else approves,
+            "approves": self.approves if isinstance(self.approves, str) else None,
+            "approves_function": None if isinstance(self.approves, str) else callable_name(self.approves),
         }
 
 

@@ -33,4 +33,4 @@ class Sequential(Workflow):
         return list(self.agents or [])
 
     def describe(self) -> dict:
-        return {"class": "Sequential", "agents": self.agents, "rounds": self.rounds}
+        return {"class": self.class_name, "agents": self.agents, "rounds": self.rounds}

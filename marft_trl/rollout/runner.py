@@ -1,0 +1,170 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs a team's workflow: what agents are shown, what they say, and the episodes that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from ..agents import AgentSpec
+from ..episodes import EndOfEpisode, Episode, Turn
+from ..randomness import UserRandomness
+from ..tools import ToolCall, ToolLimits, tool_name
+from ..workflows import Workflow
+from .collector import Request, collect
+from .prompts import Observation, PromptBuilder, Query
+from .tool_calls import parse_calls
+from .transformers_generator import Sampled
+
+
+class Generator(Protocol):
+    """What samples turns."""
+
+    def generate(
+        self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False, greedy: bool = False
+    ) -> list[Sampled]:
+        """Sampled tokens for each observation, by its agent or by the agent's reference."""
+
+    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
+        """Whether a turn of an agent holds one of its stop texts."""
+
+
+class EpisodeRunner:
+    """
+    Runs the workflow on dataset rows.
+
+    Args:
+        agents (`Sequence[AgentSpec]`): the team.
+        workflow ([`Workflow`]): decides who acts next and what each sees.
+        prompts ([`PromptBuilder`]): what agents are shown, in tokens.
+        generator ([`Generator`]): samples turns.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes them.
+        ends (`Sequence[int]`): tokens that end a turn.
+        randomness ([`UserRandomness`]): of workflows, environments, tools and views.
+        limits ([`ToolLimits`]): what calls of tools may cost.
+        uses_tools (`bool`): whether agents were prepared for tools.
+        aliases (`Mapping[str, str]`): the names under which agents know one another, where they are not their own.
+        patience (`float`, *optional*): seconds that a workflow may wait for something that is neither a turn nor a
+            tool.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[AgentSpec],
+        workflow: Workflow,
+        prompts: PromptBuilder,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        randomness: UserRandomness,
+        limits: ToolLimits,
+        uses_tools: bool = False,
+        aliases: Mapping[str, str] | None = None,
+        patience: float | None = None,
+    ):
+        self._specs = {agent.name: agent for agent in agents}
+        self._workflow = workflow
+        self.prompts, self.generator, self.randomness = prompts, generator, randomness
+        self._tokenizer = tokenizer
+        self._ends = tuple(ends)
+        self._limits, self._uses_tools = limits, uses_tools
+        self._aliases, self._patience = dict(aliases or {}), patience
+        self.options: dict[str, Any] = {}  # further options of the generator
+        self.dropped_turns = 0  # that were not shown, since the model's window was too short
+
+    def run(
+        self,
+        rows: Sequence[dict[str, Any]],
+        answer: Callable[[Sequence[Request]], Sequence[Turn | EndOfEpisode]] | None = None,
+        replays: Any = None,
+    ) -> list[Episode]:
+        """
+        One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
+
+        Args:
+            rows (`Sequence[dict]`): dataset rows with a `prompt`.
+            answer (`Callable`, *optional*): turns requests into turns, in place of [`~EpisodeRunner.answer`].
+            replays (`Sequence[Replay]`, *optional*): for each row, replies that are known already.
+        """
+        answer = answer or self.answer
+        tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
+
+        def answered(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:
+            with self.randomness.ours():
+                return answer(requests)
+
+        with self.randomness.theirs():
+            return collect(
+                *(self._workflow, rows, list(self._specs), answered, replays, tools, self._limits, self._aliases),
+                patience=self._patience,
+            )
+
+    def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
+        """What agents are shown. Views are users' code."""
+        with self.randomness.theirs():
+            return self.prompts.build(queries)
+
+    def query(self, request: Request) -> Query:
+        """What the observation of a request is made from."""
+        agent = self._specs[request.agent]
+        return Query(agent, request.episode.prompt, request.seen, request.functions, request.after)
+
+    def answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
+        """Turns for all waiting requests: observe, generate, decode."""
+        undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
+        if undeclared is not None:
+            raise ValueError(
+                f"The workflow `{type(self._workflow).__name__}` gives agent {undeclared.agent!r} tools "
+                f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
+                "would be read. Set its `functions` to what it passes as `tools=`."
+            )
+        observations = self.observe(map(self.query, requests))
+        completions = self._generate_for(requests, observations)
+        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
+        self.dropped_turns += sum(observation.dropped for observation in observations)
+        return [
+            EndOfEpisode(observation.problem)
+            if observation.problem is not None
+            else request.answered(
+                text,
+                observation.seen,
+                observation=observation.content,
+                prompt_ids=observation.ids,
+                completion_ids=ids,
+                raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
+                truncated=self._is_truncated(request.agent, ids),
+                tool_calls=self._calls(request, observation.ids, ids),
+                logps=logps,
+            )
+            for request, text, observation, (ids, logps) in zip(
+                requests, texts, observations, completions, strict=True
+            )
+        ]
+
+    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
+        """Sampled tokens for each request; none where its episode ends instead."""
+        completions: list[Sampled] = [Sampled([]) for _ in requests]
+        for by_reference in (False, True):
+            mine = [
+                index
+                for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
+                if request.by_reference == by_reference and observation.problem is None
+            ]
+            if mine:
+                prompt_ids = [observations[index].ids for index in mine]
+                options = {**self.options, **({"by_reference": True} if by_reference else {})}
+                sampled = self.generator.generate([requests[index].agent for index in mine], prompt_ids, **options)
+                for index, its in zip(mine, sampled, strict=True):
+                    completions[index] = its
+        return completions
+
+    def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
+        if not request.functions or self._is_truncated(request.agent, ids):
+            return ()
+        return parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
+
+    def _is_truncated(self, agent: str, ids: list[int]) -> bool:
+        ends = (*self._ends, self._tokenizer.pad_token_id)
+        return bool(ids) and ids[-1] not in ends and not self.generator.holds_stop(agent, ids)

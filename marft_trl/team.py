@@ -1,0 +1,395 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A trained team that answers: the same prompts, tokens, stops and sampling as in training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import is_conversational
+from trl.trainer.utils import create_model_from_path
+
+from .agents import AgentSpec
+from .anonymity import alias_names
+from .episodes import Episode, Messages
+from .forward import why_not
+from .manifest import Inference, TeamManifest
+from .randomness import UserRandomness
+from .rollout.model_engine import ModelEngine
+from .rollout.prompts import PromptBuilder, is_plain
+from .rollout.runner import EpisodeRunner
+from .rollout.transformers_generator import Sampling, TransformersGenerator
+from .rollout.views import View, team_view
+from .tools import ToolLimits, tool_name
+from .trainer import setup
+from .trainer.adapter_files import put_on, team_folder
+from .trainer.adapters import Policies
+from .trainer.fingerprints import describe_base
+from .trainer.trl_seams import keep_4bit_weights
+from .trainer.validation import check_prompts
+from .workflows import Workflow, rebuild
+
+
+logger = get_logger(__name__)
+
+# What an agent leaves open in a manifest of version 0.1, which does not say what the trainer had: TRL's defaults.
+_DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
+
+
+class Team:
+    """
+    A team of agents to be run. [`Team.from_pretrained`] loads one, `trainer.team` is the one in training.
+
+    ```python
+    team = Team.from_pretrained("me/my-team")
+    print(team("How many apples are left?"))
+    ```
+
+    Args:
+        agents (`Sequence[AgentSpec]`): the agents.
+        workflow ([`Workflow`]): decides who acts next and what each sees.
+        runner ([`EpisodeRunner`]): runs episodes.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
+    """
+
+    def __init__(self, agents: Sequence[AgentSpec], workflow: Workflow, runner: EpisodeRunner, model: PreTrainedModel):
+        self.agents, self.workflow, self.model = list(agents), workflow, model
+        self._runner = runner
+
+    def __repr__(self) -> str:
+        names = ", ".join(agent.name for agent in self.agents)
+        return f"Team({names}; {type(self.workflow).__name__})"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        team: str | os.PathLike,
+        model: str | PreTrainedModel | None = None,
+        quantization_config: Any = None,
+        revision: str | None = None,
+        *,
+        workflow: Workflow | None = None,
+        environment_factory: Callable | None = None,
+        tools: Sequence[Callable] = (),
+        view: View | Mapping[str, View] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        token: str | bool | None = None,
+    ) -> Team:
+        """
+        Load a team that `MARFTTrainer` saved or pushed.
+
+        Args:
+            team (`str` or `os.PathLike`):
+                Folder of the team, or its Hub id.
+            model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+                The base: a name, a folder, or a loaded model without adapters. The Hub model that the team was trained
+                on unless given; a local base has to be passed.
+            quantization_config (*optional*):
+                Quantization of the base, where it is loaded here. That of training unless given; `False` for none.
+            revision (`str`, *optional*):
+                Branch, tag or commit of the team on the Hub.
+            workflow ([`Workflow`], *optional*):
+                The workflow. Unless given it is made anew from the manifest, which can be done with ready-made ones.
+            environment_factory (`Callable`, *optional*):
+                Makes the environment of a team whose workflow is `EnvironmentLoop`.
+            tools (`Sequence[Callable]`, *optional*):
+                The functions that agents may call; each agent gets those that it had in training, by name.
+            view (`Callable` or `dict[str, Callable]`, *optional*):
+                The function that shows agents what they see, where the team was trained with one, or one for each of
+                the agents that have their own.
+            processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+                Tokenizer in place of the one that was saved with the team.
+            token (`str` or `bool`, *optional*):
+                Token of the Hub.
+
+        Raises:
+            FileNotFoundError: no such folder.
+            ValueError: something the team needs was not passed, or an adapter does not fit the base.
+        """
+        folder = team_folder(team, revision, token)
+        manifest = TeamManifest.load(folder)
+        inference = manifest.inference or _without_inference(folder)
+        if workflow is None:
+            workflow = rebuild(manifest.workflow, environment_factory)
+        elif environment_factory is not None:
+            raise ValueError("`workflow` and `environment_factory` were both passed. Pass the workflow alone.")
+        views = _views(inference, view)
+        agents = _with_functions(manifest.agents, inference, tools, views)
+        workflow.check([agent.name for agent in agents])
+        tokenizer = processing_class or AutoTokenizer.from_pretrained(
+            folder, padding_side="left", truncation_side="left"
+        )
+        base = _load_base(manifest, folder, model, quantization_config)
+        _warn_of_another_base(manifest, base, tokenizer)
+        loaded = put_on(base, folder) if manifest.adapters else base
+        loaded.requires_grad_(False)
+        aliases = alias_names(agents) if manifest.anonymous else {}
+        share = inference.share_prefixes and why_not(base) is None
+        runner = _runner(agents, workflow, inference, loaded, tokenizer, views.get(None, team_view), aliases, share)
+        return cls(agents, workflow, runner, loaded)
+
+    def __call__(self, question: str | Messages) -> str:
+        """The team's answer to one question, sampled as in training."""
+        (episode,) = self.run([question])
+        return episode.answer.text if episode.answer is not None else ""
+
+    def run(
+        self,
+        prompts: Sequence[str | Messages | Mapping[str, Any]],
+        num_samples: int = 1,
+        greedy: bool = False,
+        seed: int | None = None,
+        batch_size: int | None = None,
+    ) -> list[Episode]:
+        """
+        Run the workflow on prompts.
+
+        Args:
+            prompts (`Sequence`):
+                Texts, lists of messages, or dataset rows with a `prompt`, whose other columns the workflow or its
+                environment reads.
+            num_samples (`int`, *optional*, defaults to `1`):
+                Episodes of each prompt.
+            greedy (`bool`, *optional*, defaults to `False`):
+                Take the most likely token each time instead of sampling.
+            seed (`int`, *optional*):
+                Of sampling, and of what users' code draws. The random states are put back afterwards.
+            batch_size (`int`, *optional*):
+                Episodes that run at once. All of them unless given.
+
+        Returns: the finished episodes, those of a prompt one after the other; `episode.answer.text` is the answer.
+
+        Raises:
+            ValueError: no prompts, a prompt that cannot be used, or a number below 1.
+        """
+        for name, number in (("num_samples", num_samples), ("batch_size", batch_size or 1)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
+        rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
+        check_prompts(rows, "prompts")
+        size, episodes = batch_size or max(len(rows), 1), []
+        with self._running(greedy, seed):
+            for start in range(0, len(rows), size):
+                for episode in self._runner.run(rows[start : start + size]):
+                    episode.index += start
+                    episodes.append(episode)
+        return episodes
+
+    @contextlib.contextmanager
+    def _running(self, greedy: bool, seed: int | None) -> Iterator[None]:
+        runner, model, was_training = self._runner, self.model, self.model.training
+        options, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
+        runner.options = {"greedy": True} if greedy else {}
+        devices = [] if model.device.type == "cpu" else [model.device]
+        model.eval()
+        try:
+            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                    runner.randomness = UserRandomness(seed, model.device)
+                yield
+        finally:
+            runner.options, runner.randomness, runner.dropped_turns = options, randomness, dropped
+            model.train(was_training)
+
+
+# ---- What a saved team is made of ----
+
+
+def _without_inference(folder: Path) -> Inference:
+    logger.warning(
+        f"The team in {folder} was saved by version 0.1, which did not write how its agents sampled: what they leave "
+        "open is taken from the defaults of TRL (temperature 1, at most 512 tokens a turn)."
+    )
+    return Inference(generation={"do_sample": True})
+
+
+def _as_list(prompts: Any) -> list:
+    if isinstance(prompts, (str, Mapping)) or (prompts and is_conversational({"prompt": prompts})):
+        raise TypeError(
+            "`prompts` must be a list of prompts; for a single one pass `[prompt]`, or call `team(prompt)`."
+        )
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("`prompts` is empty.")
+    return prompts
+
+
+def _as_row(prompt: Any) -> dict[str, Any]:
+    return dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+
+
+def _views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
+    """The views of agents by name; that of all others under `None`."""
+    given: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
+    needed: dict[str | None, str] = dict(inference.agent_views.items())
+    if inference.view is not None:
+        needed[None] = inference.view
+    missing = [agent for agent in needed if agent not in given]
+    if missing:
+        whose = f"agent {missing[0]!r}" if missing[0] is not None else "the team"
+        form = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
+        raise ValueError(
+            f"What {whose} was shown in training was made by the function `{needed[missing[0]]}`: pass it as {form}."
+        )
+    return given
+
+
+def _with_functions(
+    agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
+) -> list[AgentSpec]:
+    """The agents with the tools and the views that they had in training."""
+    by_name = {tool_name(tool): tool for tool in ([tools] if callable(tools) else tools)}
+    for name, needed in inference.tools.items():
+        missing = [tool for tool in needed if tool not in by_name]
+        if missing:
+            raise ValueError(
+                f"Agent {name!r} was trained with the tools {', '.join(map(repr, needed))}, but {missing[0]!r} is not "
+                "among `tools=`. Add it."
+            )
+    return [
+        dataclasses.replace(
+            agent,
+            tools=tuple(by_name[tool] for tool in inference.tools.get(agent.name, ())),
+            view=views.get(agent.name),
+        )
+        for agent in agents
+    ]
+
+
+def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any) -> PreTrainedModel:
+    """The base, in the precision and the quantization of training."""
+    base = manifest.base
+    if isinstance(model, PreTrainedModel):
+        keep_4bit_weights(model)
+        return model
+    if model is not None and not isinstance(model, (str, os.PathLike)):
+        raise TypeError(
+            f"`model` must be the name or folder of a base model, or a `PreTrainedModel` without adapters, got "
+            f"{type(model).__name__}."
+        )
+    options: dict[str, Any] = {}
+    if model is None and not manifest.adapters:
+        model = folder  # all weights lie beside the manifest
+    elif model is None and manifest.base_model is not None:
+        model, options["revision"] = manifest.base_model, manifest.base_model_revision
+    if model is None:
+        raise ValueError(
+            "The team was trained on a local base"
+            + (f", {manifest.base_name!r}" if manifest.base_name else "")
+            + ": pass it as `model=`, a folder or a loaded model."
+        )
+    if base is not None and base.dtype is not None:
+        options["dtype"] = base.dtype
+    if quantization_config is None and base is not None and base.quantization is not None:
+        quantization_config = _as_trained(base.quantization)
+    if quantization_config:
+        options["quantization_config"] = quantization_config
+    loaded = create_model_from_path(str(model), **options)
+    keep_4bit_weights(loaded)
+    return loaded
+
+
+def _runner(
+    agents: Sequence[AgentSpec],
+    workflow: Workflow,
+    inference: Inference,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    view: View,
+    aliases: Mapping[str, str],
+    share: bool,
+) -> EpisodeRunner:
+    """What runs the episodes of a saved team."""
+    uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
+    chat_template = setup.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(inference.mixed_precision)
+    engine = ModelEngine(model, tokenizer, _known_settings(inference, model, tokenizer), autocast)
+    samplings = {agent.name: Sampling.of(agent, _DEFAULTS) for agent in agents}
+    prompts = PromptBuilder(
+        tokenizer,
+        tokenize=_tokenization(tokenizer, inference, chat_template),
+        view=view,
+        chat_template_kwargs=inference.chat_template_kwargs,
+        plain=is_plain(agents, uses_tools),
+        window=setup.context_window(model),
+        reserved={name: sampling.max_completion_length for name, sampling in samplings.items()},
+        overflow=inference.context_overflow,
+        chat_template=chat_template,
+        ends=engine.ends,
+        aliases=aliases,
+    )
+    return EpisodeRunner(
+        agents,
+        workflow,
+        prompts,
+        TransformersGenerator(engine, Policies(model, agents), samplings, share=share, records=False),
+        tokenizer,
+        ends=engine.ends,
+        randomness=UserRandomness(0, model.device),
+        limits=ToolLimits(**inference.tool_limits),
+        uses_tools=uses_tools,
+        aliases=aliases,
+        patience=inference.workflow_timeout,
+    )
+
+
+def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
+    if str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
+        return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
+    return None  # quantized checkpoints of other methods bring their config
+
+
+def _warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say where base, tokenizer or chat template are not those of training; shapes are checked apart from this."""
+    if manifest.base is None:
+        return
+    present = describe_base(base, tokenizer, tokenizer.chat_template)
+    kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
+    other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
+    if manifest.inference is not None and manifest.inference.tools and "chat template" in other:
+        other.remove("chat template")  # with tools a team may be shown another one than the tokenizer's
+    if other:
+        logger.warning(
+            f"The {' and the '.join(other)} differ{'s' if len(other) == 1 else ''} from what the team was trained "
+            f"with ({manifest.base.name!r}), so its answers may be worse. Pass the `model=` and the "
+            "`processing_class=` of training."
+        )
+
+
+def _known_settings(
+    inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Settings of `generate` from the manifest, which anybody may have written: those that it knows, nothing else."""
+    known = model.generation_config.to_dict().keys() | {"do_sample"}
+    settings = {name: value for name, value in inference.generation.items() if name in known}
+    return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, **settings}
+
+
+def _tokenization(
+    tokenizer: PreTrainedTokenizerBase, inference: Inference, chat_template: str | None
+) -> Callable[..., list[list[int]]]:
+    """Tokenization of prompts without a word of a model, as TRL (1.16) has it in `GRPOTrainer._tokenize_prompts`."""
+
+    def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
+        if not is_conversational({"prompt": prompts[0]}):
+            return tokenizer(text=prompts)["input_ids"]
+        return tokenizer.apply_chat_template(
+            conversation=prompts,
+            tools=list(functions) or None,
+            chat_template=chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **inference.chat_template_kwargs,
+        )["input_ids"]
+
+    return tokenize

@@ -1,0 +1,168 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Adapters of saved teams, from a folder or the Hub: checked before they touch the base, then put on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import PeftConfig, PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..agents import AgentSpec
+from ..manifest import MANIFEST_NAME, TeamManifest
+from .adapters import adapter_parameters, check_adapter_config, linear_shape
+
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What is not needed to run a team; `*.bin` files are pickles
+_NOT_NEEDED = ("checkpoint-*/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin")
+_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B)\.weight")
+
+
+def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """
+    The folder of a saved team; a team on the Hub is downloaded without its checkpoints and its critic.
+
+    Args:
+        team (`str` or `os.PathLike`): a folder, or the Hub id of a team.
+        revision (`str`, *optional*): branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*): of the Hub.
+
+    Raises:
+        FileNotFoundError: neither a folder of a team nor a Hub id.
+    """
+    path = Path(team)
+    if path.is_dir():
+        if not (path / MANIFEST_NAME).is_file():
+            raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {path}: not a folder saved by MARFTTrainer.")
+        return path
+    if not _HUB_ID.fullmatch(str(team)) or str(team).startswith("."):
+        raise FileNotFoundError(
+            f"There is no folder {str(team)!r}, and it cannot be the id of a team on the Hub. Pass the folder that "
+            "`save_model` wrote, or an id such as 'me/my-team'."
+        )
+    return Path(snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED)))
+
+
+def load_adapters(
+    model: PreTrainedModel,
+    team: str | os.PathLike,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> PeftModel:
+    """
+    Put the adapters of a saved team on a base model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The base model.
+        team (`str` or `os.PathLike`):
+            Folder that `MARFTTrainer.save_model` wrote, or the Hub id of a team.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*):
+            Token of the Hub.
+
+    Returns: a [`~peft.PeftModel`] with one adapter for each that the team has, by name. `set_adapter(name)` chooses.
+
+    Raises:
+        ValueError: an adapter that does not fit the base, or that would change it; nothing was touched then.
+    """
+    return put_on(model, team_folder(team, revision, token))
+
+
+def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """As [`load_adapters`], from a folder. Weights keep the precision in which they were saved."""
+    manifest = TeamManifest.load(folder)
+    owners = {agent.adapter: agent for agent in reversed(manifest.agents)}
+    if not manifest.adapters:
+        raise ValueError(
+            f"The team in {folder} has no adapters: its agents share one fully trained policy. Load it with "
+            "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
+        )
+    for name, agent in owners.items():
+        check_adapter(folder / name, agent, model, manifest.base_name)
+    first, *others = dict.fromkeys(agent.adapter for agent in manifest.agents)
+    loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
+    for name in others:
+        loaded.load_adapter(str(folder), name, subfolder=name)
+    for name in owners:
+        _as_saved(loaded, name, folder / name)
+    return loaded
+
+
+def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
+    """
+    Check the files of an adapter before they touch the base.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: its config would change the base, it holds more than an adapter, or it was trained on a base of
+            another shape; the message names the agent.
+    """
+    if not (folder / WEIGHTS_NAME).is_file():
+        raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {WEIGHTS_NAME} in {folder}.")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever a stranger has written into it
+        raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
+    check_adapter_config(agent, config, alone=False)
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # not a mapping
+    others = [key for key in shapes if key.startswith("base_model.model.") and ".base_layer." in key]
+    if others:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} holds weights of the base ({others[0]}), which all agents share. "
+            "Save the adapter alone."
+        )
+    modules = dict(base.named_modules())
+    for key, shape in shapes.items():
+        _check_shape(agent, key, shape, modules, trained_on)
+
+
+def _check_shape(
+    agent: AgentSpec, key: str, shape: Sequence[int], modules: dict[str, nn.Module], trained_on: str | None
+) -> None:
+    """Raise one sentence for the first tensor of a LoRA that does not fit its layer."""
+    match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
+    if match is None or len(shape) != 2:
+        return
+    name = match["module"]
+    origin = f" The team was trained on {trained_on!r}: pass that base." if trained_on else ""
+    if name not in modules:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} belongs to another base: it has weights for the layer {name!r}, "
+            f"which this base does not have.{origin}"
+        )
+    layer = linear_shape(modules[name])
+    if layer is None:
+        return
+    end, present, needed = ("inputs", layer[0], shape[1]) if match["side"] == "A" else ("outputs", layer[1], shape[0])
+    if present != needed:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} belongs to another base: its weights for {name!r} are for a layer "
+            f"with {needed} {end}, that of this base has {present}.{origin}"
+        )
+
+
+@torch.no_grad()
+def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
+    """
+    Give the weights of an adapter the precision in which they were saved: PEFT creates adapters in that of the base or
+    in float32, and answers would differ from those of training.
+    """
+    saved = load_file(folder / WEIGHTS_NAME)
+    for name, parameter in adapter_parameters(model, adapter).items():
+        head, _, tail = name.rpartition(f".{adapter}")
+        tensor = saved.get(head + tail)
+        if tensor is not None and tensor.shape == parameter.shape:
+            parameter.data = tensor.to(parameter.device)

@@ -1,0 +1,58 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A workflow made anew from what a manifest says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .base import Workflow
+from .environment import EnvironmentLoop
+from .graph import Graph
+from .orchestrated import Orchestrated
+from .ready_made import Debate, MixtureOfAgents, UntilApproved
+from .sequential import Sequential
+
+
+_READY_MADE: dict[str, type[Workflow]] = {
+    kind.__name__: kind
+    for kind in (Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, Sequential, UntilApproved)
+}
+
+
+def rebuild(description: Mapping[str, Any], environment_factory: Callable | None = None) -> Workflow:
+    """
+    The workflow that [`Workflow.describe`] described.
+
+    Args:
+        description (`Mapping[str, Any]`): the description.
+        environment_factory (`Callable`, *optional*): makes the environment of an [`EnvironmentLoop`].
+
+    Raises:
+        ValueError: it is a user's own workflow, or it needs a function that no description holds.
+    """
+    name = str(description["class"])
+    if name not in _READY_MADE:
+        raise ValueError(f"The workflow `{name}` of the team is your own code: pass it as `workflow=`.")
+    if description.get("approves_function"):
+        raise ValueError(
+            f"The workflow `{name}` of the team asks the function `{description['approves_function']}`: pass the "
+            "workflow as `workflow=`."
+        )
+    arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
+    if name == EnvironmentLoop.__name__:
+        environment = arguments.pop("environment", None)
+        if environment_factory is None:
+            raise ValueError(
+                f"The team plays in the environment `{environment}`: pass what makes it as `environment_factory=`, or "
+                "the whole workflow as `workflow=`."
+            )
+        arguments["environment"] = environment_factory
+    elif environment_factory is not None:
+        raise ValueError(f"`environment_factory` was passed, but the workflow `{name}` of the team has none.")
+    try:
+        return _READY_MADE[name](**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The workflow `{name}` of the team cannot be made anew from its manifest: {error}"
+        ) from error

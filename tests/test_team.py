@@ -1,0 +1,344 @@
+"""A trained team answers as its trainer does, from a folder and from the Hub."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
+from marft_trl.rollout.views import team_view
+from marft_trl.tiny import questions, tiny_agents, tiny_model
+from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
+
+from .helpers import add, lora, team_trainer
+
+
+QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
+QUICK = {"max_steps": 2, "learning_rate": 2e-2}
+
+
+def ids_of(episodes):
+    return [[(turn.agent, turn.prompt_ids, turn.completion_ids) for turn in episode.turns] for episode in episodes]
+
+
+def four_bit():
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"agents": [AgentSpec("first", adapter="both"), AgentSpec("second", adapter="both", system_prompt="x")]},
+        {"quantization_config": four_bit()},
+        {"peft_config": None},
+        {"agents": [AgentSpec("a")], "settings": {**QUICK, "share_prefixes": False}},
+        {"settings": {**QUICK, "bf16": True, "use_cpu": True}, "peft_config": None},
+        {"anonymous": True, "workflow": Sequential(rounds=2)},
+    ],
+    ids=["own adapters", "shared adapters", "4-bit", "one policy", "lone agent, plain path", "bf16", "anonymous"],
+)
+def test_a_saved_team_answers_bit_for_bit_as_its_trainer(model_folder, tmp_path, arguments):
+    trainer = team_trainer(model_folder, tmp_path, **{"settings": QUICK, **arguments})
+    trainer.train()
+    trainer.save_model()
+    expected = trainer.team.run(QUESTIONS, greedy=True)
+    base = None if arguments.get("peft_config", 0) is None else model_folder
+    team = Team.from_pretrained(tmp_path, model=base)
+    found = team.run(QUESTIONS, greedy=True)
+    assert ids_of(found) == ids_of(expected) and len(found) == 100
+    assert ids_of(team.run(QUESTIONS[:8], seed=1)) == ids_of(trainer.team.run(QUESTIONS[:8], seed=1))
+    assert ids_of(team.run(QUESTIONS[:8], seed=1)) != ids_of(team.run(QUESTIONS[:8], seed=2))
+
+
+def test_the_answers_are_those_of_the_rollouts_of_training(model_folder, tmp_path):
+    """Training samples greedily here; stops, lengths and settings of `generate` are the agents' own."""
+    agents = [
+        AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=24, stop="="),
+        AgentSpec("actor", system_prompt="Write the answer.", temperature=0.5),
+    ]
+    settings = {**QUICK, "generation_kwargs": {"do_sample": False, "repetition_penalty": 1.2}}
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    trainer.train()
+    trainer.save_model()
+    trainer.model.eval()
+    expected = trainer._roll_out([{"prompt": prompt, "solution": ""} for prompt in QUESTIONS[:20]]).episodes
+    found = Team.from_pretrained(tmp_path, model=model_folder).run(QUESTIONS[:20])
+    assert ids_of(found) == ids_of(expected)
+    assert any(turn.text.endswith("=") for episode in found for turn in episode.turns)
+
+
+def test_running_a_team_leaves_training_as_it_was(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    trainer.model.train()
+    state = torch.get_rng_state()
+    episodes = trainer.team.run(QUESTIONS[:3], num_samples=2, seed=3, batch_size=4)
+    assert torch.equal(state, torch.get_rng_state()) and trainer.model.training
+    assert [episode.index for episode in episodes] == list(range(6))
+    assert [episode.prompt for episode in episodes] == [QUESTIONS[i] for i in (0, 0, 1, 1, 2, 2)]
+    assert isinstance(trainer.team(QUESTIONS[0]), str) and "reasoner, actor" in repr(trainer.team)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompts": []}, ValueError, "is empty"),
+        ({"prompts": "x"}, TypeError, r"pass `\[prompt\]`"),
+        ({"prompts": [{"role": "user", "content": "x"}]}, TypeError, r"pass `\[prompt\]`"),
+        ({"prompts": ["x", ""]}, ValueError, "row 1 of `prompts` is empty|prompt in a row of `prompts` is empty"),
+        ({"prompts": ["x"], "num_samples": 0}, ValueError, "`num_samples` must be an integer of at least 1, got 0"),
+        ({"prompts": ["x"], "batch_size": -1}, ValueError, "`batch_size`"),
+    ],
+)
+def test_prompts_that_cannot_be_run(model_folder, tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        team_trainer(model_folder, tmp_path).team.run(**arguments)
+
+
+# ---- What the caller has to give ----
+
+
+class Redraft(Workflow):
+    async def run(self, episode):
+        draft = await episode.turn("reasoner")
+        await episode.turn("actor", sees=[draft])
+
+
+def test_an_own_workflow_is_passed(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, workflow=Redraft())
+    trainer.save_model()
+    with pytest.raises(
+        ValueError, match=r"workflow `tests.test_team.Redraft` of the team is your own code: .*`workflow=`"
+    ):
+        Team.from_pretrained(tmp_path, model=model_folder)
+    team = Team.from_pretrained(tmp_path, model=model_folder, workflow=Redraft())
+    assert ids_of(team.run(QUESTIONS[:4], greedy=True)) == ids_of(trainer.team.run(QUESTIONS[:4], greedy=True))
+
+
+def shout(agent, prompt, seen):
+    return [*team_view(agent, prompt, seen), {"role": "user", "content": "!"}]
+
+
+def test_tools_and_views_are_passed_by_name(model_folder, tmp_path, tokenizer):
+    from .test_tools import tool_tokenizer
+
+    tokenizer = tool_tokenizer()
+    model = tiny_model(len(tokenizer))
+    agents = [AgentSpec("caller", tools=[add], max_completion_length=8), AgentSpec("loud", view=shout)]
+    trainer = team_trainer(copy.deepcopy(model), tmp_path, agents=agents, processing_class=tokenizer)
+    trainer.save_model()
+    for given, message in [
+        (
+            {},
+            "the agent 'loud' was shown .* `shout`: pass it as .view=.'loud': ...|agent 'loud' was shown in training",
+        ),
+        ({"view": {"loud": shout}}, "'caller' was trained with the tools 'add', but 'add' is not among `tools=`"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Team.from_pretrained(tmp_path, model=copy.deepcopy(model), **given)
+    team = Team.from_pretrained(tmp_path, model=copy.deepcopy(model), view={"loud": shout}, tools=[add])
+    expected = trainer.team.run(["What is 1+1?"], greedy=True)
+    found = team.run(["What is 1+1?"], greedy=True)
+    assert ids_of(found) == ids_of(expected)
+    assert found[0].turns[-1].observation[-1]["content"].endswith("!")
+
+
+class World:
+    def __init__(self):
+        self.rounds = 0
+
+    def reset(self, prompt, level=0, **row):
+        return f"level {level}"
+
+    def step(self, turns):
+        self.rounds += 1
+        return "go on", 0.0, self.rounds == 2
+
+
+def test_environments_are_passed(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(World, horizon=3), reward_funcs=None)
+    trainer.save_model()
+    with pytest.raises(
+        ValueError, match="plays in the environment `World`: pass what makes it as `environment_factory=`"
+    ):
+        Team.from_pretrained(tmp_path, model=model_folder)
+    team = Team.from_pretrained(tmp_path, model=model_folder, environment_factory=World)
+    (episode,) = team.run([{"prompt": "x", "level": 7}], greedy=True)
+    assert len(episode.turns) == 4 and episode.feedback[0].text == "level 7"
+
+
+def approves(review):
+    return "yes" in review.text
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        Sequential(["a", "b"], rounds=2),
+        Graph(
+            {"plan": [], "one": ["plan"], "two": ["one"]}, agents={"one": "b", "two": "b", "plan": "a"}, answer="two"
+        ),
+        Debate(["a", "b"], rounds=3, judge="a"),
+        MixtureOfAgents([["a", "b"], ["a"]], "b"),
+        UntilApproved("a", "b", rounds=2, approves="fine"),
+        Orchestrated("a", agents=["b"], max_turns=3, max_tokens=100, fallback="b", penalty=-0.1),
+        EnvironmentLoop(World, agents=["a"], horizon=2, side_by_side=True, source="world"),
+    ],
+    ids=lambda workflow: type(workflow).__name__,
+)
+def test_ready_made_workflows_are_made_anew(workflow):
+    description = json.loads(json.dumps(workflow.describe()))
+    again = rebuild(description, World if isinstance(workflow, EnvironmentLoop) else None)
+    assert type(again) is type(workflow) and again.describe() == workflow.describe()
+    assert {k: v for k, v in vars(again).items() if k != "functions"} == {
+        k: v for k, v in vars(workflow).items() if k != "functions"
+    }
+
+
+def test_workflows_that_look_like_ready_made_ones_are_not_made_anew():
+    own = type("Sequential", (Sequential,), {"__module__": "mine"})
+    with pytest.raises(ValueError, match="`mine.Sequential` of the team is your own code"):
+        rebuild(own().describe())
+    with pytest.raises(ValueError, match="asks the function `approves`"):
+        rebuild(UntilApproved("a", "b", approves=approves).describe())
+    with pytest.raises(ValueError, match="cannot be made anew"):
+        rebuild({"class": "Debate", "agents": 3})
+
+
+# ---- Bases and adapters of strangers ----
+
+
+def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tmp_path, tokenizer, caplog):
+    team_trainer(model_folder, tmp_path).save_model()
+    with pytest.raises(ValueError, match="trained on a local base, 'warm-model': pass it as `model=`"):
+        Team.from_pretrained(tmp_path)
+    caplog.clear()
+    Team.from_pretrained(tmp_path, model=model_folder)
+    assert "differ" not in caplog.text
+    wider = tiny_model(len(tokenizer), hidden_size=64, intermediate_size=96)
+    with pytest.raises(
+        ValueError, match=r"'(reasoner|actor)' belongs to another base: its weights for 'model.layers.0"
+    ) as error:
+        load_adapters(wider, tmp_path)
+    assert "with 384 inputs, that of this base has 96. The team was trained on 'warm-model'" in str(error.value)
+    assert not isinstance(wider, PeftModel) and not any("lora" in name for name, _ in wider.named_parameters())
+    shallow = tiny_model(len(tokenizer), num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"weights for the layer 'model.layers.1.*' ?, which this base does not have"):
+        load_adapters(shallow, tmp_path)
+    Team.from_pretrained(tmp_path, model=tiny_model(len(tokenizer), rms_norm_eps=1e-3))
+    assert "The base differs from what the team was trained with ('warm-model')" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "changes the weights of the base"),
+        ({"init_lora_weights": "loftq"}, "changes the weights of the base|cannot be read: ImportError"),
+        ({"r": "many"}, "cannot be read|must be"),
+        ({"bias": "all"}, "trains biases of the base"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "changes the layers of the base"),
+        ({"modules_to_save": ["lm_head"]}, "copies whole modules"),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "prompt learning"),
+    ],
+    ids=str,
+)
+def test_a_strangers_adapter_never_touches_the_base(model_folder, tmp_path, change, message):
+    team_trainer(model_folder, tmp_path).save_model()
+    path = tmp_path / "actor" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    for load in (load_adapters, lambda base, folder: Team.from_pretrained(folder, model=base)):
+        with pytest.raises(ValueError, match=message):
+            load(base, tmp_path)
+        after = base.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_what_is_no_team(tmp_path):
+    for name in (tmp_path, tmp_path / "none", "./none", "a/b/c"):
+        with pytest.raises(FileNotFoundError):
+            Team.from_pretrained(name)
+
+
+# ---- The manifest says what was, not what was passed ----
+
+
+def test_the_manifest_holds_what_is_resolved(model_folder, tmp_path):
+    settings = {"temperature": 0.7, "top_k": 5, "max_completion_length": 11, "generation_kwargs": {"top_p": 0.8}}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, agents=[AgentSpec("a", top_k=3), AgentSpec("b")])
+    trainer.save_model()
+    manifest = TeamManifest.load(tmp_path)
+    a, b = manifest.agents
+    assert (a.temperature, a.top_k, a.top_p, a.max_completion_length, a.learning_rate) == (0.7, 3, 0.8, 11, 1e-3)
+    assert (b.temperature, b.top_k, b.top_p) == (0.7, 5, 0.8)
+    assert manifest.base.name == "warm-model" and manifest.base.is_local and manifest.base_model is None
+    assert manifest.base.dtype == "float32" and manifest.inference.generation["do_sample"] is True
+    assert len({manifest.base.config_hash, manifest.base.tokenizer_hash, manifest.base.chat_template_hash}) == 3
+    assert all(len(getattr(manifest.base, f"{what}_hash")) == 64 for what in ("config", "tokenizer", "chat_template"))
+    assert manifest == TeamManifest(**{**vars(trainer.manifest()), "versions": manifest.versions})
+
+
+def test_a_manifest_of_version_0_1_is_read(model_folder, tmp_path, caplog):
+    team_trainer(model_folder, tmp_path).save_model()
+    path = tmp_path / "marft_team.json"
+    data = json.loads(path.read_text())
+    agents = [{**spec.to_dict(), "temperature": None} for spec in tiny_agents()]
+    old = {"format": 1, "agents": agents, "base_model": None, "base_model_revision": None}
+    path.write_text(json.dumps({**old, **{key: data[key] for key in ("workflow", "adapters", "versions")}}))
+    team = Team.from_pretrained(tmp_path, model=model_folder)
+    assert "was saved by version 0.1" in caplog.text
+    assert [turn.agent for turn in team.run(["x"])[0].turns] == ["reasoner", "actor"]
+
+
+# ---- A team grows ----
+
+
+def test_a_new_agent_joins_a_loaded_team(model_folder, tmp_path, tokenizer):
+    team_trainer(model_folder, tmp_path / "one", settings=QUICK).save_model()
+    loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "one")
+    agents = [*tiny_agents(), AgentSpec("checker", system_prompt="Check.")]
+    trainer = team_trainer(
+        loaded, tmp_path / "two", agents=agents, peft_config=lora(2), processing_class=tokenizer, settings=QUICK
+    )
+    ranks = {
+        name: {p.shape[0] for n, p in trainer.policies.parameters(name).items() if "lora_A" in n}
+        for name in ("reasoner", "actor", "checker")
+    }
+    assert ranks == {"reasoner": {4}, "actor": {4}, "checker": {2}}
+    trainer.train()
+    trainer.save_model()
+    assert len(Team.from_pretrained(tmp_path / "two", model=model_folder).run(["x"])[0].turns) == 3
+
+
+@pytest.mark.parametrize(
+    ("agents", "peft_config", "message"),
+    [
+        (tiny_agents(), lora(2), "but no agent is new"),
+        ([AgentSpec("reasoner", peft_config=lora(2)), AgentSpec("actor")], None, "already has its adapter 'reasoner'"),
+        ([*tiny_agents(), AgentSpec("checker")], None, "Pass `peft_config=LoraConfig"),
+    ],
+)
+def test_configs_beside_a_loaded_team_that_make_no_sense(
+    model_folder, tmp_path, tokenizer, agents, peft_config, message
+):
+    team_trainer(model_folder, tmp_path / "one").save_model()
+    loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "one")
+    with pytest.raises(ValueError, match=message):
+        team_trainer(loaded, tmp_path, agents=agents, peft_config=peft_config, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("names", [("a", "l"), ("lora", "base"), ("r", "ora")], ids=str)
+def test_names_that_are_parts_of_a_prefix_are_saved_and_loaded(model_folder, tmp_path, names, recwarn):
+    agents = [AgentSpec(name, system_prompt=name) for name in names]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=QUICK)
+    trainer.train()
+    trainer.save_model()
+    assert not [one for one in recwarn if "should not be contained in the prefix" in str(one.message)]
+    loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path)
+    for name in names:
+        mine, theirs = trainer.policies.parameters(name), dict(loaded.named_parameters())
+        assert mine and all(torch.equal(mine[n], theirs[n]) for n in mine)
