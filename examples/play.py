@@ -14,13 +14,12 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import ProgressCallback, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 from worlds import WORLDS
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.curves import save_learning_curve
-from marft_trl.progress import TeamProgressCallback
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
@@ -70,8 +69,6 @@ def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learnin
         seed=seed,
     )
     trainer = make_trainer(world, model, tokenizer, args, seed)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(TeamProgressCallback)
     before = trainer.evaluate()
     trainer.train()
     return trainer, before, trainer.evaluate()

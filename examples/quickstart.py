@@ -14,13 +14,12 @@ import dataclasses
 from pathlib import Path
 
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 from marft_trl import MARFTConfig, MARFTTrainer, load_adapters
 from marft_trl.curves import save_learning_curve
 from marft_trl.metrics import team_exact_match
-from marft_trl.progress import TeamProgressCallback
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.transcripts import format_turns
@@ -78,8 +77,6 @@ def make_trainer(model, transcripts, args, **arguments):
         eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcripts],
         **arguments,
     )
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(TeamProgressCallback)
     return trainer
 
 

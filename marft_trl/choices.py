@@ -19,6 +19,7 @@ CREDIT_KINDS = ("rewards", "returns")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
+CANDIDATE_REWARDS = ("episode", "turn")
 CONTINUATIONS = ("best", "sampled")
 CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -36,9 +37,10 @@ _AT_LEAST_ZERO = (
 _ABOVE_ZERO = (
     *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
     *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
+    "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
-    "workflow_timeout",
+    *("workflow_timeout", "max_unscored_batches"),
 )
 _SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
 _INTEGERS = (
@@ -47,11 +49,17 @@ _INTEGERS = (
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
-    *("max_tokens_per_micro_batch", "max_tool_calling_iterations"),
+    *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
 )
 _NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
 # What `None` means where it is worth saying.
-_NONE_MEANS = {"value_clip": "no clipping", "target_kl": "no early stop", "workflow_timeout": "no limit"}
+_NONE_MEANS = {
+    "value_clip": "no clipping",
+    "sequential_clip": "no clipping",
+    "target_kl": "no early stop",
+    "workflow_timeout": "no limit",
+    "max_unscored_batches": "no limit",
+}
 
 # Fields that do nothing unless another one has a certain value.
 _DEPENDENT = [
@@ -60,6 +68,8 @@ _DEPENDENT = [
     ("counterfactual_samples", "credit", "counterfactual"),
     ("turn_candidates", "advantage", "turn"),
     ("continue_from", "advantage", "turn"),
+    ("candidate_reward", "advantage", "turn"),
+    ("sequential_clip", "update_order", "sequential"),
     ("credit_discount", "credit", "step_discount"),
     ("own_reward_weight", "credit", "per_step"),
     ("critic_learning_rate", "advantage", "gae"),
@@ -134,6 +144,7 @@ def check_choices(args: Any) -> None:
         "normalize_advantages": NORMALIZATIONS,
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,
+        "candidate_reward": CANDIDATE_REWARDS,
         "continue_from": CONTINUATIONS,
         "context_overflow": CONTEXT_OVERFLOWS,
         "loss_type": LOSS_TYPES,
@@ -236,6 +247,20 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
         ),
         (
+            args.level == "action" and args.beta > 0 and args.use_bias_correction_kl,
+            "`use_bias_correction_kl` at `level='action'` would weigh the KL of every token by the ratio of the whole "
+            "turn, which is not bounded. Leave it out.",
+        ),
+        (
+            args.level == "action" and args.top_entropy_quantile < 1.0,
+            f"`top_entropy_quantile={args.top_entropy_quantile}` trains some tokens of a turn, but at "
+            "`level='action'` a turn is one action. Set `level='token'`, or leave it out.",
+        ),
+        (
+            not args.use_policy_ratio and args.target_kl is not None,
+            "`target_kl` measures the policy ratio, which `use_policy_ratio=False` leaves out. Leave one of them out.",
+        ),
+        (
             args.level == "action" and args.off_policy_mask_threshold is not None,
             "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
         ),
@@ -307,6 +332,11 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
             "are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
         ),
         (
+            args.sync_ref_model and args.beta == 0.0,
+            "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
+            "`beta` to a number above 0.",
+        ),
+        (
             args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
             f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
         ),
@@ -325,16 +355,6 @@ def check_supported(args: Any) -> None:
         "use_transformers_continuous_batching": (
             args.use_transformers_continuous_batching,
             "it keeps one policy for all requests. Set it to False.",
-        ),
-        "sync_ref_model": (args.sync_ref_model, "the reference of an agent is its own start. Set it to False."),
-        "top_entropy_quantile": (
-            args.top_entropy_quantile < 1.0,
-            "its threshold would depend on how rows fall into micro-batches. Set it to 1.0.",
-        ),
-        "load_best_model_at_end": (
-            args.load_best_model_at_end and args.metric_for_best_model in (None, "loss", "eval_loss"),
-            "evaluation measures the team's reward and has no loss. Set `metric_for_best_model='reward'` and "
-            "`greater_is_better=True`.",
         ),
     }
     for name, (is_set, why) in refused.items():

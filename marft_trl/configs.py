@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from .choices import (
     ACTION_LOGPROBS,
     ADVANTAGES,
+    CANDIDATE_REWARDS,
     CONTEXT_OVERFLOWS,
     CONTINUATIONS,
     CREDIT_KINDS,
@@ -63,6 +64,9 @@ class MARFTConfig(GRPOConfig):
         action_logprob (`str`, *optional*, defaults to `"sum"`):
             Log-probability of a turn at action level: the `"sum"` over its tokens, that over its number of tokens
             (`"token"`) or that over its number of words (`"word"`).
+        use_policy_ratio (`bool`, *optional*, defaults to `True`):
+            Whether the loss has the clipped ratio of the policy to the one that sampled. `False`: the plain policy
+            gradient, log-probability times advantage, in every update (REINFORCE).
         critic (`str`, *optional*, defaults to `None`):
             What predicts values, with `advantage="gae"`. `"shared"`: one value head on one LoRA of its own;
             `"per_agent"`: a head and a LoRA for each agent; `"multi_head"`: one LoRA, a head for each agent;
@@ -104,6 +108,9 @@ class MARFTConfig(GRPOConfig):
             How many times each turn is sampled anew under `credit="counterfactual"`.
         turn_candidates (`int`, *optional*, defaults to `4`):
             Candidates for each turn with `advantage="turn"`.
+        candidate_reward (`str`, *optional*, defaults to `"episode"`):
+            What a candidate is worth with `advantage="turn"`: the reward of the `"episode"` completed from it, or of
+            the `"turn"` as if it were the answer, as in AT-GRPO's code, which costs no further generation.
         continue_from (`str`, *optional*, defaults to `"best"`):
             Candidate that an episode goes on from with `advantage="turn"`: the `"best"`, which biases the observations
             that follow, or a `"sampled"` one.
@@ -113,8 +120,11 @@ class MARFTConfig(GRPOConfig):
             Optimizer steps for which one agent learns while the others are frozen, in turn. 0: all learn.
         update_order (`str`, *optional*, defaults to `"joint"`):
             `"joint"`: all agents learn in every step. `"sequential"`: one after the other on the same episodes, whose
-            advantages are multiplied by the ratios of the agents before (HAPPO). `"resampled"`: one after the other,
-            each on new episodes.
+            advantages are multiplied by the ratios of the agents before, in the same joint action (HAPPO).
+            `"resampled"`: one after the other, each on new episodes.
+        sequential_clip (`float`, *optional*, defaults to `0.5`):
+            Clip range of the factors of `update_order="sequential"`, which stay in `[1 - sequential_clip, 1 +
+            sequential_clip]`. `None` for no clipping.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
             Largest number of tokens that one forward and backward pass computes, padding included. A micro-batch holds
             rows of one agent, at most `per_device_train_batch_size` of them; a single longer row still forms one. It
@@ -145,6 +155,9 @@ class MARFTConfig(GRPOConfig):
             nor a tool, such as an environment, and nothing comes. While functions that other episodes call come back,
             it may wait for its turn to call one: so many times as long as there are episodes. `None` for no limit. In
             several processes it should be below `ddp_timeout`, after which the others give up.
+        max_unscored_batches (`int`, *optional*, defaults to `None`):
+            Number of generation batches in a row after which training stops with an error if every reward function
+            returned `None` for all of their episodes. `None`: training goes on, with TRL's warning.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that metrics of the `evaluate` package get as `references`.
     """
@@ -184,6 +197,10 @@ class MARFTConfig(GRPOConfig):
             "help": "Log-probability of a turn: sum over its tokens, per 'token' or per 'word'.",
             "choices": list(ACTION_LOGPROBS),
         },
+    )
+    use_policy_ratio: bool = field(
+        default=True,
+        metadata={"help": "Whether the loss has the clipped policy ratio; False: log-probability times advantage."},
     )
     critic: str | None = field(
         default=None,
@@ -268,6 +285,13 @@ class MARFTConfig(GRPOConfig):
         default=4,
         metadata={"help": "Candidates for each turn with advantage='turn'."},
     )
+    candidate_reward: str = field(
+        default="episode",
+        metadata={
+            "help": "What a candidate is worth: the reward of the episode completed from it, or its own as an answer.",
+            "choices": list(CANDIDATE_REWARDS),
+        },
+    )
     continue_from: str = field(
         default="best",
         metadata={
@@ -289,6 +313,10 @@ class MARFTConfig(GRPOConfig):
             "help": "Whether agents learn together, one after the other, or each on new episodes.",
             "choices": list(UPDATE_ORDERS),
         },
+    )
+    sequential_clip: float | None = field(
+        default=0.5,
+        metadata={"help": "Clip range of the factors of update_order='sequential'; None for no clipping."},
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
@@ -329,6 +357,10 @@ class MARFTConfig(GRPOConfig):
         default=600.0,
         metadata={"help": "Seconds after which a workflow that waits for an environment in vain is given up."},
     )
+    max_unscored_batches: int | None = field(
+        default=None,
+        metadata={"help": "Generation batches in a row without a single reward after which training stops."},
+    )
     eval_reference_column: str = field(
         default="solution",
         metadata={"help": "Dataset column that metrics of the `evaluate` package get as `references`."},
@@ -345,6 +377,8 @@ class MARFTConfig(GRPOConfig):
         self._apply_preset()
         if self.loss_type is None:
             self.loss_type = "grpo" if self.level == "action" else "dapo"
+        if self.level == "action" and "use_bias_correction_kl" not in self._given:
+            self.use_bias_correction_kl = False  # it would weigh every token's KL by the ratio of the whole turn
         if self.credit_kind is None:
             is_stream = self.advantage == "gae" and self.credit != "counterfactual"
             self.credit_kind = "rewards" if is_stream else "returns"

@@ -405,6 +405,10 @@ class Episode:
         """The joint step of each turn, see [`joint_steps`]."""
         return joint_steps(self.turns, self.fed)
 
+    def rounds(self) -> list[int]:
+        """The joint action that each turn is part of, see [`rounds`]."""
+        return rounds(self.turns)
+
     def cut(self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None) -> None:
         """
         Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
@@ -512,3 +516,25 @@ def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:
         steps.append(1 + max((steps[index] for index in turn.sees), default=-1))
         steps[-1] = max(steps[-1], 1 + latest_fed[turn.fed])
     return steps
+
+
+def rounds(turns: Sequence[Turn]) -> list[int]:
+    """
+    The joint action that each turn is part of, 0, 1, ...: one turn of each agent, as in algorithms for teams that act
+    once per step of an environment. A chain of agents is one joint action, though its turns are joint steps of their
+    own. A new one begins where turns have gone into the environment and where an agent speaks again; a turn that calls
+    tools and the one that goes on from the results are one.
+
+    Args:
+        turns (`Sequence[Turn]`): turns of an episode.
+    """
+    found: list[int] = []
+    spoken: set[str] = set()
+    number = fed = 0
+    for turn in turns:
+        if turn.agent in spoken or turn.fed != fed:
+            number, spoken, fed = number + 1, set(), turn.fed
+        if not turn.tool_calls or turn.audience is None:
+            spoken.add(turn.agent)
+        found.append(number)
+    return found

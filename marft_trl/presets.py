@@ -53,11 +53,27 @@ PRESETS: dict[str, Preset] = {
     ),
     "grpo": Preset(
         "GRPO (arXiv 2402.03300): one group of episodes per prompt, KL in the loss",
-        {"advantage": "group", "scale_rewards": "group", "loss_type": "grpo", "beta": 0.04, "learning_rate": 1e-6},
+        {
+            "advantage": "group",
+            "scale_rewards": "group",
+            "loss_type": "grpo",
+            "beta": 0.04,
+            "use_bias_correction_kl": False,
+            "learning_rate": 1e-6,
+        },
     ),
     "magrpo": Preset(
-        "MAGRPO (arXiv 2508.04652): the joint return against the group's mean, no KL",
-        {"advantage": "group", "scale_rewards": "none", "loss_type": "grpo", "beta": 0.0},
+        "MAGRPO (arXiv 2508.04652), as in CoMLRL 1.4: log-probability of a turn times its group's standardized return",
+        {
+            "advantage": "group",
+            "scale_rewards": "group",
+            "level": "action",
+            "action_logprob": "sum",
+            "use_policy_ratio": False,
+            "credit_kind": "rewards",
+            "loss_type": "grpo",
+            "beta": 0.0,
+        },
     ),
     "dr-mas": Preset(
         "Dr.MAS (arXiv 2602.08847): mean and deviation per agent",
@@ -82,7 +98,7 @@ PRESETS: dict[str, Preset] = {
         {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum"},
     ),
     "mappo": Preset(
-        "MAPPO (arXiv 2103.01955): a shared critic, GAE, clipped Huber value loss; an action is a turn",
+        "MAPPO (arXiv 2103.01955), with a critic that sees what the acting agent sees, as in IPPO (arXiv 2011.09533)",
         {
             "advantage": "gae",
             "critic": "shared",

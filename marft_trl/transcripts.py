@@ -189,7 +189,7 @@ def _rewards_of(turn: Turn, episode: Episode) -> list[str]:
     earned = episode.earned[turn.index]
     own = episode.own_rewards[turn.index] if episode.own_rewards else None
     notes = [f"earned {earned:.3g}"] if earned else []
-    return notes + ([f"reward of the turn {own:.3g}"] if own is not None and own == own else [])
+    return notes + ([f"own reward {own:.3g}"] if own is not None and own == own else [])
 
 
 def _of_feedback(item: Feedback) -> Entry:

@@ -12,13 +12,15 @@ from marft_trl.trainer.functional import (
     action_log_ratios,
     adapted_entropy_coef,
     approximate_kl,
+    clipped_factors,
     counterfactual_credit,
+    effective_share,
     equal_credit,
     explained_variance,
     gae,
     moments,
     returns_to_go,
-    sequential_factors,
+    sequential_log_factors,
     standardized,
     step_discount_credit,
     token_gae,
@@ -279,7 +281,12 @@ def test_divergence_factors_and_entropy_control_by_hand():
     assert approximate_kl(torch.tensor([0.0, math.log(2)])).tolist() == pytest.approx([0.0, 1 - math.log(2)])
     assert approximate_kl(torch.tensor([500.0])).isfinite().all()
     log_ratios = torch.tensor([math.log(2), math.log(3), math.log(0.5)])
-    factors = sequential_factors(log_ratios, torch.tensor([0, 0, 2]), 3)
-    assert factors.tolist() == pytest.approx([6.0, 1.0, 0.5])
+    factors = sequential_log_factors(log_ratios, torch.tensor([0, 0, 2]), 3)
+    assert factors.exp().tolist() == pytest.approx([6.0, 1.0, 0.5])
+    assert clipped_factors(factors, None).tolist() == pytest.approx([6.0, 1.0, 0.5])
+    assert clipped_factors(factors, 0.2).tolist() == pytest.approx([1.2, 1.0, 0.8])
+    weights = torch.tensor([3.0, 7.5, 6.0**2 + 1 + 0.25])  # number, sum, sum of squares
+    assert effective_share(weights) == pytest.approx(7.5**2 / (3 * 37.25))
+    assert effective_share(torch.tensor([4.0, 8.0, 16.0])) == 1.0
     assert adapted_entropy_coef(0.1, entropy=0.3, target=0.3, delta=0.05, low=0, high=0.12) == 0.12
     assert adapted_entropy_coef(0.1, entropy=0.4, target=0.3, delta=0.05, low=0.08, high=1) == 0.08

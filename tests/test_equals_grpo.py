@@ -14,6 +14,10 @@ from .helpers import SETTINGS, lora, varied_reward
 
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
 FIGURES += ("completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std", "learning_rate")
+FIGURES += ("entropy_coef",)
+EVAL_FIGURES = ("loss", "entropy", "kl", "reward", "reward_std", "frac_reward_zero_std", "num_tokens", "policy_loss")
+EVAL_FIGURES += tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
+EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio", "completions/mean_terminated_length")
 
 
 def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
@@ -80,6 +84,8 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
         {"gradient_checkpointing": False},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
+        {"top_entropy_quantile": 0.3},
+        {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "num_iterations": 2},
     ],
     ids=str,
 )
@@ -122,3 +128,45 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
     assert theirs[0]["kl"] == ours[0]["kl"] == 0.0
     for name in our_weights:
         torch.testing.assert_close(our_weights[name], their_weights[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"beta": 0.1}, {"loss_type": "grpo", "entropy_coef": 0.01}, {"num_generations_eval": 2, "loss_type": "dr_grpo"}],
+    ids=str,
+)
+def test_evaluations_are_grpos(model_folder, tmp_path, settings):
+    """The loss of an evaluation and its other figures, for one set and for several, before and in training."""
+
+    def figures(trainer_class, eval_dataset):
+        team, config_class = {}, GRPOConfig
+        if trainer_class is MARFTTrainer:
+            team, config_class = {"agents": [AgentSpec("solo")]}, MARFTConfig
+        own = {"share_prefixes": False} if team else {}
+        arguments = {**SETTINGS, "max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1}
+        trainer = trainer_class(
+            model=model_folder,
+            reward_funcs=varied_reward,
+            args=config_class(str(tmp_path), **{**arguments, **settings, **own}, per_device_eval_batch_size=8),
+            train_dataset=tiny_dataset(64),
+            eval_dataset=eval_dataset,
+            peft_config=lora(),
+            **team,
+        )
+        before = trainer.evaluate()
+        trainer.train()
+        return [before, *(entry for entry in trainer.state.log_history if any("eval" in key for key in entry))]
+
+    for sets in (tiny_dataset(4, seed=1), {"one": tiny_dataset(4, seed=1), "two": tiny_dataset(2, seed=3)}):
+        theirs, ours = figures(GRPOTrainer, sets), figures(MARFTTrainer, sets)
+        assert len(theirs) == len(ours) >= 4
+        for their_entry, our_entry in zip(theirs, ours, strict=True):
+            compared = [key for key in their_entry if any(key.endswith(f"_{name}") for name in EVAL_FIGURES)]
+            assert len(compared) >= 12 and any(key.endswith("_loss") for key in compared)
+            for key in compared:
+                assert our_entry[key] == pytest.approx(their_entry[key], abs=1e-6, nan_ok=True), key
+
+
+def test_the_reference_of_a_fully_trained_policy_follows_it_as_trls(model_folder, tmp_path):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.1}
+    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=False, **settings)

@@ -4,14 +4,16 @@ import evaluate
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from datasets import DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerCallback
 
 from marft_trl.metrics import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_dataset
 
-from .helpers import team_trainer
+from .helpers import moved, team_trainer, weights
 
 
 def test_exact_match_by_hand_and_by_resampling_whole_questions():
@@ -61,7 +63,7 @@ def test_every_question_counts_once(model_folder, tmp_path, batch_size):
     figures = trainer.evaluate()
     assert sorted(asked) == sorted(2 * list(dataset["prompt"])) and figures["eval_answers"] == 18
     assert figures["eval_reward"] == pytest.approx(figures["eval_exact_match"]) == pytest.approx(figures["eval_right"])
-    assert figures["eval_agents/reasoner/turns"] == 1 and "eval_loss" not in figures
+    assert figures["eval_agents/reasoner/turns"] == 1 and figures["eval_loss"] == figures["eval_loss"]
     assert figures["eval_agents/actor/completions/mean_length"] <= 6
     assert trainer.state.log_history[-1]["eval_reward"] == figures["eval_reward"]
 
@@ -138,3 +140,72 @@ def test_streamed_training_data(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, train_dataset=stream)
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_kl": 1e-3, "num_iterations": 2},
+        {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
+        {**PPO, "critic_learning_rate": 1e-2},
+        {"advantage": "turn", "turn_candidates": 2, "num_generations": 1},
+        {"credit": "counterfactual"},
+    ],
+    ids=str,
+)
+def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
+    """Its losses take note of nothing that an update is made of; its samples are drawn from a state put back."""
+
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with torch.random.fork_rng():
+                self.figures = self.trainer.evaluate()
+
+    def train(callback=None):
+        trainer = team_trainer(
+            model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1),
+            settings={**settings, "num_generations_eval": 1, "per_device_eval_batch_size": 4},
+            callbacks=[callback] if callback else None,
+        )  # fmt: skip
+        if callback:
+            callback.trainer = trainer
+        trainer.train()
+        return trainer
+
+    callback = Evaluate()
+    plain, evaluated = train(), train(callback)
+    assert "eval_loss" in callback.figures and callback.figures["eval_entropy"] > 0
+    assert not moved(weights(plain), weights(evaluated))
+
+
+def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):
+    """With several agents, micro-batches and a critic."""
+    settings = {**PPO, "per_device_train_batch_size": 8, "level": "action", "normalize_advantages": "none"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    rows = [dict(row) for row in tiny_dataset(8)]
+    trainer.model.eval()
+    rollout = trainer._roll_out(rows)
+    loss = trainer._evaluation_loss(rollout)
+    trainer.args.max_tokens_per_micro_batch = trainer._max_tokens = 150
+    assert trainer._evaluation_loss(rollout).item() == pytest.approx(loss.item(), rel=1e-5)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._window_adapters = set()
+    episodes, _ = trainer._scored_rows(rollout)
+    (slice_,) = trainer._weighed([[row for its in episodes for row in its]])
+    assert trainer.compute_loss(trainer.model, slice_).item() == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_folder, tmp_path):
+    settings = {
+        "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "num_generations_eval": 2, "per_device_eval_batch_size": 4, "beta": 0.1,
+    }  # fmt: skip
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = min(losses, key=losses.get)
+    assert len(losses) == 2 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from marft_trl import AgentSpec
 from marft_trl.tiny import tiny_dataset
+from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import team_trainer, varied_reward
 
@@ -130,3 +133,230 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
     joint = (sum(policy.values()) - ENTROPY * sum(entropy.values())) / total
     assert sum(got[name] * count / total for name, count in counts.items()) == pytest.approx(joint, abs=2e-4)
     assert got_value == pytest.approx(value / value_count, rel=1e-4)
+
+
+# ---- Group-relative presets ----
+
+
+def group_rows(model_folder, folder, **settings):
+    """A trainer whose policies have moved on since they sampled, and its one slice."""
+    trainer = team_trainer(
+        model_folder,
+        folder,
+        settings={"per_device_train_batch_size": 8, "num_generations": 4, "num_iterations": 2, **settings},
+    )
+    torch.manual_seed(0)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._window_adapters = set()
+    (slice_,) = trainer._generate_and_score_completions([r for r in tiny_dataset(2).to_list() for _ in range(4)])
+    rewards = [row.advantage for row in slice_.rows]
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    assert len(set(rewards)) > 2
+    return trainer, slice_
+
+
+def plain_logps(trainer, row):
+    """By a plain pass of the model on one row, connected to its adapter."""
+    trainer.policies.activate(row.agent)
+    ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+    logits = trainer.model.get_base_model()(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
+
+
+def gradients_of(trainer):
+    found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.model.zero_grad()
+    return found
+
+
+def assert_same_gradients(trainer, slice_, losses):
+    """`losses`: for each agent the loss of its rows by a formula; gradients of all agents are compared."""
+    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
+    found = gradients_of(trainer)
+    expected = {}
+    for agent, loss in losses.items():
+        trainer.policies.activate(agent)
+        loss().backward()
+        expected |= {n: g for n, g in gradients_of(trainer).items() if f".{agent}." in n and g.any()}
+    assert len(expected) >= 16 and {n for n, g in found.items() if g.any()} == set(expected)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
+    """
+    CoMLRL 1.4.3, `magrpo.py`: advantages are returns less their mean over the group, over their deviation (:1620); the
+    loss of an agent is the mean over its samples of minus the summed log-probability times the advantage (:1687), with
+    neither ratio nor clip, also on samples of an older policy. Its code leaves the last token of a completion out.
+    """
+    trainer, slice_ = group_rows(model_folder, tmp_path, preset="magrpo")
+    rows = slice_.rows
+    by_prompt = {}
+    for row in rows:
+        by_prompt.setdefault(tuple(row.prompt_ids.tolist()) if row.agent == "reasoner" else None, []).append(row)
+    for prompt, its in by_prompt.items():
+        if prompt is not None:  # standardized within the group, with Bessel's correction and 1e-4 as in TRL
+            advantages = torch.tensor([row.advantage for row in its], dtype=torch.float64)
+            assert advantages.mean().abs() < 1e-5 and (advantages.std() == 0 or 0.99 < advantages.std() < 1.0)
+
+    def loss_of(agent):
+        its = [row for row in rows if row.agent == agent]
+        return lambda: sum(-row.advantage * plain_logps(trainer, row).sum() for row in its) / len(its)
+
+    assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
+
+
+def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_path):
+    class Rounds:
+        def reset(self, **row):
+            self.rounds = 0
+
+        def step(self, turns):
+            self.rounds += 1
+            return "go on", float(10**self.rounds), self.rounds == 2
+
+    settings = {"preset": "magrpo", "scale_rewards": "none", "num_generations": 2, "per_device_train_batch_size": 2}
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solo")], workflow=EnvironmentLoop(Rounds), reward_funcs=None,
+        settings=settings,
+    )  # fmt: skip
+    trainer.model.train()
+    rollout = trainer._roll_out([tiny_dataset(1)[0]] * 2)
+    credit = trainer._credit(rollout)
+    returns = [
+        trainer._returns_of(episode, its).tolist() for episode, its in zip(rollout.episodes, credit, strict=True)
+    ]
+    assert returns == [[110.0, 100.0]] * 2
+
+
+def test_grpo_has_the_kl_of_its_paper(model_folder, tmp_path):
+    """2402.03300, eq. 3 and 4: clipped ratios, means over tokens, and `beta * (r - log r - 1)` with r = ref / policy."""
+    trainer, slice_ = group_rows(model_folder, tmp_path, preset="grpo")
+    beta, epsilon = trainer.beta, trainer.args.epsilon
+    assert beta == 0.04 and not trainer.args.use_bias_correction_kl
+
+    def loss_of(agent):
+        its = [row for row in slice_.rows if row.agent == agent]
+
+        def loss():
+            total = 0.0
+            for row in its:
+                logps = plain_logps(trainer, row)
+                ratio = (logps - row.old_per_token_logps).exp()
+                clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+                gain = torch.min(ratio * row.advantage, clipped * row.advantage)
+                change = row.ref_per_token_logps - logps
+                total = total - (gain - beta * (change.exp() - change - 1)).mean()
+            return total / len(its)
+
+        return loss
+
+    assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
+
+
+def test_at_action_level_the_kl_of_a_token_is_not_weighed_by_the_ratio_of_its_turn(model_folder, tmp_path):
+    trainer, slice_ = group_rows(model_folder, tmp_path, level="action", beta=0.1)
+
+    def loss_of(agent):
+        its = [row for row in slice_.rows if row.agent == agent]
+
+        def loss():
+            total = 0.0
+            for row in its:
+                logps = plain_logps(trainer, row)
+                ratio = (logps - row.old_per_token_logps).sum().exp()
+                gain = torch.min(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+                change = row.ref_per_token_logps - logps
+                total = total - gain + 0.1 * (change.exp() - change - 1).mean()
+            return total / len(its)
+
+        return loss
+
+    assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
+
+
+# ---- Tokens of high entropy, and references that follow ----
+
+
+def test_tokens_of_high_entropy_do_not_depend_on_how_rows_are_cut(model_folder, tmp_path):
+    settings = {"top_entropy_quantile": 0.3, "loss_type": "dapo"}
+    trainer, slice_ = group_rows(model_folder, tmp_path, **settings)
+    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
+    expected = gradients_of(trainer)
+    trainer._max_tokens = 90  # several micro-batches of each agent
+    batches = [batch.agent for batch in trainer._micro_batches(slice_.rows)]
+    assert batches.count("reasoner") > 1 and batches.count("actor") > 1
+    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
+    found = gradients_of(trainer)
+    assert set(trainer._entropy_thresholds) == {"reasoner", "actor"}
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+    trainer.top_entropy_quantile = 1.0
+    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
+    assert any((g - expected[n]).norm() > 1e-2 * g.norm() for n, g in gradients_of(trainer).items())
+
+
+def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
+    agents = [AgentSpec("first", system_prompt="x"), AgentSpec("second"), AgentSpec("third", trainable=False)]
+    settings = {
+        "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "beta": 0.1, "max_steps": 4,
+        "save_strategy": "steps", "save_steps": 3,
+    }  # fmt: skip
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+
+    def present():
+        return {
+            f"{name}.{i}": p.detach().clone()
+            for name in ("first", "second", "third")
+            for i, p in enumerate(trainer.policies.parameters(name).values())
+        }
+
+    expected, history = present(), []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            history.append(present())
+
+    trainer.callback_handler.callbacks.insert(0, Note())
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[0]["kl"] == 0.0 and logs[1]["kl"] > 0
+    for policy in (history[1], history[3]):
+        mixed = {key: 0.25 * policy[key] + 0.75 * reference for key, reference in expected.items()}
+        expected = {key: expected[key] if key.startswith("third") else mixed[key] for key in expected}
+    references = trainer.policies.references()
+    assert references.keys() == expected.keys()
+    for key, reference in references.items():
+        torch.testing.assert_close(reference, expected[key], rtol=1e-5, atol=1e-8)
+    resumed = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for key, reference in resumed.policies.references().items():
+        assert torch.equal(reference, references[key]), key
+
+
+@pytest.mark.parametrize("how", ["episode", "turn"])
+def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folder, tmp_path, how):
+    scored = []
+
+    def reward(completions, turns, **kwargs):
+        scored.append([its[-1].agent for its in turns])
+        return [float(len(text)) for text in completions]
+
+    settings = {"advantage": "turn", "turn_candidates": 3, "num_generations": 1, "candidate_reward": how}
+    trainer = team_trainer(
+        model_folder, tmp_path, reward_funcs=reward, settings={**settings, "per_device_train_batch_size": 2}
+    )
+    trainer.model.train()
+    rollout = trainer._roll_out(tiny_dataset(2).to_list())
+    ends = {agent for its in scored[:-1] for agent in its}  # the last call scores the episodes themselves
+    assert ends == ({"actor"} if how == "episode" else {"reasoner", "actor"})
+    for node in rollout.nodes:
+        lengths = [float(len(turn.text)) for turn in node.turns]
+        if how == "turn" or node.turns[0].agent == "actor":
+            assert node.returns == lengths
+        else:
+            assert node.returns != lengths

@@ -11,6 +11,7 @@ from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.tiny import tiny_dataset
 from marft_trl.trainer.advantages import TeamAdvantages
+from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import lora, moved, team_trainer, weights
 
@@ -263,7 +264,7 @@ def test_resampled_updates_have_new_episodes_for_every_agent(model_folder, tmp_p
 def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder, tmp_path, level):
     settings = {
         **{**PPO, "update_order": "sequential", "num_iterations": 2, "max_steps": 8, "level": level},
-        **{"lr_scheduler_type": "constant", "learning_rate": 1e-2},
+        **{"lr_scheduler_type": "constant", "learning_rate": 1e-2, "sequential_clip": None},
     }
     if level == "action":
         settings["action_logprob"] = "token"
@@ -298,6 +299,56 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
     assert sorted(map(sorted, (agents[0], agents[2]))) == [["actor"], ["reasoner"]]
     assert ["_critic" in step for step in history] == [True, True, False, False] * 2
     assert max(abs(factor - 1) for factor in factors) > 1e-3
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip, caplog):
+    """Two rounds of an environment are two joint actions: what an agent does in one is no factor of the other."""
+
+    class TwoRounds:
+        def reset(self, **row):
+            self.rounds = 0
+
+        def step(self, turns):
+            self.rounds += 1
+            return "go on", 1.0, self.rounds == 2
+
+    settings = {
+        **{**PPO, "update_order": "sequential", "max_steps": 2, "num_iterations": 1, "sequential_clip": clip},
+        **{"lr_scheduler_type": "constant", "learning_rate": 5e-2, "per_device_train_batch_size": 4},
+    }
+    workflow = EnvironmentLoop(TwoRounds, horizon=2)
+    trainer = team_trainer(model_folder, tmp_path, workflow=workflow, reward_funcs=None, settings=settings)
+    multiply, seen = trainer._multiply_by_ratios, []
+
+    def watched(adapter):
+        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
+        old = {id(row): row.old_per_token_logps for row in rows}
+        with torch.no_grad():
+            trainer._score(rows, "old_per_token_logps")
+        change = {
+            (row.episode, row.round): (row.old_per_token_logps - old[id(row)]).sum().item()
+            for row in rows
+            if row.adapter == adapter
+        }
+        for row in rows:
+            row.old_per_token_logps = old[id(row)]
+        multiply(adapter)
+        assert {row.round for row in rows} == {0, 1} and len(change) == 8
+        for row in rows:
+            factor = math.exp(change[row.episode, row.round])
+            expected = factor if clip is None else min(max(factor, 1 - clip), 1 + clip)
+            assert row.factor == pytest.approx(expected, rel=1e-3)
+            seen.append(row.factor)
+
+    trainer._multiply_by_ratios = watched
+    trainer.train()
+    assert len(set(seen)) > 1
+    logs = [entry for entry in trainer.state.log_history if "sequential_factor/effective_share" in entry]
+    count, total, squares = len(seen), sum(seen), sum(factor**2 for factor in seen)
+    share = logs[0]["sequential_factor/effective_share"]
+    assert share == pytest.approx(total**2 / (count * squares), rel=1e-3)
+    assert ("effective sample size" in caplog.text) == (share < 0.5)
 
 
 def test_an_agent_that_moved_too_far_is_left_out_of_the_update(model_folder, tmp_path):
@@ -374,7 +425,7 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
     returns = [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
     episodes = [0, 1, 1, 1, 2, 3, 4, 5]
     samples = [(episode, 0, node, worth) for node, (episode, worth) in enumerate(zip(episodes, returns, strict=True))]
-    trainer = SimpleNamespace(args=SimpleNamespace(advantage=advantage), _specs={"reasoner": None})
+    trainer = SimpleNamespace(_rules=(advantage, "equal"), _specs={"reasoner": None})
     advantages = TeamAdvantages._compare(trainer, samples, group_size=3, scale="none")
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
@@ -383,7 +434,7 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
 def test_turns_that_nothing_scored_take_no_weight_from_their_episode(advantage):
     # Two episodes of a prompt; each has a turn of "reasoner", scored, and two of "actor", frozen and unscored
     samples = [(e, a, n, r) for e, r in ((0, 1.0), (1, 0.0)) for n, (a, r) in enumerate([(0, r), (1, NAN), (1, NAN)])]
-    trainer = SimpleNamespace(args=SimpleNamespace(advantage=advantage), _specs={"reasoner": None, "actor": None})
+    trainer = SimpleNamespace(_rules=(advantage, "equal"), _specs={"reasoner": None, "actor": None})
     advantages = TeamAdvantages._compare(trainer, samples, group_size=2, scale="group")
     large = 1.0 if advantage == "leave_one_out" else 0.5 / (0.5**0.5 + 1e-4)
     torch.testing.assert_close(advantages, torch.tensor([large, 0, 0, -large, 0, 0]))

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_trl import Turn, Workflow
-from marft_trl.episodes import EndOfEpisode
+from marft_trl.episodes import EndOfEpisode, rounds
 from marft_trl.rollout.collector import collect
 from marft_trl.rollout.replay import Replay
+from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
     Debate,
     EnvironmentLoop,
@@ -328,7 +329,15 @@ def test_a_picture_of_a_loop_that_waits_for_words():
             while "OK" not in (await episode.turn("a")).text:
                 pass
 
-    assert Endless().mermaid() == 'flowchart LR\n    n0["a"]'
+    assert Endless().mermaid() == 'flowchart LR\n    n0["a"]\n    n0 --> n0'
+
+    class UntilFine(Workflow):
+        async def run(self, episode):
+            draft = await episode.turn("writer")
+            while "OK" not in (review := await episode.turn("critic", sees=[draft])).text:
+                draft = await episode.turn("writer", sees=[draft, review])
+
+    assert UntilFine().links(["writer", "critic"]) == [("writer", "critic"), ("critic", "writer")]
 
 
 def test_turns_of_another_episode_and_feedback_are_no_answers():
@@ -349,3 +358,17 @@ def test_the_pictures_in_the_documentation_are_true():
     for code, agents, picture in found:
         workflow = eval(code, shipped)  # noqa: S307  # our own documentation
         assert workflow.mermaid(agents.split(", ") if agents else []) == picture, code
+
+
+def test_joint_actions_by_hand():
+    def turn(agent, fed=0, calls=False):
+        made = Turn(agent, "x", index=0, fed=fed, tool_calls=(ToolCall("add", {}),) if calls else ())
+        if calls:
+            object.__setattr__(made, "audience", agent)
+        return made
+
+    assert rounds([]) == []
+    assert rounds([turn("a"), turn("b"), turn("c")]) == [0, 0, 0]  # a chain is one joint action
+    assert rounds([turn("a"), turn("b"), turn("a"), turn("b")]) == [0, 0, 1, 1]  # an agent speaks again
+    assert rounds([turn("a"), turn("b", fed=1), turn("c", fed=1)]) == [0, 1, 1]  # an environment came between
+    assert rounds([turn("a", calls=True), turn("a"), turn("b"), turn("a")]) == [0, 0, 0, 1]  # a call is no action

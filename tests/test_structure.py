@@ -44,7 +44,7 @@ LAYERS = [
         "trainer.trl_seams",
         "trainer.validation",
     },
-    {"trainer.adapter_files", "trainer.fingerprints"},
+    {"trainer.adapter_files", "trainer.fingerprints", "trainer.references"},
     {"trainer.cards", "trainer.checkpointing", "trainer.critic", "trainer.evaluation", "trainer.turn_rewards"}
     | {"trainer.fitting", "trainer.scoring"},
     {"trainer.rollouts", "trainer.setup"},

@@ -95,7 +95,7 @@ def test_the_own_reward_of_a_turn_is_told(model_folder, tmp_path):
     settings = {"credit": "per_step", "max_steps": 1, "log_completions": True}
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
     (page,) = (tmp_path / "completions").glob("*.html")
-    assert "reward of the turn 0.25" in page.read_text()
+    assert "own reward 0.25" in page.read_text()
 
 
 def test_tokens_are_coloured_by_their_advantage():

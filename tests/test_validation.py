@@ -42,7 +42,7 @@ CHAT = [{"role": "user", "content": "How many?"}]
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        (None, ValueError, "`train_dataset` is None"),
+        (None, ValueError, "`train_dataset` is required unless an `environment_factory` is provided"),
         ([{"prompt": "x"}], TypeError, "`train_dataset` must be a `Dataset`.*list"),
         (rows([]), ValueError, "`train_dataset` is empty.*0 rows"),
         (rows(["one"]), ValueError, "has 1 prompts, but one generation batch needs 2"),
@@ -125,7 +125,7 @@ def test_every_accepted_name_is_one_plain_folder(name):
     except ValueError:
         return
     assert re.fullmatch(r"[a-z][a-z0-9_-]{0,47}", name)
-    assert name not in {"default", "ref", "base", "critic", "lora"} and not name.startswith("checkpoint-")
+    assert name not in {"default", "ref"} and not name.startswith("checkpoint-")
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,16 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
     loaded = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="other")
     with pytest.raises(ValueError, match=r"Agent 'one' acts with the adapter 'one'.*it has \['other'\]"):
         team_trainer(loaded, tmp_path, agents=two, peft_config=None)
-    with pytest.raises(ValueError, match="`PeftModel` already"):
-        team_trainer(loaded, tmp_path, agents=two)
+    with pytest.raises(ValueError, match="`PeftModel` already .* no agent is new"):
+        team_trainer(loaded, tmp_path, agents=[AgentSpec("other")])
+    with pytest.raises(ValueError, match="'one' trains biases of the base"):
+        team_trainer(model_folder, tmp_path, agents=two, peft_config=lora(bias="all"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"reward_funcs": None}, ValueError, "`reward_funcs` is empty"),
+        ({"reward_funcs": None}, ValueError, "No reward source provided. Pass `reward_funcs`"),
         ({"reward_funcs": [3]}, TypeError, "must be callable"),
         ({"workflow": Sequential}, TypeError, r"Pass an object: `workflow=MyWorkflow\(\)`"),
         ({"workflow": Sequential(["solver"])}, ValueError, "names the agent 'solver', but the team has 'reasoner'"),
@@ -226,13 +228,15 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"max_completion_length": 0}, "`max_completion_length` must be"),
         ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
         ({"use_vllm": True}, "`use_vllm=True` is not supported"),
-        ({"sync_ref_model": True}, "`sync_ref_model=True` is not supported"),
-        ({"top_entropy_quantile": 0.5}, "`top_entropy_quantile=0.5` is not supported"),
+        ({"sync_ref_model": True}, "`sync_ref_model=True` has no effect with `beta=0.0`"),
+        ({"top_entropy_quantile": 0.5, "level": "action"}, "trains some tokens of a turn"),
+        ({"level": "action", "beta": 0.1, "use_bias_correction_kl": True}, "by the ratio of the whole"),
+        ({"use_policy_ratio": False, "target_kl": 0.1, "num_iterations": 2}, "which `use_policy_ratio=False` leaves"),
+        ({"sequential_clip": 0.2}, "`sequential_clip=0.2` has no effect with `update_order='joint'`"),
+        ({"sequential_clip": 0}, "`sequential_clip` must be a finite number above 0, or None for no clipping"),
+        ({"candidate_reward": "turn"}, "`candidate_reward='turn'` has no effect"),
+        ({"max_unscored_batches": 0}, "`max_unscored_batches` must be a finite number above 0"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
-        (
-            {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"},
-            "`load_best_model_at_end=True`.*metric_for_best_model='reward'",
-        ),
     ],
 )
 def test_bad_configs(tmp_path, settings, message):
@@ -327,7 +331,7 @@ def test_a_bad_score_ends_training_with_the_weights_as_they_were(model_folder, t
     assert not moved(before, weights(trainer))
 
 
-def test_none_throughout_is_an_error_and_none_for_some_is_counted(model_folder, tmp_path):
+def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(model_folder, tmp_path, caplog):
     def nothing(completions, **kwargs):
         return [None] * len(completions)
 
@@ -335,13 +339,19 @@ def test_none_throughout_is_an_error_and_none_for_some_is_counted(model_folder, 
         return [None, *varied_reward(completions)[1:]]
 
     throughout = team_trainer(
-        model_folder, tmp_path, reward_funcs=nothing, eval_dataset=tiny_dataset(2, seed=1), settings={"max_steps": 9}
+        **{"model": model_folder, "output_dir": tmp_path, "reward_funcs": nothing},
+        eval_dataset=tiny_dataset(2, seed=1),
+        settings={"max_steps": 9, "max_unscored_batches": 3, "eval_strategy": "steps", "eval_steps": 1},
     )
     before = weights(throughout)
     assert math.isnan(throughout.evaluate()["eval_reward"])  # nothing is trained there, nothing ends
-    with pytest.raises(ValueError, match="returned None for all 8 episodes of 3 batches in a row"):
-        throughout.train()
-    assert not moved(before, weights(throughout))
+    with pytest.raises(ValueError, match="returned None for all 8 episodes of 3 generation batches in a row"):
+        throughout.train()  # evaluations in between do not begin to count anew
+    assert not moved(before, weights(throughout)) and throughout.state.global_step == 2
+    unbounded = team_trainer(model_folder, tmp_path, reward_funcs=nothing, settings={"max_steps": 4})
+    unbounded.train()
+    assert unbounded.state.global_step == 4 and not moved(before, weights(unbounded))
+    assert "All reward functions returned None for the following kwargs" in caplog.text  # TRL's warning
 
     def at_first(completions, trainer_state, **kwargs):
         return nothing(completions) if trainer_state.global_step < 2 else varied_reward(completions)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from accelerate.logging import get_logger
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -25,6 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
 
+
+logger = get_logger(__name__)
 
 # The one policy of a team without adapters.
 SHARED_POLICY = "policy"
@@ -62,6 +65,12 @@ def add_adapters(
     configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
+        if len(agents) > 1:
+            logger.warning(
+                f"No `peft_config` was passed: the {len(agents)} agents share ONE policy, and all of its "
+                f"{model.num_parameters():,} weights are trained. Pass `peft_config=LoraConfig(...)` to give each "
+                "agent an adapter of its own."
+            )
         return model
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
@@ -325,11 +334,32 @@ class Policies:
             self._model.set_requires_grad([*self.trained, *self._critics], True)
             self._model.set_requires_grad(frozen, False)
 
-    def remember_starts(self) -> None:
-        """Keep the present weights of adapters that do not start as the identity, as their references."""
+    def remember_starts(self, all_of_them: bool = False) -> None:
+        """
+        Keep the present weights of adapters that do not start as the identity, as their references; of all adapters
+        where references will change.
+        """
         for name in self.names if self.has_adapters else []:
-            if not self._is_identity(name):
+            if all_of_them or not self._is_identity(name):
                 self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
+
+    @torch.no_grad()
+    def mix_references(self, alpha: float) -> None:
+        """Make the reference of each trained adapter `alpha * policy + (1 - alpha) * reference`."""
+        for name in self.trained:
+            pairs = zip(self._starts[name], self.parameters(name).values(), strict=True)
+            for reference, parameter in pairs:
+                reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
+
+    def references(self) -> dict[str, torch.Tensor]:
+        """The kept references by adapter and number of their tensor."""
+        return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
+
+    @torch.no_grad()
+    def load_references(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over what [`~Policies.references`] gave."""
+        for key, tensor in self.references().items():
+            tensor.copy_(saved[key])
 
     def starts_as_base(self, agent: str) -> bool:
         """Whether the reference of an agent is the base without any adapter."""

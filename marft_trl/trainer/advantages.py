@@ -29,25 +29,26 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
     def _credit(self, rollout: Rollout) -> list[torch.Tensor]:
         """For each episode of this process what its turns get `(K,)`: rewards or returns, as `credit_kind` says."""
         args, as_rewards = self.args, self.args.credit_kind == "rewards"
+        _, credit = self._rules
         episodes = rollout.episodes
         first = self.accelerator.process_index * len(episodes)
         rewards = rollout.rewards[first : first + len(episodes)].tolist()
-        if args.credit == "counterfactual":
+        if credit == "counterfactual":
             others = self._counterfactual_rewards(episodes)
             return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
         # As a stream, and for turns scored by themselves, what an environment gave stays where it was earned.
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
-        if as_rewards or args.credit == "per_step":
+        if as_rewards or credit == "per_step":
             earned = [self._earned(episode) for episode in episodes]
             rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
-        if args.credit == "step_discount":
+        if credit == "step_discount":
             discounts = [args.credit_discount] * len(episodes)
             counts = [len(episode.turns) for episode in episodes]
             team = list(map(functional.step_discount_credit, rewards, counts, discounts))
         else:
             steps = [torch.tensor(episode.joint_steps()) for episode in episodes]
             team = [functional.equal_credit(r, its, as_rewards) for r, its in zip(rewards, steps, strict=True)]
-        if args.credit == "per_step":
+        if credit == "per_step":
             weight = args.own_reward_weight
             own = self._own_rewards(episodes, as_rewards or self.workflow.earns)
             team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
@@ -67,7 +68,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
             episode.own_rewards = its.tolist()
         own_mean = self._mean_over_processes(scores)
         if own_mean is not None:
-            self._metrics["train"]["own_reward"].append(own_mean)
+            self._metrics[self._mode]["own_reward"].append(own_mean)
         if is_sum:  # a turn that nothing scored adds nothing, and hides nothing of what it is added to
             scores = scores.nan_to_num(nan=0.0)
         return list(scores.split([len(episode.turns) for episode in episodes]))
@@ -89,7 +90,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
 
         Returns: the standard deviation in the group of each episode `(E,)`, for the metrics.
         """
-        group_size, scale, rewards = self.num_generations, self.scale_rewards, rollout.rewards
+        group_size, scale, rewards = self._episodes_per_prompt, self.scale_rewards, rollout.rewards
         if self.multi_objective_aggregation == "normalize_then_sum":
             weights = self.reward_weights.to(rewards.device)
             rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
@@ -101,7 +102,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
                 for row in its_rows:
                     row.advantage = by_episode[first + index].item()
             return std
-        if self.args.advantage == "turn":
+        if self._rules[0] == "turn":
             returns = [torch.tensor([worth for node in its for worth in node.returns]) for its in _by_episode(rollout)]
         else:
             local = Rollout(rollout.episodes, rollout.rewards_per_func, rewards)
@@ -117,8 +118,15 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
     @property
     def _is_one_advantage_for_all(self) -> bool:
         """Whether all turns of an episode have one return, and it is compared with those of its group: as in TRL."""
-        args = self.args
-        return args.advantage == "group" and args.credit == "equal" and args.credit_kind == "returns"
+        return self._rules == ("group", "equal") and self.args.credit_kind == "returns"
+
+    @property
+    def _rules(self) -> tuple[str, str]:
+        """The baseline and the credit; in evaluation those that need nothing but the episodes themselves."""
+        advantage, credit = self.args.advantage, self.args.credit
+        if self.model.training:
+            return advantage, credit
+        return "group" if advantage == "turn" else advantage, "equal" if credit == "counterfactual" else credit
 
     def _returns_of(self, episode: Episode, credit: torch.Tensor) -> torch.Tensor:
         if self.args.credit_kind == "returns":
@@ -147,7 +155,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         scored = torch.bincount(episodes[~returns.isnan()], minlength=int(episodes.max()) + 1)
         per_episode = 1 / scored.clamp(min=1)[episodes].float()  # every episode counts once
         prompts, everything = episodes // group_size, torch.zeros_like(episodes)
-        kind = self.args.advantage
+        kind, _ = self._rules
         if kind == "none":
             return torch.nan_to_num(returns, nan=0.0)
         if kind == "leave_one_out":
@@ -226,7 +234,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         totals = self._reduce(totals, "sum")
         if totals[0, 0] == 0:
             return
-        metrics = self._metrics["train"]
+        metrics = self._metrics[self._mode]
         metrics["critic/explained_variance"].append(functional.explained_variance(totals[0], totals[1]))
         metrics["critic/target_mean"].append((totals[0, 1] / totals[0, 0]).item())
         metrics["critic/value_mean"].append((totals[2, 1] / totals[2, 0]).item())

@@ -43,7 +43,12 @@ class Row:
         words (`int`):
             Words of the turn, separated by white space; at least 1.
         factor (`float`):
-            What the advantage is multiplied by in the loss: the ratios of agents updated before, in turn.
+            What the advantage is multiplied by in the loss: the clipped product of the ratios of agents that were
+            updated before, in the same joint action.
+        log_factor (`float`):
+            Logarithm of that product, before clipping.
+        round (`int`):
+            Index of the joint action in the episode, see [`~Episode.rounds`].
         critic (`str`, *optional*):
             The adapter, or part, of the critic that values the turn.
         old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
@@ -65,6 +70,8 @@ class Row:
     is_trained: bool = True
     words: int = 1
     factor: float = 1.0
+    log_factor: float = 0.0
+    round: int = 0
     critic: str | None = None
     old_values: Any = None
     value_targets: Any = None

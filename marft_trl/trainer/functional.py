@@ -453,21 +453,48 @@ def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratios) - 1 - log_ratios
 
 
-def sequential_factors(log_ratios: torch.Tensor, episodes: torch.Tensor, num_episodes: int) -> torch.Tensor:
+def sequential_log_factors(log_ratios: torch.Tensor, actions: torch.Tensor, num_actions: int) -> torch.Tensor:
     """
-    What the advantages of an episode are multiplied by after an agent's update: the product of its turns' ratios.
+    Logarithm of what the advantages of a joint action are multiplied by after an agent's update: the sum of the
+    log-ratios of the agent's turns in it.
 
     Args:
         log_ratios (`torch.Tensor` of shape `(N,)`): log-ratio, new to old policy, of each turn of the updated agent.
-        episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
-        num_episodes (`int`): `E`.
+        actions (`torch.Tensor` of shape `(N,)`): index of the joint action that each turn is part of.
+        num_actions (`int`): `J`.
 
-    Returns: `(E,)`, 1 where the agent had no turn.
+    Returns: `(J,)`, 0 where the agent had no turn.
 
-    Source: HAPPO (2109.11251), the factor `M`.
+    Source: HAPPO (2109.11251), the factor `M`, which is a product over agents at one step.
     """
-    sums = log_ratios.new_zeros(num_episodes).index_add_(0, episodes, log_ratios)
-    return sums.clamp(-20, 20).exp()
+    return log_ratios.new_zeros(num_actions).index_add_(0, actions, log_ratios).clamp(-20, 20)
+
+
+def clipped_factors(log_factors: torch.Tensor, clip: float | None) -> torch.Tensor:
+    """
+    The factors of joint actions, within `[1 - clip, 1 + clip]`.
+
+    Args:
+        log_factors (`torch.Tensor` of shape `(J,)`): sums of [`sequential_log_factors`] over the updated agents.
+        clip (`float`, *optional*): clip range; `None`: none.
+
+    Source: the clip of the preceding agents' joint ratio in A2PO (2302.06205).
+    """
+    factors = log_factors.clamp(-20, 20).exp()
+    return factors if clip is None else factors.clamp(1 - clip, 1 + clip)
+
+
+def effective_share(weights: torch.Tensor) -> float:
+    """
+    Effective sample size of importance weights as a share of their number, in `(0, 1]`: 1 where all are equal.
+
+    Args:
+        weights (`torch.Tensor` of shape `(3,)`): number of weights, their sum, and the sum of their squares.
+
+    Source: Kish, `(sum w)^2 / (n sum w^2)`.
+    """
+    count, total, squares = weights.double().tolist()
+    return total**2 / (count * squares) if count and squares else 1.0
 
 
 def adapted_entropy_coef(

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
@@ -21,6 +23,8 @@ from trl.trainer.utils import get_config_model_id
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
+from ..episodes import Episode
+from ..progress import replace_default
 from ..randomness import UserRandomness
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.runner import EpisodeRunner
@@ -34,9 +38,10 @@ from .batching import MicroBatch, Row, Slice, count_rows, cut_slices, loss_weigh
 from .cards import PAPER
 from .evaluation import EvalMetric, check_eval_metrics, check_references
 from .fitting import TeamFitting
-from .metrics import LocalAccelerator
+from .metrics import LocalAccelerator, StepMetrics
 from .persistence import TeamPersistence
 from .planning import TeamPlanning
+from .references import SyncReferences
 from .reporting import TeamReporting
 from .rollouts import Rollout
 from .schedules import Schedule
@@ -46,6 +51,12 @@ from .turn_rewards import TurnRewards
 from .updates import TeamUpdates
 from .validation import check_datasets, check_rewards, check_turn_rewards, checked_reward
 from .valuing import TeamValues
+
+
+logger = get_logger(__name__)
+
+# Share of joint actions, by effective sample size, below which factors of sequential updates are warned of
+_LOWEST_EFFECTIVE_SHARE = 0.5
 
 
 class MARFTTrainer(
@@ -177,7 +188,13 @@ class MARFTTrainer(
                 optimizers=optimizers,
             )
         self.beta = args.beta
-        self.policies.remember_starts()
+        self.policies.remember_starts(all_of_them=args.sync_ref_model)
+        if args.sync_ref_model and self.policies.has_adapters:
+            self.add_callback(SyncReferences(self.policies))
+        names = [agent.name for agent in self.agents]
+        for theirs, ours in replace_default(self.callback_handler.callbacks).items():
+            self.remove_callback(theirs)
+            self.add_callback(ours(names))
         self._turn_rewards = TurnRewards(self, turn_rewards)
         self._prepare_team(view)
 
@@ -204,6 +221,7 @@ class MARFTTrainer(
         self._prepare_fitting()
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old_logps = args.gradient_accumulation_steps % self.schedule.generate_every != 0
+        self._needs_old_logps &= args.use_policy_ratio or args.update_order == "sequential"
         self._generator = TransformersGenerator(
             TrlEngine(self),
             self.policies,
@@ -224,6 +242,7 @@ class MARFTTrainer(
             aliases=self._aliases,
             patience=args.workflow_timeout,
         )
+        self._warned_of_factors = False
         self._prepare_reports()
         self._prepare_counters()
         self._prepare_updates()
@@ -274,22 +293,60 @@ class MARFTTrainer(
             raise ValueError("MARFTTrainer does not support returning outputs.")
         learning = self._learning()
         self._window_adapters |= inputs.adapters & learning
-        # The critic comes first: what has been kept of its passes is gone before the policies need memory
-        parts = [(self._value_loss, batch) for batch in self._value_batches(inputs.rows) if batch.agent in learning]
-        parts += [
-            (self._micro_batch_loss, batch)
-            for batch in self._micro_batches([row for row in inputs.rows if row.is_trained])
-            if batch.adapter in learning
-        ]
+        parts = self._losses(model, inputs, learning)
         if not parts:  # no agent of the slice learns on this process; others may have rows
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         total = torch.zeros((), device=self.accelerator.device)
-        for loss_of, batch in parts[:-1]:
-            loss = loss_of(model, batch, inputs)
+        for loss_of_part in parts[:-1]:
+            loss = loss_of_part()
             self.accelerator.backward(loss)
             total += loss.detach()
-        loss_of, batch = parts[-1]
-        return loss_of(model, batch, inputs) + total
+        return parts[-1]() + total
+
+    def _losses(self, model, slice_: Slice, learning: frozenset[str]) -> list[Callable[[], torch.Tensor]]:
+        """The losses of the micro-batches of a slice, to be computed one after the other."""
+        self._entropy_thresholds = self._high_entropy_thresholds(slice_, learning)
+        # The critic comes first: what has been kept of its passes is gone before the policies need memory
+        parts = [(self._value_loss, batch) for batch in self._value_batches(slice_.rows) if batch.agent in learning]
+        parts += [
+            (self._micro_batch_loss, batch)
+            for batch in self._micro_batches([row for row in slice_.rows if row.is_trained])
+            if batch.adapter in learning
+        ]
+        return [functools.partial(loss_of, model, batch, slice_) for loss_of, batch in parts]
+
+    @torch.no_grad()
+    def _evaluation_loss(self, rollout: Rollout) -> torch.Tensor:
+        """
+        The loss of the episodes of an evaluation batch, as one slice, under the rules of training. Episodes whose
+        advantages or credit would need further generation are compared within their group (see `_rules`).
+        """
+        episodes, std = self._scored_rows(rollout)
+        if std is not None and self._episodes_per_prompt > 1:
+            self._metrics["eval"]["frac_reward_zero_std"].append(_share_of_zeros(std))
+        self._metrics["eval"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        (slice_,) = self._weighed([[row for its_rows in episodes for row in its_rows]])
+        learning = frozenset(self.policies.trained) | frozenset(self.critic.parts if self.critic is not None else ())
+        total = torch.zeros((), device=self.accelerator.device)
+        with self._apart_from_training(), self.compute_loss_context_manager():
+            for loss in self._losses(self.model, slice_, learning):
+                total += loss()
+            self._log_step_metrics()
+        self.policies.activate(self.agents[0].name)
+        return total
+
+    @contextlib.contextmanager
+    def _apart_from_training(self) -> Iterator[None]:
+        """Context manager: what losses take note of for the update of an optimizer step stays as it was."""
+        names = ("_window_sums", "_value_sums", "_step_metrics", "_kept_values", "_entropy_thresholds")
+        outer = {name: getattr(self, name) for name in names}
+        self._window_sums, self._kept_values = {}, []
+        self._value_sums = torch.zeros_like(self._value_sums)
+        self._step_metrics = StepMetrics([agent.name for agent in self.agents])
+        try:
+            yield
+        finally:
+            self.__dict__.update(outer)
 
     def _learning(self) -> frozenset[str]:
         """Adapters, and parts of the critic, that learn in the present step."""
@@ -300,8 +357,11 @@ class MARFTTrainer(
 
     def _micro_batch_loss(self, model, batch: MicroBatch, slice_: Slice) -> torch.Tensor:
         steps, processes = self.args.steps_per_generation, self.accelerator.num_processes
+        steps = steps if self.model.training else 1  # an evaluation batch is one slice
         weights = loss_weights(batch, slice_, self.loss_type, processes, steps, self.args.level)
         tensors = self._collate(batch.rows)
+        if not self.args.use_policy_ratio:  # then TRL takes the present policy for the one that sampled: a ratio of 1
+            tensors.pop("old_per_token_logps", None)
         tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self.accelerator.device)
         tensors["action_divisors"] = self._action_divisors(batch.rows)
         self._act(batch.agent)
@@ -321,6 +381,7 @@ class MARFTTrainer(
             "max_completion_length": self._samplings[batch.agent].max_completion_length,
             "_loss_inputs": tensors,
             "_loss_adapter": batch.adapter,
+            "_loss_agent": batch.agent,
         }
         outer = {name: getattr(self, name, None) for name in inner}
         self.__dict__.update(inner)
@@ -330,7 +391,7 @@ class MARFTTrainer(
             self.__dict__.update(outer)
         turns = sum(row.num_loss_tokens > 0 for row in batch.rows)
         self._step_metrics.add(
-            batch.agent, own["train"], turns if self.args.level == "action" else batch.num_loss_tokens
+            batch.agent, own[self._mode], turns if self.args.level == "action" else batch.num_loss_tokens
         )
 
     # ---- Episodes and their advantages ----
@@ -338,28 +399,37 @@ class MARFTTrainer(
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> list[Slice]:
         """Episodes for a generation batch, as slices of training rows."""
         rollout = self._roll_out(inputs)
-        episodes = self._rows(rollout)
-        rows = [row for its_rows in episodes for row in its_rows]
-        trained = [row for row in rows if row.is_trained]
-        self._fit(rows)
-        keeps_values = self._may_keep_values  # within, gradients are not checkpointed
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self._needs_old_logps:
-                self._score([row for row in trained if row.old_per_token_logps is None], "old_per_token_logps")
-            if self.beta != 0.0:
-                self._score(trained, "ref_per_token_logps")
-            last_values = self._value_rollout(rollout, rows, keeps_values) if self.critic is not None else []
-        if self.critic is not None:
-            std = None
-            self._critic_advantages(rollout, episodes, last_values)
-        else:
-            std = self._baseline_advantages(rollout, episodes)
+        episodes, std = self._scored_rows(rollout)
         rollout.advantages = self._advantages_by_turn(rollout, episodes)
         self._log_rollout(inputs, rollout, std)
         order = torch.randperm(len(episodes))  # the one draw that TRL makes here
         if self._shares_prefixes:
             order = together(order, self._group_of(len(episodes)))
-        slices = cut_slices(episodes, order, self.args.per_device_train_batch_size)
+        return self._weighed(cut_slices(episodes, order, self.args.per_device_train_batch_size))
+
+    def _scored_rows(self, rollout: Rollout) -> tuple[list[list[Row]], torch.Tensor | None]:
+        """
+        The training rows of each episode, with all that their losses need, and the standard deviation in the group of
+        each episode `(E,)` where there is no critic.
+        """
+        episodes = self._rows(rollout)
+        rows = [row for its_rows in episodes for row in its_rows]
+        trained = [row for row in rows if row.is_trained]
+        if self.model.training:
+            self._fit(rows)
+        keeps_values = self._may_keep_values  # within, gradients are not checkpointed
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self._needs_old_logps and self.model.training:
+                self._score([row for row in trained if row.old_per_token_logps is None], "old_per_token_logps")
+            if self.beta != 0.0:
+                self._score(trained, "ref_per_token_logps")
+            last_values = self._value_rollout(rollout, rows, keeps_values) if self.critic is not None else []
+        if self.critic is None:
+            return episodes, self._baseline_advantages(rollout, episodes)
+        self._critic_advantages(rollout, episodes, last_values)
+        return episodes, None
+
+    def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
         adapters, parts = self.policies.names, self.critic.parts if self.critic is not None else []
         counts = count_rows(slices, adapters, parts).to(self.accelerator.device)
         return weigh(slices, adapters, self.accelerator.reduce(counts, reduction="sum"), parts)
@@ -369,8 +439,8 @@ class MARFTTrainer(
         Training rows of each episode: one for each turn of a trained agent; with a critic, one for each turn; where
         turns have candidates, one for each candidate.
         """
-        turns = [list(episode.turns) for episode in rollout.episodes]
-        if self.args.advantage == "turn":
+        turns, is_training = [list(episode.turns) for episode in rollout.episodes], self.model.training
+        if self._rules[0] == "turn":
             turns = [[] for _ in rollout.episodes]
             for node in rollout.nodes:
                 turns[node.episode] += node.turns
@@ -386,13 +456,14 @@ class MARFTTrainer(
                     counts=not (self.mask_truncated_completions and turn.truncated),
                     episode=index,
                     is_trained=self._is_trained(turn.agent),
+                    round=rounds[turn.index] if 0 <= turn.index < len(rounds) else 0,  # a candidate is in none
                     words=max(len(turn.text.split()), 1),
                     critic=self.critic.part_of(turn.agent) if self.critic is not None else None,
-                    old_per_token_logps=None if turn.logps is None else torch.tensor(turn.logps),
+                    old_per_token_logps=None if turn.logps is None or not is_training else torch.tensor(turn.logps),
                 )
                 for turn in its
             ]
-            for index, its in enumerate(turns)
+            for index, (its, rounds) in enumerate(zip(turns, map(Episode.rounds, rollout.episodes), strict=True))
         ]
 
     def _is_trained(self, agent: str) -> bool:
@@ -407,8 +478,8 @@ class MARFTTrainer(
         old = [row.old_per_token_logps for row in updated]
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             self._score(updated, "old_per_token_logps")
-        count = max((row.episode for row in rows), default=-1) + 1
-        ratios = torch.zeros(0)
+        actions = {key: index for index, key in enumerate(dict.fromkeys((row.episode, row.round) for row in rows))}
+        log_ratios, places = torch.zeros(0), torch.zeros(0, dtype=torch.long)
         if updated:
             divisors = (
                 self._action_divisors(updated).cpu() if self.args.level == "action" else torch.ones(len(updated))
@@ -416,15 +487,40 @@ class MARFTTrainer(
             sums = torch.stack(
                 [(row.old_per_token_logps - then).sum() for row, then in zip(updated, old, strict=True)]
             )
-            ratios = sums / divisors
+            log_ratios = sums / divisors
+            places = torch.tensor([actions[row.episode, row.round] for row in updated])
         for row, then in zip(updated, old, strict=True):
             row.old_per_token_logps = then
-        episodes = torch.tensor([row.episode for row in updated], dtype=torch.long)
-        factors = functional.sequential_factors(ratios, episodes, count)
+        more = functional.sequential_log_factors(log_ratios, places, len(actions))
         for row in rows:
-            row.factor *= factors[row.episode].item()
-        sums = torch.tensor([factors.double().sum(), (factors.double() ** 2).sum(), count], dtype=torch.float64)
-        total, squares, count = self._reduce(sums, "sum").tolist()
-        self._metrics["train"]["sequential_factor/mean"].append(total / max(count, 1))
-        spread = max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0) ** 0.5
-        self._metrics["train"]["sequential_factor/std"].append(spread)
+            row.log_factor += more[actions[row.episode, row.round]].item()
+        so_far = {(row.episode, row.round): row.log_factor for row in rows}
+        factors = functional.clipped_factors(torch.tensor(list(so_far.values())), self.args.sequential_clip)
+        by_action = dict(zip(so_far, factors.tolist(), strict=True))
+        for row in rows:
+            row.factor = by_action[row.episode, row.round]
+        self._log_factors(adapter, factors)
+
+    def _log_factors(self, adapter: str, factors: torch.Tensor) -> None:
+        """Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary."""
+        factors = factors.double()
+        sums = torch.stack([torch.tensor(float(len(factors))).double(), factors.sum(), (factors**2).sum()])
+        totals = self._reduce(sums, "sum")
+        count, total, squares = totals.tolist()
+        mean, share = total / max(count, 1), functional.effective_share(totals)
+        metrics = self._metrics["train"]
+        metrics["sequential_factor/mean"].append(mean)
+        metrics["sequential_factor/std"].append(max(squares / max(count, 1) - mean**2, 0.0) ** 0.5)
+        metrics["sequential_factor/effective_share"].append(share)
+        if share < _LOWEST_EFFECTIVE_SHARE and not self._warned_of_factors:
+            self._warned_of_factors = True
+            logger.warning(
+                f"The factors of `update_order='sequential'` have an effective sample size of {share:.0%} behind the "
+                f"adapter {adapter!r}, so the next agents would learn from a few episodes. Lower the learning rate or "
+                "`num_iterations`, set a smaller `sequential_clip`, or set `level='action'` with "
+                "`action_logprob='token'`, whose ratios do not grow with length."
+            )
+
+
+def _share_of_zeros(values: torch.Tensor) -> float:
+    return torch.isclose(values, torch.zeros_like(values)).float().mean().item()

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 
 from ..agents import AgentSpec
 from ..manifest import MANIFEST_NAME, Inference, TeamManifest
+from ..progress import say
 from ..rollout.transformers_generator import TransformersGenerator, general_settings, resolved
 from ..rollout.views import team_view
 from ..tools import tool_name
@@ -26,6 +27,7 @@ from .adapters import Policies, load_adapter_weights
 from .cards import team_card
 from .critic import CRITIC_NAME, Critic
 from .fingerprints import describe_base
+from .references import load_references, save_references
 from .schedules import Schedule
 from .setup import tool_limits
 
@@ -143,6 +145,9 @@ class TeamPersistence(GRPOTrainer):
             resume_from_checkpoint = checkpointing.newest_complete(self.args.output_dir)
         if isinstance(resume_from_checkpoint, Path):
             resume_from_checkpoint = str(resume_from_checkpoint)
+        if self.is_world_process_zero():  # launchers may start fewer processes than they were asked for
+            count, names = self.accelerator.num_processes, ", ".join(agent.name for agent in self.agents)
+            say(f"Training {names} on {count} process{'es' if count > 1 else ''} ({self.accelerator.device.type})")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _run_epoch(self, *args, **kwargs) -> None:
@@ -168,6 +173,8 @@ class TeamPersistence(GRPOTrainer):
         slices = None if is_spent else self._buffered_inputs
         extra = {"entropy_control": self._entropy_control, "user_randomness": self._runner.randomness.state_dict()}
         checkpointing.save_rollouts(output_dir, rank, world_size, self._step, slices, extra)
+        if self.args.sync_ref_model and self.policies.has_adapters and self.args.should_save:
+            save_references(self.policies, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.policies.has_adapters:
@@ -189,6 +196,8 @@ class TeamPersistence(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         finally:
             hook.remove()
+        if self.args.sync_ref_model and self.policies.has_adapters:
+            load_references(self.policies, checkpoint)
         restored = checkpointing.load_rollouts(checkpoint, self.args.process_index, self.args.world_size)
         if restored is not None:
             self._step, self._buffered_inputs, extra = restored

@@ -233,17 +233,17 @@ class TeamPlanning(GRPOTrainer):
         ]
         longest = sum(length for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
-        length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        length = _count(args.max_steps, "step") if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
         return [
-            f"{episodes} episodes are generated at once: {episodes // args.num_generations} prompts x "
-            f"{args.num_generations} episodes, on {processes} process{'es' if processes > 1 else ''}",
-            f"{len(rehearsal.episode.turns)} turns in an episode, as rehearsed: {by_agent}",
-            f"{per_step} episodes in an optimizer step: {per_step * rows} training rows, at most "
+            f"{_count(episodes, 'episode')} generated at once: {_count(episodes // args.num_generations, 'prompt')} x "
+            f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
+            f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
+            f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
             f"{per_step * longest:,} tokens, with every turn as long as it may be",
             *self._describe_window(lengths),
-            f"micro-batches of at most {args.per_device_train_batch_size} rows"
+            f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
-            f"each episode is used {args.num_iterations} time{'s' if args.num_iterations > 1 else ''}; {length}",
+            f"each episode is used {_count(args.num_iterations, 'time')}; {length}",
         ]
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
@@ -256,3 +256,7 @@ class TeamPlanning(GRPOTrainer):
             f"TOO LONG: a turn of {name} may take {length:,} tokens with what it is shown, the model's window is "
             f"{window:,}; context_overflow={self.args.context_overflow!r} says what happens then"
         ]
+
+
+def _count(number: int, what: str, plural: str | None = None) -> str:
+    return f"{number} {what if number == 1 else plural or what + 's'}"

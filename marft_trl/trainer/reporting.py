@@ -32,6 +32,7 @@ class TeamReporting(GRPOTrainer):
     """Overrides of `Trainer` and `GRPOTrainer` (checked against TRL 1.16) around evaluation and logging."""
 
     agents: list[AgentSpec]
+    _mode: str
     _eval_metrics: list[EvalMetric]
 
     def _prepare_reports(self) -> None:
@@ -52,8 +53,9 @@ class TeamReporting(GRPOTrainer):
     # ---- Evaluation ----
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Run the team on a batch. There is no loss: the figures are made in `evaluation_loop`."""
+        """Run the team on a batch: its loss, as TRL has it. The other figures are made in `evaluation_loop`."""
         rollout = self._roll_out(inputs)
+        loss = self._evaluation_loss(rollout)
         self._log_user_metrics()
         self._log_turns(rollout, inputs)
         first = self.accelerator.process_index * len(inputs)
@@ -73,7 +75,7 @@ class TeamReporting(GRPOTrainer):
             for index, (row, episode) in enumerate(zip(inputs, rollout.episodes, strict=True))
         ]
         self._eval_records.extend(gather_object(records))
-        return None, None, None
+        return loss, None, None
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self._eval_records = []
@@ -90,7 +92,8 @@ class TeamReporting(GRPOTrainer):
             answers = [record["answer"] for record in records]
             with self._runner.randomness.theirs():
                 figures |= measure_answers(self._eval_metrics, answers, columns, self.args.eval_reference_column)
-            figures |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items() if values}
+            known = {name: [value for value in its if value == value] for name, its in self._metrics["eval"].items()}
+            figures |= {name: sum(values) / len(values) for name, values in known.items() if values}
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         self._metrics["eval"].clear()
         return output
@@ -147,7 +150,7 @@ class TeamReporting(GRPOTrainer):
         for name in sorted({name for one in everywhere for name in one}):
             totals = [one[name] for one in everywhere if name in one]
             value = sum(total for total, _ in totals) / sum(count for _, count in totals)
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+            self._metrics[self._mode][name].append(value)
 
     def _clear_logs(self, mode: str) -> None:
         self._table[mode].clear()
@@ -172,7 +175,7 @@ class TeamReporting(GRPOTrainer):
         extra = self._take_extra_columns(len(inputs))
         if not self.log_completions:
             return
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         first = self.accelerator.process_index * len(inputs)
         before = len(self._eval_records) if mode == "eval" else 0
         table, transcripts = [], []
@@ -183,7 +186,8 @@ class TeamReporting(GRPOTrainer):
                 name: _known(value)
                 for name, value in zip(self.reward_func_names, rollout.rewards_per_func[position], strict=True)
             }
-            title = f"step {self.state.global_step}, episode {before + position}"
+            step = self.state.global_step + (mode == "train")  # the one that they are trained in
+            title = f"step {step}, episode {before + position}"
             if position < self._transcripts_wanted:
                 tokens = [self._token_texts(turn.completion_ids) for turn in episode.turns]
                 transcripts.append(Transcript.of(episode, rewards, title, advantages, tokens))
@@ -220,7 +224,7 @@ class TeamReporting(GRPOTrainer):
             return
         folder = Path(self.args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
-        page = html_page(self._transcripts, f"Episodes of step {self.state.global_step}")
+        page = html_page(self._transcripts, f"Episodes logged at step {self.state.global_step}")
         (folder / f"transcripts_{self.state.global_step:05d}.html").write_text(page, encoding="utf-8")
 
     def _fill_completions_table(self) -> None:
@@ -249,8 +253,9 @@ class TeamReporting(GRPOTrainer):
         names += ["cispo_clip_ratio"] if self.loss_type == "cispo" else []
         names += ["vespo/phi_seq_mean"] if self.loss_type == "vespo" else []
         for name, value in self._step_metrics.join(names, self._reduce).items():
-            self._metrics["train"][name].append(value)
-        if self._entropy_bonus_enabled and self.accelerator.sync_gradients and not self.use_adaptive_entropy:
+            self._metrics[self._mode][name].append(value)
+        is_step = self._mode == "train" and self.accelerator.sync_gradients
+        if self._entropy_bonus_enabled and is_step and not self.use_adaptive_entropy:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
         self._log_value_losses()
 
@@ -268,6 +273,7 @@ class TeamReporting(GRPOTrainer):
             for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
                 print(transcript.as_text())
             self._write_page()
+            self._transcripts.clear()  # the log at the end of training has none of its own
         self._fill_completions_table()
         self.num_completions_to_print = 0  # TRL's table of columns is not readable with several agents
         try:

@@ -28,10 +28,6 @@ from .turn_rewards import TurnRewards, as_row, score
 from .validation import check_prompts
 
 
-# Generation batches in a row that no reward function may score before training stops.
-MAX_UNSCORED_BATCHES = 3
-
-
 @dataclass(eq=False)
 class Node:
     """
@@ -82,6 +78,15 @@ class TeamRollouts(GRPOTrainer):
     _turn_rewards: TurnRewards
     _uses_tools: bool
 
+    @property
+    def _mode(self) -> str:
+        """Whether metrics are those of training or of evaluation, as TRL tells."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _episodes_per_prompt(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
     def _prepare_counters(self) -> None:
         self._unscored_in_a_row = 0
         self._extra: Counter[str] = Counter()
@@ -118,7 +123,7 @@ class TeamRollouts(GRPOTrainer):
         if self._uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
         everywhere = gather_object([(dict(counts), self._runner.dropped_turns, ended, len(episodes))])
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics = self._metrics[self._mode]
         metrics["context/dropped_turns"].append(float(sum(dropped for _, dropped, _, _ in everywhere)))
         if self.args.context_overflow == "end_episode":
             metrics["context/ended_episodes"].append(float(sum(ended for _, _, ended, _ in everywhere)))
@@ -126,9 +131,8 @@ class TeamRollouts(GRPOTrainer):
         for its_counts, *_ in everywhere:
             total.update(its_counts)
         count = sum(number for *_, number in everywhere)
-        mode = "train" if self.model.training else "eval"
-        self._counted[mode] |= set(total)
-        for name in sorted(self._counted[mode]):  # 0 where it did not happen this time
+        self._counted[self._mode] |= set(total)
+        for name in sorted(self._counted[self._mode]):  # 0 where it did not happen this time
             metrics[name].append(total[name] / count)
         if self._uses_tools:  # under TRL's names
             calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
@@ -150,15 +154,15 @@ class TeamRollouts(GRPOTrainer):
                     f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
                     "destroy the weights or silence its group. Check its input length and dtype."
                 )
-        if not self.model.training or not torch.isnan(rewards_per_func).all():
-            self._unscored_in_a_row = 0
+        if not self.model.training:  # an evaluation says nothing of the batches of training
             return
-        self._unscored_in_a_row += 1
-        if self._unscored_in_a_row >= MAX_UNSCORED_BATCHES:
+        self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(rewards_per_func).all() else 0
+        most = self.args.max_unscored_batches
+        if most is not None and self._unscored_in_a_row >= most:
             raise ValueError(
                 f"Every reward function ({', '.join(self.reward_func_names)}) returned None for all "
-                f"{len(rewards_per_func)} episodes of {MAX_UNSCORED_BATCHES} batches in a row, so there is nothing to "
-                "learn from. At least one has to return a number for some of them."
+                f"{len(rewards_per_func)} episodes of {most} generation batches in a row (`max_unscored_batches`), so "
+                "there is nothing to learn from. At least one has to return a number for some of them."
             )
 
     # ---- Branches: episodes that are run again from a turn on ----
@@ -189,7 +193,10 @@ class TeamRollouts(GRPOTrainer):
         jobs = [(index, turn) for index in branching for turn in candidates[index]]
         own_weight = self.args.own_reward_weight if self.args.credit == "per_step" else 0.0
         worth = torch.zeros(len(jobs))
-        if own_weight < 1:
+        episodes, turns = [requests[index].episode for index, _ in jobs], [turn for _, turn in jobs]
+        if own_weight < 1 and self.args.candidate_reward == "turn":
+            worth = (1 - own_weight) * self._turn_rewards.as_answers(episodes, turns)
+        elif own_weight < 1:
             skips = _pending_before(requests)
             replays = []
             for index, turn in jobs:
@@ -197,11 +204,10 @@ class TeamRollouts(GRPOTrainer):
                 replays.append(
                     Replay(request.episode, candidate=(request.agent, request.seen, turn), skip=skips[index])
                 )
-            branches = self._branch([requests[index].episode.row for index, _ in jobs], replays)
+            branches = self._branch([episode.row for episode in episodes], replays)
             worth = (1 - own_weight) * self._turn_rewards.of_episodes(branches)
         if own_weight > 0:
-            episodes = [requests[index].episode for index, _ in jobs]
-            worth = worth + own_weight * self._turn_rewards.of_turns(episodes, [turn for _, turn in jobs])
+            worth = worth + own_weight * self._turn_rewards.of_turns(episodes, turns)
         returns: dict[int, list[float]] = {index: [] for index in branching}
         for (index, _), value in zip(jobs, worth.tolist(), strict=True):
             returns[index].append(value)

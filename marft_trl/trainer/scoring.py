@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import forward
@@ -20,7 +22,7 @@ from ..configs import MARFTConfig
 from ..rollout.transformers_generator import Sampling
 from . import functional
 from .adapters import Policies
-from .batching import MicroBatch, Row, collate
+from .batching import MicroBatch, Row, Slice, collate
 
 
 logger = get_logger(__name__)
@@ -77,6 +79,7 @@ class TeamScoring(GRPOTrainer):
     _add_to_window: Callable[[str, torch.Tensor, torch.Tensor], None]
     _wants_features: Callable[[str], bool]
     _keep_features: Callable[[MicroBatch, torch.Tensor], None]
+    _episodes_per_prompt: int
 
     def _prepare_scoring(self) -> None:
         base = self._base_of(self.model)
@@ -87,7 +90,8 @@ class TeamScoring(GRPOTrainer):
             head={"cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
         self._loss_inputs: dict[str, torch.Tensor] | None = None
-        self._loss_adapter = ""
+        self._loss_adapter = self._loss_agent = ""
+        self._entropy_thresholds: dict[str, torch.Tensor] = {}
         self._shares_prefixes = self.args.share_prefixes and self._can_share(base)
         # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
         with self.accelerator.autocast():
@@ -126,8 +130,7 @@ class TeamScoring(GRPOTrainer):
     def _group_of(self, count: int) -> list[int]:
         """For each of the `count` episodes of this process, which of the groups of all processes it belongs to."""
         first = self.accelerator.process_index * count
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        return [(first + index) // size for index in range(count)]
+        return [(first + index) // self._episodes_per_prompt for index in range(count)]
 
     def _act(self, agent: str) -> None:
         self.policies.activate(agent)
@@ -200,6 +203,53 @@ class TeamScoring(GRPOTrainer):
         logps = empty.masked_scatter(is_there[:, -width:], logps)
         entropies = empty if entropies is None else empty.masked_scatter(is_there[:, -width:], entropies)
         return logps, entropies, hidden
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """TRL's mask of the tokens whose entropy is above a quantile, over all tokens of the agent in the slice."""
+        known = self._entropy_thresholds.get(self._loss_agent)
+        if known is None:  # the micro-batch holds them all
+            return super().get_high_entropy_mask(entropies, mask, threshold)
+        return (entropies * mask.float() >= known) & mask.bool()
+
+    @torch.no_grad()
+    def _high_entropy_thresholds(self, slice_: Slice, learning: frozenset[str]) -> dict[str, torch.Tensor]:
+        """
+        With `top_entropy_quantile`, for each agent whose rows of a slice fall into several micro-batches or processes
+        the entropy above which its tokens are trained, so that the cut changes nothing. It takes another pass.
+        """
+        if self.top_entropy_quantile >= 1.0:
+            return {}
+        rows = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
+        batches: dict[str, list[MicroBatch]] = {name: [] for name in self._samplings}
+        for batch in self._micro_batches(rows):
+            batches[batch.agent].append(batch)
+        thresholds = {}
+        for agent, its in batches.items():
+            if self.accelerator.num_processes == 1 and len(its) < 2:
+                continue
+            entropies = [self._entropies(batch) for batch in its]
+            own = [torch.cat(entropies).tolist()] if entropies else []
+            everywhere = [value for of_process in gather_object(own) for value in of_process]
+            if everywhere:
+                values = torch.tensor(everywhere, device=self.accelerator.device)
+                thresholds[agent] = torch.quantile(values, 1 - self.top_entropy_quantile)
+        return thresholds
+
+    def _entropies(self, batch: MicroBatch) -> torch.Tensor:
+        """Entropies of the tokens of a micro-batch that its loss counts `(N,)`."""
+        tensors = self._collate(batch.rows)
+        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+        mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
+        self._act(batch.agent)
+        width = tensors["completion_ids"].size(1)
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self._gives_positions:
+                _, entropies, _ = self._placed_logps(self.model, ids, mask, width)
+            else:
+                _, entropies, _ = super()._get_per_token_logps_and_entropies(
+                    self.model, ids, mask, width, compute_entropy=True
+                )
+        return entropies[tensors["completion_mask"].bool()].float()
 
     def _as_actions(
         self, logps: torch.Tensor, entropies: torch.Tensor, inputs: dict[str, torch.Tensor]

@@ -154,15 +154,17 @@ def context_window(model: PreTrainedModel | PeftModel) -> int | None:
 @contextlib.contextmanager
 def without_reference(args: MARFTConfig, if_: bool) -> Iterator[None]:
     """
-    Within, `args.beta` is 0 if the condition holds. `GRPOTrainer` (1.16) keeps a reference of an adapter named
-    `default` and fails without one; the references of agents are their own starts.
+    Within, `args.beta` is 0 and `args.sync_ref_model` is off if the condition holds. `GRPOTrainer` (1.16) keeps a
+    reference of an adapter named `default` and fails without one, and refuses to move it; the references of agents are
+    their own starts.
     """
-    beta = args.beta
-    args.beta = 0.0 if if_ else beta
+    beta, sync = args.beta, args.sync_ref_model
+    if if_:
+        args.beta, args.sync_ref_model = 0.0, False
     try:
         yield
     finally:
-        args.beta = beta
+        args.beta, args.sync_ref_model = beta, sync
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:

@@ -63,6 +63,21 @@ class TurnRewards:
             rewards[mine] = team_rewards(per_func, torch.ones(len(functions), device=per_func.device)).cpu()
         return rewards
 
+    def as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
+        """
+        The team's reward for each turn as if it were the answer of its episode, which is not completed: `(N,)`.
+
+        Args:
+            episodes (`Sequence[Episode]`): the episode of each turn.
+            turns (`Sequence[Turn]`): candidates for a turn of these episodes.
+        """
+        rows = [
+            {**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in zip(episodes, turns, strict=True)
+        ]
+        with self._locally():
+            per_func = score(self._trainer, rows, turns)
+        return team_rewards(per_func, self._trainer.reward_weights.to(per_func.device)).cpu()
+
     @staticmethod
     def _row(episode: Episode, turn: Turn) -> dict[str, Any]:
         has_ended = turn in episode.turns  # else a candidate

@@ -34,6 +34,8 @@ class TeamUpdates(GRPOTrainer):
     critic: Any  # `Critic`, or `None`
     schedule: Schedule
 
+    entropy_coef: float
+
     def _prepare_updates(self) -> None:
         self._is_window_open = False
         self._window_adapters: set[str] = set()
@@ -118,6 +120,11 @@ class TeamUpdates(GRPOTrainer):
                     self._metrics["train"][f"agents/{agent}/stopped_updates"].append(float(stopped))
             if self.use_adaptive_entropy and tokens:
                 self._adapt_entropy(name, entropy_sum / tokens)
+        if self.use_adaptive_entropy:  # the team's, under the names of TRL; with one agent they are its own
+            coefficients, entropies = zip(*self._entropy_control.values(), strict=True)
+            self.entropy_coef = sum(coefficients) / len(coefficients)
+            self._last_world_entropy = sum(entropies) / len(entropies)
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
     def _adapt_entropy(self, adapter: str, entropy: float) -> None:
         args = self.args

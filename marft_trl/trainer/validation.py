@@ -48,7 +48,10 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
         ValueError: no prompts, too few of them, or a row whose prompt cannot be used.
     """
     if train_dataset is None:
-        raise ValueError("`train_dataset` is None. Pass a dataset with a `prompt` column.")
+        raise ValueError(
+            "`train_dataset` is required unless an `environment_factory` is provided. Pass a dataset with a `prompt` "
+            "column."
+        )
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
         raise TypeError(
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
@@ -185,8 +188,9 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
     """
     if not reward_funcs:
         raise ValueError(
-            "`reward_funcs` is empty: nothing would score the team. Pass a function such as "
-            "`trl.rewards.accuracy_reward`, a list of functions, or a reward model."
+            "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
+            "of functions, or a reward model), or an `environment_factory` whose environment defines a `get_reward` "
+            "method."
         )
     datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
     columns = {name: column_names(dataset) or [] for name, dataset in datasets.items()}

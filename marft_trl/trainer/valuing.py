@@ -94,7 +94,7 @@ class TeamValues(GRPOTrainer):
         weights are then still those that gave the values, so a second pass would give the same. Not where memory is
         short, or where turns are generated or scored between the values and the update.
         """
-        if self.critic is None or self.critic.kind == "frozen" or self._is_checkpointing:
+        if self.critic is None or self.critic.kind == "frozen" or self._is_checkpointing or not self.model.training:
             return False
         return self.schedule.generate_every == 1 and self.args.credit not in ("counterfactual", "per_step")
 
@@ -154,7 +154,7 @@ class TeamValues(GRPOTrainer):
         sums = [losses.detach().sum(), moved.sum(), mask.sum()]
         self._value_sums += torch.stack(sums).double().cpu()
         share = self.accelerator.num_processes / slice_.value_targets[part]
-        return losses.sum() * share / self.current_gradient_accumulation_steps
+        return losses.sum() * share / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
     def _values_of(self, batch: MicroBatch) -> torch.Tensor:
         """The values `(B, V)` of the rows of a micro-batch that have targets, connected to the critic's weights."""
@@ -171,5 +171,6 @@ class TeamValues(GRPOTrainer):
         loss, moved, count = self._reduce(self._value_sums, "sum").tolist()
         self._value_sums = torch.zeros(3, dtype=torch.float64)
         if count:
-            self._metrics["train"]["critic/value_loss"].append(loss / count)
-            self._metrics["train"]["critic/clip_ratio"].append(moved / count)
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["critic/value_loss"].append(loss / count)
+            self._metrics[mode]["critic/clip_ratio"].append(moved / count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import re
 import textwrap
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..episodes import Episode, Messages, Seen, Turn, unknown_agent
+from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn, unknown_agent
 from ..loops import run_coroutine
 from ..tools import ToolCall
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 # Names under which something other than an agent may speak: those that prompts keep agents from writing as their own.
+# Turns after which a picture of a loop is complete
+_LONGEST_PICTURE = 24
 SPEAKER_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 
 
@@ -107,14 +110,23 @@ class Workflow(ABC):
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         """
         Who is shown to whom, as pairs of node names, for [`mermaid`]. The default runs the workflow with empty replies
-        and leaves out what follows from the rest; a node is an agent, numbered where it speaks more than once.
+        and leaves out what follows from the rest; a node is an agent, numbered where it speaks more than once. In a
+        loop that does not end by itself agents are not numbered, and links lead back.
         """
-        replies = iter([""] * 100)  # a loop that waits for certain words would never end
+        left = _LONGEST_PICTURE
+
+        def reply(agent: str, seen: Sequence[Seen]) -> str:
+            nonlocal left
+            left -= 1
+            if left < 0:  # a loop that waits for certain words would never end
+                raise EndOfEpisode("it is long enough for a picture")
+            return ""
+
         try:
-            turns = rehearse(self, agents, lambda agent, seen: next(replies)).turns
+            turns = rehearse(self, agents, reply).turns
         except Exception:  # it needs columns, an environment or real replies
             return []
-        return turn_links(turns)
+        return turn_links(turns, numbered=left >= 0)
 
     def mermaid(self, agents: Sequence[str] = (), links: Sequence[tuple[str, str]] | None = None) -> str:
         """
@@ -157,21 +169,28 @@ def _label(name: str) -> str:
     return "".join(char if char.isalnum() or char in " _-." else "_" for char in name)
 
 
-def turn_links(turns: Sequence[Turn]) -> list[tuple[str, str]]:
-    """Who is shown to whom among the turns of an episode, without links that a longer way makes plain."""
+def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, str]]:
+    """
+    Who is shown to whom among the turns of an episode, without links that a longer way makes plain.
+
+    Args:
+        turns (`Sequence[Turn]`): the turns.
+        numbered (`bool`, *optional*, defaults to `True`): tell turns of one agent apart by numbers.
+    """
     counts = Counter(turn.agent for turn in turns)
     spoken: Counter[str] = Counter()
     names: list[str] = []
     for turn in turns:
         spoken[turn.agent] += 1
-        names.append(turn.agent if counts[turn.agent] == 1 else f"{turn.agent} {spoken[turn.agent]}")
+        is_lone = counts[turn.agent] == 1 or not numbered
+        names.append(turn.agent if is_lone else f"{turn.agent} {spoken[turn.agent]}")
     behind: list[set[int]] = []  # all that a turn depends on
     pairs: list[tuple[str, str]] = []
     for index, turn in enumerate(turns):
         around = set().union(*(behind[other] for other in turn.sees)) if turn.sees else set()
         pairs += [(names[other], names[index]) for other in turn.sees if other not in around]
         behind.append(around | set(turn.sees))
-    return pairs
+    return pairs if numbered else list(dict.fromkeys(pairs))
 
 
 async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
@@ -277,5 +296,6 @@ def rehearse(
 
     workflow.check(agents)
     episode = Episode(prompt, {"prompt": prompt, **row}, 0, speak, tuple(agents), dict(tools or {}))
-    run_coroutine(workflow.run, episode)
+    with contextlib.suppress(EndOfEpisode):  # as in training, an episode may be ended with the turns it has
+        run_coroutine(workflow.run, episode)
     return episode

@@ -1,0 +1,77 @@
+"""What a run says on the terminal: one short line a log."""
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from marft_trl.progress import LogLine, TeamPrinterCallback, TeamProgressCallback
+from marft_trl.tiny import tiny_dataset
+
+from .helpers import team_trainer
+
+
+def test_a_line_has_step_reward_change_seconds_and_each_agent():
+    line = LogLine(["planner", "solver"])
+    agents = {"agents/planner/kl": 0.0123, "agents/planner/completions/mean_length": 12.4, "agents/solver/kl": 0.0}
+    logs = {"reward": 0.5, "step_time": 3.14, "loss": 0.1, "agents/planner/reward": 0.5, "agents/solver/reward": 0.5}
+    assert line({**logs, **agents}, 3, 100) == (
+        "step   3/100  reward 0.500  3.1 s  planner: kl 0.012, length 12  solver: kl 0"
+    )
+    own = {"agents/planner/reward": 0.25, "agents/solver/reward": 0.75}
+    assert line({"reward": 0.75, **own}, 4, 100) == (
+        "step   4/100  reward 0.750 (+0.250)  planner: reward 0.250  solver: reward 0.750"
+    )
+    assert line({"reward": None}, 5, 100) == "step   5/100  reward -"
+    assert line({"reward": 0.5}, 6, 100) == "step   6/100  reward 0.500 (-0.250)"
+    assert line({"eval_reward": 0.4, "eval_loss": 0.25, "eval_rewards/f/mean": 1}, 6, 100) == (
+        "step   6/100  eval  reward 0.400  loss 0.25"
+    )
+    assert line({"eval_hard_reward": 0.1}, 6, 100) == "step   6/100  eval hard  reward 0.100"
+    assert line({"train_runtime": 61.2, "train_loss": 1.0}, 6, 100) == "step   6/100  done in 61 s"
+    assert line({"something": 1}, 6, 100) is None
+
+
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_run_prints_a_line_a_log_and_keeps_all_metrics(
+    model_folder, tmp_path, capfd, monkeypatch, disable_tqdm, rich
+):
+    monkeypatch.setattr("marft_trl.progress.is_rich_available", lambda: rich)
+    settings = {
+        "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "beta": 0.1,
+        "disable_tqdm": disable_tqdm, "log_completions": True, "num_completions_to_print": 1,
+    }  # fmt: skip
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
+    capfd.readouterr()
+    trainer.train()
+    printed = [line.strip() for line in capfd.readouterr().out.splitlines()]
+    lines = [line for line in printed if line.startswith("step ") and "  " in line]
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 1/2", "step 2/2", "step 2/2", "step 2/2"]
+    assert all("reasoner: " in line and "kl " in line for line in lines[:1])
+    assert max(map(len, lines)) < 119 and not any("{'" in line for line in printed)
+    assert "Training reasoner, actor on 1 process (cpu)" in printed
+    assert (
+        len([line for line in printed if "step 1, episode 0" in line]) == 2
+    )  # a transcript of training, one of evaluation
+    assert len([line for line in printed if "step 2, episode 0" in line]) == 2
+    assert "clip_ratio/region_mean" in trainer.state.log_history[0]
+
+
+def test_callbacks_of_ones_own_stay(model_folder, tmp_path):
+    class Own(ProgressCallback):
+        pass
+
+    trainer = team_trainer(model_folder, tmp_path, callbacks=[Own(), TrainerCallback()])
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert Own in kinds and TeamPrinterCallback in kinds and PrinterCallback not in kinds
+    trainer = team_trainer(model_folder, tmp_path, settings={"disable_tqdm": False})
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert TeamProgressCallback in kinds and ProgressCallback not in kinds
+
+
+def test_training_without_adapters_is_said_once_and_loudly(model_folder, tmp_path, caplog):
+    team_trainer(model_folder, tmp_path, peft_config=None)
+    said = [record for record in caplog.records if "agents share ONE policy" in record.message]
+    assert len(said) == 1 and said[0].levelname == "WARNING"
+    caplog.clear()
+    team_trainer(model_folder, tmp_path)
+    assert "ONE policy" not in caplog.text
