@@ -54,6 +54,8 @@ class Turn:
             those turns, whether or not it was shown them.
         tool_calls (`tuple[ToolCall, ...]`):
             Functions that it asks for.
+        without_calls (`str`, *optional*):
+            Of a turn that calls functions, what it says before the calls: what teammates are shown.
         audience (`str`, *optional*):
             The one agent that is shown it where a workflow does not say what is seen: a turn that called tools, which
             only its own agent went on from. `None`: everybody.
@@ -73,6 +75,7 @@ class Turn:
     hears: tuple[int, ...] = ()
     fed: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
+    without_calls: str | None = None
     audience: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
 

@@ -15,6 +15,10 @@ from transformers.utils import is_rich_available
 _OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
 
 
+# Rewards of agents that differ by less, as a share, are those of the same episodes, weighted by other numbers of turns
+_SAME = 0.01
+
+
 class LogLine:
     """
     Makes a line of a log: step, the team's reward with its change since the last line, seconds of the step, and of
@@ -42,7 +46,9 @@ class LogLine:
             parts.append(f"loss {logs[f'{prefix}loss']:.4g}")
         if _number(logs.get("step_time")) is not None:
             parts.append(f"{logs['step_time']:.1f} s")
-        differ = len({logs.get(f"{prefix}agents/{name}/reward") for name in self._agents}) > 1
+        rewards = [_number(logs.get(f"{prefix}agents/{name}/reward")) for name in self._agents]
+        known = [reward for reward in rewards if reward is not None]
+        differ = bool(known) and max(known) - min(known) > _SAME * max(map(abs, known))
         parts += filter(None, (self._of_agent(prefix, name, logs, differ) for name in self._agents))
         return "  ".join(parts)
 

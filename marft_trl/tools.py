@@ -21,10 +21,12 @@ class ToolCall:
     Args:
         name (`str`): name of the function.
         arguments (`dict`): its arguments by name. A model may have written something else than a mapping.
+        problem (`str`, *optional*): `"malformed"` where the model began a call that cannot be read.
     """
 
     name: str
     arguments: Any = field(default_factory=dict)
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class ToolResult:
     Args:
         name (`str`): name of the function.
         text (`str`): what the agent is shown.
-        problem (`str`, *optional*): why the call failed: `"unknown"`, `"arguments"`, `"error"`, `"timeout"` or
-            `"too_many"`.
+        problem (`str`, *optional*): why the call failed: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
+            `"timeout"` or `"too_many"`.
     """
 
     name: str
@@ -79,6 +81,12 @@ async def call_tool(
     three times in a row is not called any more.
     """
     known = {tool_name(function): function for function in functions}
+    if call.problem is not None:
+        return _failure(
+            call.name,
+            call.problem,
+            "The call could not be read. Write it as the instructions show, with its arguments as valid JSON.",
+        )
     if call.name not in known:
         return _failure(call.name, "unknown", f"Tool {call.name} not found. There is {', '.join(known) or 'none'}.")
     function = known[call.name]

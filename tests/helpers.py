@@ -1,5 +1,7 @@
 """What several tests share."""
 
+import statistics
+
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -42,6 +44,15 @@ def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrain
         "peft_config": lora(),
     }
     return MARFTTrainer(model=model, **{**defaults, **arguments})
+
+
+def pooled(gains) -> tuple[float, float]:
+    """
+    Mean gain of several seeds and its distance from 0 in standard errors: one seed is another draw on every machine,
+    whose arithmetic rounds in its own way.
+    """
+    mean = statistics.mean(gains)
+    return mean, mean / (statistics.stdev(gains) / len(gains) ** 0.5 + 1e-9)
 
 
 class StopAt(TrainerCallback):

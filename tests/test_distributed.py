@@ -58,3 +58,20 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_sharded_launchers_are_refused_before_anything_is_loaded(tmp_path):
+    """A real `accelerate launch --use_fsdp`, where the distributed type is not yet known to be FSDP."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from datasets import Dataset\n"
+        "from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer\n"
+        "MARFTTrainer('no/such-model', agents=[AgentSpec('solo')], reward_funcs=len,\n"
+        "             args=MARFTConfig('out', use_cpu=True),\n"
+        "             train_dataset=Dataset.from_dict({'prompt': ['x'] * 99}))\n"
+    )
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "1", str(script)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode != 0
+    assert "MARFTTrainer does not run under DeepSpeed or FSDP" in done.stderr, done.stderr[-2000:]

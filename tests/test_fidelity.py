@@ -234,7 +234,7 @@ def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_p
 
 
 def test_grpo_has_the_kl_of_its_paper(model_folder, tmp_path):
-    """2402.03300, eq. 3 and 4: clipped ratios, means over tokens, and `beta * (r - log r - 1)` with r = ref / policy."""
+    """2402.03300, eq. 3 and 4: clipped ratios, means over tokens, and `beta * (r - log r - 1)`, r = ref / policy."""
     trainer, slice_ = group_rows(model_folder, tmp_path, preset="grpo")
     beta, epsilon = trainer.beta, trainer.args.epsilon
     assert beta == 0.04 and not trainer.args.use_bias_correction_kl

@@ -152,6 +152,25 @@ def test_a_source_without_a_usable_row_is_refused(problems, tmp_path):
         problems.load_problems("deepscaler", [write(tmp_path, [{"problem": "x", "answer": "", "solution": ""}])])
 
 
+def test_files_of_problems_as_trl_has_them_are_taken(problems, tmp_path):
+    ready = [{"prompt": "1+1?", "solution": "2"}, {"prompt": [{"role": "user", "content": "x"}], "solution": "3"}]
+    for row, source in [(ready[0], "gsm8k"), (ready[1], "deepscaler"), (ready[0], "math")]:
+        (problem,) = problems.load_problems(source, [write(tmp_path, [row])])
+        content = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"]
+        assert problem["prompt"] == [{"role": "user", "content": content}]
+        assert problem["solution"] == row["solution"]
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    (problem,) = problems.load_problems("deepcoder", [write(tmp_path, [{"prompt": "x", "tests": tests}])])
+    assert json.loads(problem["tests"]) == tests
+    with pytest.raises(ValueError, match="lacks the columns .* and is no file of prompt and solution either"):
+        problems.load_problems("gsm8k", [write(tmp_path, [{"prompt": "x"}])])
+
+
+def test_no_shipped_setting_cuts_answers_of_its_problems_off():
+    for path in [*RECIPES.glob("*.yaml"), ROOT / "examples" / "math_duo.yaml"]:
+        assert yaml.safe_load(path.read_text())["max_completion_length"] >= 1024, path
+
+
 def write(folder, rows, name="problems.jsonl"):
     path = Path(folder) / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -225,7 +244,7 @@ def test_the_published_settings_are_in_the_files():
     for name in ("math_duo", "gsm8k_duo"):
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
         assert settings["preset"] == "marft-a" and PRESETS["marft-a"].settings["num_iterations"] == 5
-        assert (settings["lora_r"], settings["lora_alpha"], settings["max_completion_length"]) == (8, 16, 256)
+        assert (settings["lora_r"], settings["lora_alpha"]) == (8, 16)
         assert settings["steps_per_generation"] == 4  # mini-batches
     for name in ("deepscaler", "deepcoder"):
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())

@@ -40,6 +40,7 @@ LAYERS = [
         "trainer.gradients",
         "trainer.memory",
         "trainer.metrics",
+        "trainer.reach",
         "trainer.schedules",
         "trainer.trl_seams",
         "trainer.validation",

@@ -15,7 +15,8 @@ from trl.chat_template_utils import qwen3_chat_template
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.collector import collect
 from marft_trl.rollout.prompts import PromptBuilder, Query
-from marft_trl.rollout.tool_calls import parse_calls, prepare_template
+from marft_trl.rollout.tool_calls import call_opening, parse_calls, prepare_template
+from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
@@ -492,6 +493,71 @@ def test_teammates_are_shown_the_word_and_not_the_calls(model_folder, tmp_path):
     assert not any("tool" in prompt for prompt in judged)
     changed = moved(before, weights(trainer))
     assert all(any(f".{name}." in one for one in changed) for name in ("solver", "judge"))
+
+
+BROKEN = '<tool_call>\n{"name": "add", "arguments": {a: 3, b: 4}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [("qwen2_5", "<tool_call>"), ("qwen3", "<tool_call>"), ("glm4moe", "<tool_call>"), ("llama3_1", '{"name": "')],
+)
+def test_what_begins_a_call_is_read_from_the_template(template, opening):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+    assert call_opening(tokenizer) == opening
+
+
+def test_a_template_without_calls_has_no_opening():
+    assert call_opening(tiny_tokenizer()) is None
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert call_opening(tokenizer) is None
+
+
+def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
+    """The model is told, the call is counted, and teammates are shown what was said before it."""
+    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
+    said = iter([f"so {BROKEN}", "seven", "fine"])
+    shown = []
+
+    def generate(agents, prompt_ids, **options):
+        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
+        return [Sampled([*ids_of(next(said)), trainer._tokenizer.eos_token_id]) for _ in agents]
+
+    trainer._generator.generate = generate
+    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    assert [(turn.agent, turn.text.strip()) for turn in episode.turns] == [
+        ("solver", f"so {BROKEN}"), ("solver", "seven"), ("judge", "fine"),
+    ]  # fmt: skip
+    assert "could not be read" in episode.feedback[0].text and "could not be read" in shown[1]
+    assert episode.counts["tools/calls"] == episode.counts["tools/failures"] == episode.counts["tools/malformed"] == 1
+    assert "tool_call" not in shown[2].split("Judge.")[1] and "seven" in shown[2]
+
+
+def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_path):
+    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1, "max_tool_calls": 1}, agents=agents)
+    shown = []
+
+    def generate(agents, prompt_ids, **options):
+        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
+        text = {"solver": f"adding {CALL}", "judge": "fine"}
+        return [Sampled([*ids_of(text[agent]), trainer._tokenizer.eos_token_id]) for agent in agents]
+
+    trainer._generator.generate = generate
+    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    judged = shown[-1].split("Judge.")[1]
+    assert episode.turns[-1].agent == "judge" and "[solver]" in judged and "adding" in judged
+    assert "tool_call" not in judged
+
+
+def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=[AgentSpec("solo", tools=[add])])
+    trainer._generator.generate = lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
+    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
 
 
 def test_a_resumed_run_with_tools_ends_with_the_same_bits(model_folder, tmp_path):

@@ -1,5 +1,6 @@
 """
-Every shipped workflow trains: over three seeds the team's reward rises and all its agents' weights move.
+Every shipped workflow trains: pooled over seeds the team's reward rises by several times its spread, and all its agents'
+weights move.
 
 One tiny model is taught what scripted agents say, half of it at random; reinforcement learning has to find out which
 half was right.
@@ -25,13 +26,13 @@ from marft_trl.workflows import (
 )
 from marft_trl.workflows.orchestrated import parse_route
 
-from .helpers import lora, moved, team_trainer, weights
+from .helpers import lora, moved, pooled, team_trainer, weights
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WORDS = ("Say", "number", "call", "done", "APPROVED", "planner", "solver", "critic", "judge", "boss", "left", "right")
 TOKENIZER = tiny_tokenizer((*WORDS, "environment", "bad", "wrong"))
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3)
 
 
 # ---- A number to be said by all: what each says right is worth its share ----
@@ -164,13 +165,14 @@ def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
     workflow, team, reward = CASES[name]
     figures = []
     for seed in SEEDS:
-        before, after, changed = train(taught, tmp_path, workflow, team, number_row, reward, 25, seed)
+        before, after, changed = train(taught, tmp_path, workflow, team, number_row, reward, 50, seed)
         figures.append((before["eval_reward"], after["eval_reward"]))
         for agent in team:
             assert any(f".{agent.name}." in one for one in changed), agent.name
     print(name, [(round(first, 2), round(last, 2)) for first, last in figures])
     assert all(first > TAUGHT[name] for first, _ in figures), f"the model was not taught its parts: {figures}"
-    assert all(last > first + 0.1 for first, last in figures), figures
+    mean, distance = pooled([last - first for first, last in figures])
+    assert mean > 0.15 and distance > 3, figures
 
 
 # ---- Only one of two specialists can answer ----
@@ -223,14 +225,17 @@ def taught_to_route():
 
 
 def test_an_orchestrator_learns_whom_to_call(taught_to_route, tmp_path):
-    figures = []
+    figures, rewards = [], []
     for seed in SEEDS:
         before, after, changed = train(
             taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy, 2e-3
         )
         figures.append((before["eval_routing"], after["eval_routing"]))
         assert any(".boss." in one for one in changed)
-        assert after["eval_reward"] > before["eval_reward"]
+        rewards.append(after["eval_reward"] - before["eval_reward"])
     print("routing", [(round(first, 2), round(last, 2)) for first, last in figures])
     assert all(0.35 < first < 0.65 for first, _ in figures), figures
-    assert all(last >= 0.8 for _, last in figures), figures
+    mean, distance = pooled([last - first for first, last in figures])
+    assert mean > 0.25 and distance > 3, figures
+    mean, distance = pooled(rewards)
+    assert mean > 0 and distance > 3, rewards

@@ -23,6 +23,10 @@ FUNCTION = "\n\nWrite the Python function `{name}`, or that method of a class `S
 STARTER = "\n\nBegin with this code:\n```python\n{code}\n```"
 
 
+# Columns of files whose rows are problems already
+READY = {"math": ("prompt", "solution"), "code": ("prompt", "tests")}
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset on the Hub, and what makes a problem of its row (`None` for a row that cannot be scored)."""
@@ -132,10 +136,31 @@ def load_file(file, source):
     if Path(file).suffix not in kinds:
         raise ValueError(f"A file of `--problem_files` must end in {', '.join(kinds)}; got {file!r}.")
     rows = load_dataset(kinds[Path(file).suffix], data_files=file, split="train")
+    ready = READY[source.kind]
     missing = [column for column in source.columns if column not in rows.column_names]
-    if missing:
-        raise ValueError(f"{file!r} lacks the columns {missing} of {source.path}; it has {rows.column_names}.")
+    if missing and not set(ready) <= set(rows.column_names):
+        raise ValueError(
+            f"{file!r} lacks the columns {missing} of {source.path}, and is no file of {' and '.join(ready)} either; "
+            f"it has {rows.column_names}."
+        )
     return rows
+
+
+def reader_of(part, source):
+    """What makes problems of the rows of a part; rows with a `prompt` and what scores it are problems already."""
+    ready = READY[source.kind]
+    if not set(ready) <= set(part.column_names) or set(source.columns) <= set(part.column_names):
+        return source.read
+
+    def read_ready(row):
+        prompt, score = row["prompt"], row[ready[1]]
+        if not prompt or not score:
+            return None
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return {"prompt": prompt, ready[1]: score if isinstance(score, str) else json.dumps(score)}
+
+    return read_ready
 
 
 SOURCES = {
@@ -156,7 +181,8 @@ SOURCES = {
 
 def load_problems(source, files=None):
     """
-    The problems of a source, from the Hub or from local files of the same columns (`.jsonl`, `.json`, `.parquet`).
+    The problems of a source, from the Hub or from local files (`.jsonl`, `.json`, `.parquet`) of the same columns, or
+    of `prompt` and `solution` (mathematics) or `tests` (programs).
     Rows that nothing can score are left out, and counted on the screen.
     """
     chosen = SOURCES[source]
@@ -164,7 +190,9 @@ def load_problems(source, files=None):
         parts = [load_file(file, chosen) for file in files]
     else:
         parts = [load_dataset(chosen.path, name, split="train") for name in chosen.names]
-    problems = [Dataset.from_list([one for one in map(chosen.read, part) if one is not None]) for part in parts]
+    problems = [
+        Dataset.from_list([one for one in map(reader_of(part, chosen), part) if one is not None]) for part in parts
+    ]
     problems = [part for part in problems if len(part)]
     total = sum(map(len, parts))
     if not problems:

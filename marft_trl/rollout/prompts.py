@@ -122,7 +122,7 @@ class PromptBuilder:
         self._window = window
         self._reserved = reserved or {}
         self._overflow = overflow
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._ends = frozenset(ends)
         self._aliases = aliases or {}
         self._schemas: dict[Callable, dict[str, Any]] = {}
@@ -284,7 +284,7 @@ class PromptBuilder:
         return self._tokenizer.apply_chat_template(
             messages,
             tools=self.schemas(functions) or None,
-            chat_template=self._chat_template,
+            chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **self._chat_template_kwargs,

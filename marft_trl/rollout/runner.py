@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ..tools import ToolCall, ToolLimits, tool_name
 from ..workflows import Workflow
 from .collector import Request, collect
 from .prompts import Observation, PromptBuilder, Query
-from .tool_calls import parse_calls
+from .tool_calls import MALFORMED, call_opening, parse_calls
 from .transformers_generator import Sampled
 
 
@@ -135,7 +136,8 @@ class EpisodeRunner:
                 completion_ids=ids,
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
                 truncated=self._is_truncated(request.agent, ids),
-                tool_calls=self._calls(request, observation.ids, ids),
+                tool_calls=(calls := self._calls(request, observation.ids, ids)),
+                without_calls=self._before_calls(ids) if calls else None,
                 logps=logps,
             )
             for request, text, observation, (ids, logps) in zip(
@@ -163,7 +165,21 @@ class EpisodeRunner:
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
         if not request.functions or self._is_truncated(request.agent, ids):
             return ()
-        return parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
+        calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
+        is_lone = len(self._specs) == 1  # whose turn then ends, as in `GRPOTrainer`
+        if not calls and not is_lone and self._call_opening and self._call_opening in self._tokenizer.decode(ids):
+            return (MALFORMED,)
+        return calls
+
+    @functools.cached_property
+    def _call_opening(self) -> str | None:
+        return call_opening(self._tokenizer, self.prompts.chat_template) if self._uses_tools else None
+
+    def _before_calls(self, ids: list[int]) -> str | None:
+        """What a turn says before its calls, for teammates: they are shown no call."""
+        if self._call_opening is None:
+            return None
+        return self._tokenizer.decode(ids).partition(self._call_opening)[0].rstrip()
 
     def _is_truncated(self, agent: str, ids: list[int]) -> bool:
         ends = (*self._ends, self._tokenizer.pad_token_id)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,10 @@ from trl.chat_template_utils import (
 )
 
 from ..tools import ToolCall, tool_name
+
+
+# A shorter text may well be no call
+_SHORTEST_OPENING = 4
 
 
 def parse_calls(
@@ -37,6 +43,40 @@ def parse_calls(
         return tuple(ToolCall(call["name"], call["arguments"]) for call in found)
     except Exception:  # odd texts bring parsers to raise odd errors
         return ()
+
+
+# What a call that cannot be read is named
+MALFORMED = ToolCall("unknown", {}, problem="malformed")
+_TAG = re.compile(r"<[^<>\s]+>")
+
+
+def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
+    """
+    The text that begins a call in the chat template, such as `<tool_call>`: what comes before the function's name.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): prepared by [`prepare_template`].
+        chat_template (`str`, *optional*): chat template in place of the tokenizer's own.
+
+    Returns: `None` where the template does not tell.
+    """
+    name = "marft-some-function"
+    asked = [{"role": "user", "content": "x"}]
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    calling = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        options = {"chat_template": chat_template, "tokenize": False}
+        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+        opening, found, _ = tokenizer.apply_chat_template(calling, **options).partition(name)
+    except Exception:  # templates raise what they like
+        return None
+    if not found:
+        return None
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, opening, strict=False))
+    opening = opening[len(list(shared)) :]
+    tags = [tag for tag in _TAG.findall(opening) if tag not in before]
+    text = tags[-1] if tags else opening.strip()
+    return text if len(text) >= _SHORTEST_OPENING else None
 
 
 def check_functions(functions: Sequence[Callable], whose: str) -> None:

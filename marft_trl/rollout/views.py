@@ -25,7 +25,10 @@ SEPARATOR = "\n\n"
 
 def speaker(turn: Seen) -> str:
     """What a teammate is shown of a turn, or anybody of feedback: a line that names the speaker, then its words."""
-    return f"[{turn.agent}]\n" + _SPEAKER_LINE.sub(r"> \1", turn.raw_text)
+    said = turn.raw_text
+    if isinstance(turn, Turn) and turn.without_calls is not None:
+        said = turn.without_calls
+    return f"[{turn.agent}]\n" + _SPEAKER_LINE.sub(r"> \1", said)
 
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:

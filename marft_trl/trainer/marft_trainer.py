@@ -41,6 +41,7 @@ from .fitting import TeamFitting
 from .metrics import LocalAccelerator, StepMetrics
 from .persistence import TeamPersistence
 from .planning import TeamPlanning
+from .reach import RewardReach
 from .references import SyncReferences
 from .reporting import TeamReporting
 from .rollouts import Rollout
@@ -243,6 +244,7 @@ class MARFTTrainer(
             patience=args.workflow_timeout,
         )
         self._warned_of_factors = False
+        self._reach = RewardReach([name for name in self._specs if self._is_trained(name)])
         self._prepare_reports()
         self._prepare_counters()
         self._prepare_updates()
@@ -401,6 +403,7 @@ class MARFTTrainer(
         rollout = self._roll_out(inputs)
         episodes, std = self._scored_rows(rollout)
         rollout.advantages = self._advantages_by_turn(rollout, episodes)
+        self._reach.note_advantages(self._who_has_advantages(episodes))
         self._log_rollout(inputs, rollout, std)
         order = torch.randperm(len(episodes))  # the one draw that TRL makes here
         if self._shares_prefixes:
@@ -428,6 +431,13 @@ class MARFTTrainer(
             return episodes, self._baseline_advantages(rollout, episodes)
         self._critic_advantages(rollout, episodes, last_values)
         return episodes, None
+
+    def _who_has_advantages(self, episodes: Sequence[Sequence[Row]]) -> dict[str, bool]:
+        """For each trained agent whether a turn of it on any process has an advantage that is not 0."""
+        own = {row.agent for its_rows in episodes for row in its_rows if torch.as_tensor(row.advantage).any()}
+        names = [name for name in self._specs if self._is_trained(name)]
+        flags = self._reduce(torch.tensor([name in own for name in names], dtype=torch.float64), "max")
+        return dict(zip(names, (flags > 0).tolist(), strict=True))
 
     def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
         adapters, parts = self.policies.names, self.critic.parts if self.critic is not None else []

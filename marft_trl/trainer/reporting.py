@@ -79,6 +79,7 @@ class TeamReporting(GRPOTrainer):
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self._eval_records = []
+        self._metrics["eval"].clear()
         self._clear_logs("eval")
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         records = self._eval_records
@@ -95,7 +96,9 @@ class TeamReporting(GRPOTrainer):
             known = {name: [value for value in its if value == value] for name, its in self._metrics["eval"].items()}
             figures |= {name: sum(values) / len(values) for name, values in known.items() if values}
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        self._metrics["eval"].clear()
+            # TRL logs them as `eval_<name>` too, whatever the evaluation set is called
+            self._metrics["eval"].clear()
+            self._metrics["eval"].update({name: [value] for name, value in figures.items()})
         return output
 
     # ---- Metrics, tables, transcripts ----

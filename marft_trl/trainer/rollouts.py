@@ -24,6 +24,7 @@ from ..transcripts import Advantage
 from ..workflows import Workflow
 from .adapters import Policies
 from .functional import team_rewards
+from .reach import RewardReach
 from .turn_rewards import TurnRewards, as_row, score
 from .validation import check_prompts
 
@@ -75,6 +76,7 @@ class TeamRollouts(GRPOTrainer):
     _specs: dict[str, AgentSpec]
     _samplings: dict[str, Sampling]
     _runner: EpisodeRunner
+    _reach: RewardReach
     _turn_rewards: TurnRewards
     _uses_tools: bool
 
@@ -108,6 +110,8 @@ class TeamRollouts(GRPOTrainer):
                 f"Turns earned rewards inside the workflow `{type(self.workflow).__name__}`, but nothing would count "
                 "them, since its `earns` is False. Set `earns = True` on the class."
             )
+        if self.workflow.earns and self.model.training and self.args.credit != "per_step":
+            self._reach.check_earned(gather_object([_earned_by_agent(episode) for episode in episodes]))
         rows = [as_row(episode) for episode in episodes]
         rewards_per_func = score(self, rows, [episode.answer for episode in episodes])
         self._check_rewards(rewards_per_func)
@@ -246,6 +250,13 @@ class TeamRollouts(GRPOTrainer):
         spoken = [turn for turn in turns if isinstance(turn, Turn)]
         self._extra["turns"] += len(spoken)
         self._extra["tokens"] += sum(len(turn.completion_ids) for turn in spoken)
+
+
+def _earned_by_agent(episode: Episode) -> dict[str, float]:
+    earned: Counter[str] = Counter()
+    for index, reward in episode.earned.items():
+        earned[episode.turns[index].agent] += reward  # type: ignore[assignment]  # a Counter of floats
+    return dict(earned)
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from .trl_seams import keep_4bit_weights
 
 
 logger = get_logger(__name__)
+
+_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def load_base(
@@ -131,6 +134,8 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
         if value:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
     sharded = args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    # Under `accelerate launch` the type is still that of plain data parallelism here; its environment tells
+    sharded |= any(os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("true", "1") for kind in _SHARDING)
     if sharded or args.deepspeed or args.fsdp:
         raise ValueError(
             "MARFTTrainer does not run under DeepSpeed or FSDP: gradients of agents "

@@ -1,0 +1,85 @@
+"""Rewards that cancel, and agents that no reward reaches, are never silent."""
+
+import pytest
+
+from marft_trl import AgentSpec
+from marft_trl.trainer.reach import PATIENCE, RewardReach
+from marft_trl.workflows import EnvironmentLoop
+
+from .helpers import team_trainer
+
+
+class Duel:
+    """What one agent gains the other loses."""
+
+    def __init__(self, share=-1.0):
+        self.share = share
+
+    def reset(self, **row):
+        self.rounds = 0
+
+    def step(self, turns):
+        self.rounds += 1
+        score = float(sum(map(ord, turns[0].text)) % 7) - 3.5
+        rewards = {turns[0].agent: score, turns[1].agent: self.share * score}
+        return None, rewards if self.rounds == 3 else 0.0, self.rounds == 3
+
+
+TEAM = [AgentSpec("left", system_prompt="Left.", max_completion_length=8), AgentSpec("right", system_prompt="Right.")]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"credit_kind": "rewards"}, {"advantage": "gae", "critic": "shared", "num_generations": 1}],
+    ids=["equal", "stream", "gae"],
+)
+def test_opposed_rewards_that_cancel_are_an_error(model_folder, tmp_path, settings):
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=TEAM, workflow=EnvironmentLoop(Duel, horizon=3), reward_funcs=None,
+        settings=settings,
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="rewards of the agents 'left', 'right' cancel in their sum in all 8 episodes"
+    ):
+        trainer.train()
+
+
+def test_opposed_rewards_that_nearly_cancel_are_said_once_and_loudly(model_folder, tmp_path, caplog):
+    workflow = EnvironmentLoop(lambda: Duel(-0.8), horizon=3)
+    trainer = team_trainer(model_folder, tmp_path, agents=TEAM, workflow=workflow, reward_funcs=None)
+    trainer.train()
+    said = [record.message for record in caplog.records if "ARE OPPOSED" in record.message]
+    assert len(said) == 1 and "'left' AND 'right' ARE OPPOSED (correlation -1.00" in said[0]
+
+
+def test_an_agent_that_no_reward_reaches_is_named(model_folder, tmp_path, caplog):
+    def of_turn(completions, turn, **kwargs):
+        return [None if one.agent == "actor" else float(len(one.text)) for one in turn]
+
+    agents = [
+        AgentSpec("reasoner", system_prompt="Write the steps.", reward_funcs=of_turn, max_completion_length=24),
+        AgentSpec("actor", system_prompt="Write the answer.", reward_funcs=of_turn, max_completion_length=6),
+    ]
+    settings = {"credit": "per_step", "max_steps": PATIENCE + 1, "learning_rate": 0.0}
+    team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
+    said = [record.message for record in caplog.records if "NO REWARD REACHES" in record.message]
+    assert len(said) == 1 and "THE AGENT 'actor'" in said[0]
+
+
+def test_what_is_told_by_hand(caplog):
+    reach = RewardReach(["a", "b"])
+    reach.check_earned([{}, {"a": 1.0}, {"a": 1.0, "b": 0.0}])  # one agent alone
+    reach.check_earned([{"a": 1.0, "b": 1.0}] * 20)
+    reach.check_earned([{"a": 1.0, "b": -1.0}, {"a": 1.0, "b": 0.0}])  # not in every episode
+    with pytest.raises(ValueError, match="cancel in their sum in all 2 episodes"):
+        reach.check_earned([{"a": 1.0, "b": -1.0}, {"a": -2.0, "b": 2.0}, {}])
+    for _ in range(PATIENCE - 1):
+        reach.note_advantages({"a": True, "b": False})
+    reach.note_advantages({"a": True, "b": True})  # begins to count anew
+    for _ in range(PATIENCE - 1):
+        reach.note_advantages({"a": True, "b": False})
+        reach.note_advantages({"a": False, "b": False})  # nobody learned: says nothing of one
+    assert not caplog.text
+    for _ in range(2 * PATIENCE):
+        reach.note_advantages({"a": True, "b": False})
+    assert caplog.text.count("NO REWARD REACHES THE AGENT 'b'") == 1
