@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from marft_trl import TeamManifest, Turn
 from marft_trl.transcripts import format_turns
 
-from .test_distributed import launch
-
 from .helpers import pooled
+from .test_distributed import launch
 
 
 ROOT = Path(__file__).parent.parent
