@@ -1,6 +1,6 @@
 """
-Every shipped workflow trains: pooled over seeds the team's reward rises by several times its spread, and the weights of
-all its agents move.
+Every shipped workflow trains: pooled over seeds the team's reward rises by several times its spread, and the weights
+of all its agents move.
 
 One tiny model is taught what scripted agents say, half of it at random; reinforcement learning has to find out which
 half was right.
