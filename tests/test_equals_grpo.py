@@ -133,7 +133,11 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
 
 @pytest.mark.parametrize(
     "settings",
-    [{"beta": 0.1}, {"loss_type": "grpo", "entropy_coef": 0.01}, {"num_generations_eval": 2, "loss_type": "dr_grpo"}],
+    [
+        {"beta": 0.1, "steps_per_generation": 2},
+        {"loss_type": "grpo", "entropy_coef": 0.01},
+        {"num_generations_eval": 2, "loss_type": "dr_grpo"},
+    ],
     ids=str,
 )
 def test_evaluations_are_grpos(model_folder, tmp_path, settings):
