@@ -320,3 +320,28 @@ def test_an_agents_own_view(model_folder, tmp_path):
     assert isinstance(episode.turns[0], Turn) and "[environment]" in episode.turns[0].observation[-1]["content"]
     with pytest.raises(TypeError, match="`view`"):
         AgentSpec("mover", view="short")
+
+
+class OwnsItsData:
+    """Returns the prompt; there is no dataset, and nothing to do but to answer."""
+
+    def reset(self, **row):
+        return "Say a letter."
+
+
+def test_an_environment_may_own_the_data(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solo")], train_dataset=None, environment_factory=OwnsItsData
+    )
+    assert "Say a letter." in trainer.plan()
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 3 and moved(before, weights(trainer))
+    trainer.model.eval()
+    (episode,) = trainer._runner.run([trainer.train_dataset[0]])
+    assert episode.turns[0].observation == [{"role": "user", "content": "[environment]\nSay a letter."}]
+    with pytest.raises(ValueError, match="`max_steps` must be set to a positive value"):
+        team_trainer(
+            model_folder, tmp_path, agents=[AgentSpec("solo")], train_dataset=None, environment_factory=OwnsItsData,
+            settings={"max_steps": -1},
+        )  # fmt: skip

@@ -179,6 +179,10 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     plain, evaluated = train(), train(callback)
     assert "eval_loss" in callback.figures and callback.figures["eval_entropy"] > 0
     assert not moved(weights(plain), weights(evaluated))
+    logs = [[e for e in trainer.state.log_history if "loss" in e] for trainer in (plain, evaluated)]
+    assert len(logs[0]) == len(logs[1]) == 3
+    for one, other in zip(*logs, strict=True):
+        assert {k: v for k, v in one.items() if k != "step_time"} == {k: v for k, v in other.items() if k != "step_time"}
 
 
 def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):

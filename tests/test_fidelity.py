@@ -195,6 +195,9 @@ def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
     """
     trainer, slice_ = group_rows(model_folder, tmp_path, preset="magrpo")
     rows = slice_.rows
+    assert all(row.old_per_token_logps is None for row in rows)  # nothing is scored or kept for a ratio
+    for row in rows:
+        row.old_per_token_logps = torch.full((len(row.completion_ids),), -3.0)  # nor would it matter
     by_prompt = {}
     for row in rows:
         by_prompt.setdefault(tuple(row.prompt_ids.tolist()) if row.agent == "reasoner" else None, []).append(row)

@@ -194,11 +194,15 @@ class TransformersGenerator:
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             options["custom_generate"] = functools.partial(decode, recorder=recorder)
+        own = model.__dict__.get("generate")  # somebody else may have put one there
         model.generate = functools.partial(model.generate, **options)
         try:
             yield
         finally:
-            del model.generate
+            if own is None:
+                del model.generate
+            else:
+                model.generate = own
 
     def _merged(self, config: GenerationConfig) -> GenerationConfig:
         """A config as `generate` completes it: what it leaves open is the model's."""

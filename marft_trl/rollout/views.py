@@ -69,7 +69,8 @@ def merge_neighbours(messages: Messages) -> Messages:
     merged: Messages = []
     for message in messages:
         if merged and merged[-1]["role"] == message["role"] and _is_plain(merged[-1]) and _is_plain(message):
-            merged[-1] = {**merged[-1], "content": merged[-1]["content"] + SEPARATOR + message["content"]}
+            contents = filter(None, (merged[-1]["content"], message["content"]))
+            merged[-1] = {**merged[-1], "content": SEPARATOR.join(contents)}
         else:
             merged.append(message)
     return merged

@@ -30,7 +30,7 @@ from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import Sampling, TransformersGenerator
 from ..rollout.views import View, team_view
-from ..workflows import Workflow
+from ..workflows import EnvironmentLoop, Workflow
 from . import functional, setup
 from .adapters import Policies, add_adapters
 from .advantages import TeamAdvantages
@@ -155,6 +155,8 @@ class MARFTTrainer(
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         self._aliases = alias_names(self.agents) if self.anonymous else {}
         self._eval_metrics = check_eval_metrics(eval_metrics)
+        if train_dataset is None and isinstance(self.workflow, EnvironmentLoop):
+            train_dataset = setup.placeholder_prompts(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
         check_rewards(reward_funcs, train_dataset, eval_dataset)
@@ -383,7 +385,7 @@ class MARFTTrainer(
             "max_completion_length": self._samplings[batch.agent].max_completion_length,
             "_loss_inputs": tensors,
             "_loss_adapter": batch.adapter,
-            "_loss_agent": batch.agent,
+            "get_high_entropy_mask": self._entropy_mask(batch.agent),
         }
         outer = {name: getattr(self, name, None) for name in inner}
         self.__dict__.update(inner)

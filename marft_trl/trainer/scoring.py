@@ -90,7 +90,7 @@ class TeamScoring(GRPOTrainer):
             head={"cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
         self._loss_inputs: dict[str, torch.Tensor] | None = None
-        self._loss_adapter = self._loss_agent = ""
+        self._loss_adapter = ""
         self._entropy_thresholds: dict[str, torch.Tensor] = {}
         self._shares_prefixes = self.args.share_prefixes and self._can_share(base)
         # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
@@ -204,13 +204,6 @@ class TeamScoring(GRPOTrainer):
         entropies = empty if entropies is None else empty.masked_scatter(is_there[:, -width:], entropies)
         return logps, entropies, hidden
 
-    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
-        """TRL's mask of the tokens whose entropy is above a quantile, over all tokens of the agent in the slice."""
-        known = self._entropy_thresholds.get(self._loss_agent)
-        if known is None:  # the micro-batch holds them all
-            return super().get_high_entropy_mask(entropies, mask, threshold)
-        return (entropies * mask.float() >= known) & mask.bool()
-
     @torch.no_grad()
     def _high_entropy_thresholds(self, slice_: Slice, learning: frozenset[str]) -> dict[str, torch.Tensor]:
         """
@@ -234,6 +227,17 @@ class TeamScoring(GRPOTrainer):
                 values = torch.tensor(everywhere, device=self.accelerator.device)
                 thresholds[agent] = torch.quantile(values, 1 - self.top_entropy_quantile)
         return thresholds
+
+    def _entropy_mask(self, agent: str) -> Callable[..., torch.Tensor]:
+        """TRL's mask of the tokens of high entropy, by a threshold that is known or over those of a micro-batch."""
+        known = self._entropy_thresholds.get(agent)
+        if known is None:  # the micro-batch holds all of the agent's tokens in the slice
+            return self.get_high_entropy_mask
+
+        def mask_above(entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+            return (entropies * mask.float() >= known) & mask.bool()
+
+        return mask_above
 
     def _entropies(self, batch: MicroBatch) -> torch.Tensor:
         """Entropies of the tokens of a micro-batch that its loss counts `(N,)`."""

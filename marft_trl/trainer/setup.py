@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
@@ -307,6 +307,24 @@ def turn_reward_funcs(
                 f"`credit={args.credit!r}` does not use. Set `credit='per_step'`, or leave them out."
             )
     return functions
+
+
+def placeholder_prompts(args: MARFTConfig) -> Dataset:
+    """
+    The dataset of an environment that owns its data and returns the prompt from `reset()`: empty prompts, as many as a
+    generation batch needs, as `GRPOTrainer` (1.16) makes them.
+
+    Raises:
+        ValueError: `max_steps`, which then sets the length of training, is not set.
+    """
+    if args.max_steps <= 0:
+        raise ValueError(
+            "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
+            "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
+            "`MARFTConfig(max_steps=...)`."
+        )
+    count = args.generation_batch_size // args.num_generations
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * count})
 
 
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:

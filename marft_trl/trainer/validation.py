@@ -26,6 +26,8 @@ REWARD_ARGUMENTS = (
 # What functions that score single turns get besides.
 TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")
 _SCAN_ROWS = 1000
+# The prompt of a row whose environment says what the task is, as in TRL
+PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
 # ---- Datasets ----
@@ -159,7 +161,7 @@ def _kind_of(prompt: object, where: str) -> str:
             f"The prompt in {where} is a list, but not one of messages with `role` and `content`: {str(prompt)[:80]}."
         )
     for message in prompt:
-        if message["content"] is None or message["content"] == "":
+        if message["content"] is None or (message["content"] == "" and prompt != PLACEHOLDER):
             raise ValueError(f"The prompt in {where} has a {message['role']!r} message without content.")
         if not isinstance(message["content"], str):
             raise ValueError(

@@ -46,7 +46,7 @@ class EnvironmentLoop(Workflow):
     """
     Agents speak, an environment answers, until it is done or the horizon is reached. Each episode has an environment
     object of its own; one more is made at the start, to see what it has. Agents see the prompt and all turns and
-    feedback so far. In an environment without `step` there is one round, in which agents call its methods as tools.
+    feedback so far. Without a `step` there is one round, in which agents may call the environment's methods as tools.
 
     The rewards of the rounds are counted as the reward function `environment_reward`. With a critic they flow back
     through GAE from the round that earned them, and where the horizon ends an episode the critic values what the first
@@ -140,12 +140,10 @@ class EnvironmentLoop(Workflow):
                 f"The environment of `EnvironmentLoop` cannot be made without arguments: {error}. Pass a function "
                 "that makes it: `EnvironmentLoop(lambda: World(size=4))`."
             ) from error
-        can_act = hasattr(example, "step") or bool(_public_methods(example))
-        if not hasattr(example, "reset") or not can_act:
-            lack = "`step` and methods to call as tools" if hasattr(example, "reset") else "`reset`"
+        if not hasattr(example, "reset"):
             raise TypeError(
-                f"The environment `{type(example).__name__}` of `EnvironmentLoop` has no {lack}. It needs "
-                "`reset(**row)`, and `step(turns)` or public methods that agents call as tools."
+                f"The environment `{type(example).__name__}` of `EnvironmentLoop` has no `reset`. It needs "
+                "`reset(**row)`, and may have `step(turns)`, or public methods that agents call as tools."
             )
         return example
 
