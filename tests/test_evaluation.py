@@ -8,7 +8,6 @@ import torch
 from datasets import DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainerCallback
 
 from marft_trl.metrics import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_dataset
@@ -159,30 +158,30 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
 def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     """Its losses take note of nothing that an update is made of; its samples are drawn from a state put back."""
 
-    class Evaluate(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            with torch.random.fork_rng():
-                self.figures = self.trainer.evaluate()
+    figures = []
 
-    def train(callback=None):
+    def train(evaluates):
+        when = {"eval_strategy": "steps", "eval_steps": 1} if evaluates else {}
         trainer = team_trainer(
             model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1),
-            settings={**settings, "num_generations_eval": 1, "per_device_eval_batch_size": 4},
-            callbacks=[callback] if callback else None,
+            settings={**settings, **when, "num_generations_eval": 1, "per_device_eval_batch_size": 4},
         )  # fmt: skip
-        if callback:
-            callback.trainer = trainer
-        trainer.train()
-        return trainer
+        evaluate = trainer.evaluate
 
-    callback = Evaluate()
-    plain, evaluated = train(), train(callback)
-    assert "eval_loss" in callback.figures and callback.figures["eval_entropy"] > 0
-    assert not moved(weights(plain), weights(evaluated))
-    logs = [[e for e in trainer.state.log_history if "loss" in e] for trainer in (plain, evaluated)]
-    assert len(logs[0]) == len(logs[1]) == 3
-    for one, other in zip(*logs, strict=True):
-        assert {k: v for k, v in one.items() if k != "step_time"} == {k: v for k, v in other.items() if k != "step_time"}
+        def without_trace(*args, **kwargs):
+            with torch.random.fork_rng():
+                figures.append(evaluate(*args, **kwargs))
+            return figures[-1]
+
+        trainer.evaluate = without_trace
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return weights(trainer), [{k: v for k, v in entry.items() if k != "step_time"} for entry in logs]
+
+    (plain, plain_logs), (evaluated, logs) = train(False), train(True)
+    assert len(figures) == 3 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
+    assert not moved(plain, evaluated)
+    assert len(logs) == 3 and logs == plain_logs
 
 
 def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):
