@@ -532,12 +532,18 @@ def rounds(turns: Sequence[Turn]) -> list[int]:
         turns (`Sequence[Turn]`): turns of an episode.
     """
     found: list[int] = []
-    spoken: set[str] = set()
-    number = fed = 0
+    spoken: Counter[str] = Counter()  # turns of each agent since turns last went into the environment
+    calling: dict[str, int] = {}  # rounds of turns whose agents go on from results
+    first = fed = 0
     for turn in turns:
-        if turn.agent in spoken or turn.fed != fed:
-            number, spoken, fed = number + 1, set(), turn.fed
-        if not turn.tool_calls or turn.audience is None:
-            spoken.add(turn.agent)
-        found.append(number)
+        if turn.agent in calling:
+            fed = turn.fed  # what its call changed is no new step of the environment
+        elif turn.fed != fed:
+            first, fed = max(found, default=-1) + 1, turn.fed
+            spoken.clear()
+        found.append(calling.pop(turn.agent, first + spoken[turn.agent]))
+        if turn.tool_calls and turn.audience is not None:
+            calling[turn.agent] = found[-1]
+        else:
+            spoken[turn.agent] += 1
     return found

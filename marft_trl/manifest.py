@@ -21,6 +21,9 @@ _READABLE = (1, FORMAT)
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
 
 
+_DAMAGES = (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError)
+
+
 @dataclass(frozen=True)
 class BaseModel:
     """
@@ -53,6 +56,7 @@ class Inference:
     How a team's episodes are run, beyond its agents and its workflow.
 
     Args:
+        sampling (`dict[str, dict]`): for each agent the settings that it samples by, its own and the trainer's.
         generation (`dict`): settings of `generate` that all agents have in common.
         share_prefixes (`bool`): whether what prompts have in common is computed once.
         mixed_precision (`str`): `"no"`, `"bf16"` or `"fp16"`: what the model computes in.
@@ -65,6 +69,7 @@ class Inference:
         workflow_timeout (`float`, *optional*): seconds that a workflow may wait.
     """
 
+    sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
     share_prefixes: bool = True
     mixed_precision: str = "no"
@@ -82,7 +87,7 @@ class TeamManifest:
     """
     Args:
         agents (`list[AgentSpec]`):
-            The agents in order, with the settings that they act by: what an agent leaves to the trainer is filled in.
+            The agents in order, as they were given to the trainer; `inference` has what they leave to it.
         workflow (`dict`):
             [`Workflow.describe`] of the workflow.
         adapters (`dict[str, dict]`):
@@ -141,7 +146,14 @@ class TeamManifest:
                     f"{', '.join(map(str, _READABLE))}."
                 )
             return cls._of(data, path)
-        except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+        ) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
 
     @classmethod
@@ -165,7 +177,10 @@ class TeamManifest:
         else:
             base = _read(BaseModel, data["base"])
             inference = _read(Inference, data["inference"])
-        return cls(agents, workflow, adapters, base, inference, dict(data["versions"]), data.get("anonymous"))
+        anonymous = data.get("anonymous")
+        if anonymous not in (None, "numbered", "none"):
+            raise TypeError(f"'anonymous' is {anonymous!r}")
+        return cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the manifest into a folder."""
@@ -184,12 +199,34 @@ class TeamManifest:
 
 
 def _read(kind: type, data: Any) -> Any:
-    """A part of the manifest; fields of a later version are left out, and what must be a mapping is one."""
+    """
+    A part of the manifest; fields of a later version are left out.
+
+    Raises:
+        TypeError: a field is of another kind than it should be.
+    """
     if data is None:
         return None
-    known = {item.name: data[item.name] for item in fields(kind) if item.name in data}
-    part = kind(**known)
+    part = kind(**{item.name: data[item.name] for item in fields(kind) if item.name in data})
     for item in fields(kind):
-        if str(item.type).startswith("dict") and not isinstance(getattr(part, item.name), (Mapping, type(None))):
-            raise TypeError(f"{item.name!r} is not a mapping")
+        value, (wanted, of) = getattr(part, item.name), _KINDS[str(item.type).replace(" | None", "")]
+        is_open = value is None and "None" in str(item.type)
+        if not is_open and not isinstance(value, wanted):
+            raise TypeError(f"{item.name!r} is {value!r}")
+        for inner in value.values() if of is not object and not is_open else ():
+            texts = [] if not isinstance(inner, list) else inner
+            if not isinstance(inner, of) or not all(isinstance(one, str) for one in texts):
+                raise TypeError(f"{item.name!r} holds {inner!r}")
     return part
+
+
+# What a field may hold, and what the values of a mapping
+_KINDS: dict[str, tuple[Any, type]] = {
+    "str": (str, object),
+    "bool": (bool, object),
+    "float": ((int, float), object),
+    "dict[str, Any]": (Mapping, object),
+    "dict[str, str]": (Mapping, str),
+    "dict[str, list[str]]": (Mapping, list),
+    "dict[str, dict[str, Any]]": (Mapping, Mapping),
+}

@@ -30,7 +30,7 @@ class UserRandomness:
         self._device_module = getattr(torch, device.type, None) if device.type != "cpu" else None
         if not hasattr(self._device_module, "get_rng_state"):
             self._device_module = None
-        self._device = device
+        self.device = device
         self._is_theirs = False
         ours = self._capture()
         try:
@@ -85,7 +85,7 @@ class UserRandomness:
 
     def _of_device(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._device_module, name)
-        return function(*arguments) if self._device.type == "mps" else function(*arguments, self._device)
+        return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The users' random states as JSON-serializable data."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Pre
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from .agents import AgentSpec
+from .agents import AgentSpec, as_tools
 from .anonymity import alias_names
 from .episodes import Episode, Messages
 from .forward import why_not
@@ -58,11 +59,20 @@ class Team:
         workflow ([`Workflow`]): decides who acts next and what each sees.
         runner ([`EpisodeRunner`]): runs episodes.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
+        seeds (`random.Random`, *optional*): draws a seed where none is given, so that the random states of whoever
+            else draws, such as a trainer, stay as they are.
     """
 
-    def __init__(self, agents: Sequence[AgentSpec], workflow: Workflow, runner: EpisodeRunner, model: PreTrainedModel):
+    def __init__(
+        self,
+        agents: Sequence[AgentSpec],
+        workflow: Workflow,
+        runner: EpisodeRunner,
+        model: PreTrainedModel,
+        seeds: random.Random | None = None,
+    ):
         self.agents, self.workflow, self.model = list(agents), workflow, model
-        self._runner = runner
+        self._runner, self._seeds = runner, seeds
 
     def __repr__(self) -> str:
         names = ", ".join(agent.name for agent in self.agents)
@@ -114,6 +124,8 @@ class Team:
             FileNotFoundError: no such folder.
             ValueError: something the team needs was not passed, or an adapter does not fit the base.
         """
+        if workflow is not None and not isinstance(workflow, Workflow):
+            raise TypeError(f"`workflow` must be a `Workflow` object, got {workflow!r}.")
         folder = team_folder(team, revision, token)
         manifest = TeamManifest.load(folder)
         inference = manifest.inference or _without_inference(folder)
@@ -127,6 +139,8 @@ class Team:
         tokenizer = processing_class or AutoTokenizer.from_pretrained(
             folder, padding_side="left", truncation_side="left"
         )
+        if tokenizer.pad_token is None:  # as in training
+            tokenizer.pad_token = tokenizer.eos_token
         base = _load_base(manifest, folder, model, quantization_config)
         _warn_of_another_base(manifest, base, tokenizer)
         loaded = put_on(base, folder) if manifest.adapters else base
@@ -161,7 +175,8 @@ class Team:
             greedy (`bool`, *optional*, defaults to `False`):
                 Take the most likely token each time instead of sampling.
             seed (`int`, *optional*):
-                Of sampling, and of what users' code draws. The random states are put back afterwards.
+                Of sampling, and of what users' code draws. The random states are put back afterwards. Without a seed
+                a loaded team draws from torch's state; `trainer.team` has one of its own.
             batch_size (`int`, *optional*):
                 Episodes that run at once. All of them unless given.
 
@@ -173,6 +188,8 @@ class Team:
         for name, number in (("num_samples", num_samples), ("batch_size", batch_size or 1)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
+        if seed is None and self._seeds is not None:
+            seed = self._seeds.getrandbits(31)
         rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
         check_prompts(rows, "prompts")
         size, episodes = batch_size or max(len(rows), 1), []
@@ -213,7 +230,11 @@ def _without_inference(folder: Path) -> Inference:
 
 
 def _as_list(prompts: Any) -> list:
-    if isinstance(prompts, (str, Mapping)) or (prompts and is_conversational({"prompt": prompts})):
+    if (
+        prompts is None
+        or isinstance(prompts, (str, Mapping))
+        or (len(prompts) and is_conversational({"prompt": prompts}))
+    ):
         raise TypeError(
             "`prompts` must be a list of prompts; for a single one pass `[prompt]`, or call `team(prompt)`."
         )
@@ -233,6 +254,12 @@ def _views(inference: Inference, view: View | Mapping[str, View] | None) -> dict
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
         needed[None] = inference.view
+    unknown = [agent for agent in given if agent not in needed]
+    if unknown:
+        whose = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
+        raise ValueError(
+            f"`view=` has a function for {whose}, which had none in training (functions were: {needed or 'none'})."
+        )
     missing = [agent for agent in needed if agent not in given]
     if missing:
         whose = f"agent {missing[0]!r}" if missing[0] is not None else "the team"
@@ -247,7 +274,10 @@ def _with_functions(
     agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
 ) -> list[AgentSpec]:
     """The agents with the tools and the views that they had in training."""
-    by_name = {tool_name(tool): tool for tool in ([tools] if callable(tools) else tools)}
+    by_name = {tool_name(tool): tool for tool in as_tools(tools, "the team")}
+    unused = sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed})
+    if unused:
+        raise ValueError(f"`tools=` has {unused[0]!r}, which no agent of the team was trained with. Leave it out.")
     for name, needed in inference.tools.items():
         missing = [tool for tool in needed if tool not in by_name]
         if missing:
@@ -268,7 +298,14 @@ def _with_functions(
 def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any) -> PreTrainedModel:
     """The base, in the precision and the quantization of training."""
     base = manifest.base
+    if model is not None and not manifest.adapters:
+        raise ValueError(
+            "The agents of this team share one fully trained policy, whose weights lie in its folder; a `model` would "
+            "take their place. Leave `model` out."
+        )
     if isinstance(model, PreTrainedModel):
+        if quantization_config is not None:
+            logger.warning("`quantization_config` is ignored, since `model` is loaded already.")
         keep_4bit_weights(model)
         return model
     if model is not None and not isinstance(model, (str, os.PathLike)):
@@ -313,7 +350,7 @@ def _runner(
     chat_template = setup.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(inference.mixed_precision)
     engine = ModelEngine(model, tokenizer, _known_settings(inference, model, tokenizer), autocast)
-    samplings = {agent.name: Sampling.of(agent, _DEFAULTS) for agent in agents}
+    samplings = {agent.name: _sampling(agent, inference) for agent in agents}
     prompts = PromptBuilder(
         tokenizer,
         tokenize=_tokenization(tokenizer, inference, chat_template),
@@ -365,11 +402,25 @@ def _warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokeniz
         )
 
 
+def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
+    own = inference.sampling.get(agent.name)
+    if own is None:  # a manifest of version 0.1
+        return Sampling.of(agent, _DEFAULTS)
+    settings: dict[str, Any] = {
+        name: own.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
+    }
+    return Sampling(**settings, stop=tuple(agent.stop or ()))
+
+
+# Settings of `generate` that change what it returns
+_NOT_OF_A_TEAM = frozenset({"num_return_sequences", "return_dict_in_generate", "max_length", "max_new_tokens"})
+
+
 def _known_settings(
     inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Settings of `generate` from the manifest, which anybody may have written: those that it knows, nothing else."""
-    known = model.generation_config.to_dict().keys() | {"do_sample"}
+    known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _NOT_OF_A_TEAM
     settings = {name: value for name, value in inference.generation.items() if name in known}
     return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, **settings}
 

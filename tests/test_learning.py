@@ -302,7 +302,7 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip, caplog):
+def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip):
     """Two rounds of an environment are two joint actions: what an agent does in one is no factor of the other."""
 
     class TwoRounds:
@@ -319,7 +319,7 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
     }
     workflow = EnvironmentLoop(TwoRounds, horizon=2)
     trainer = team_trainer(model_folder, tmp_path, workflow=workflow, reward_funcs=None, settings=settings)
-    multiply, seen = trainer._multiply_by_ratios, []
+    multiply, seen, raw, by_action = trainer._multiply_by_ratios, [], [], {}
 
     def watched(adapter):
         rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
@@ -339,16 +339,32 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
             factor = math.exp(change[row.episode, row.round])
             expected = factor if clip is None else min(max(factor, 1 - clip), 1 + clip)
             assert row.factor == pytest.approx(expected, rel=1e-3)
-            seen.append(row.factor)
+            by_action[row.episode, row.round] = (row.factor, factor)
+        for clipped, factor in by_action.values():
+            seen.append(clipped)
+            raw.append(factor)
 
     trainer._multiply_by_ratios = watched
     trainer.train()
     assert len(set(seen)) > 1
     logs = [entry for entry in trainer.state.log_history if "sequential_factor/effective_share" in entry]
-    count, total, squares = len(seen), sum(seen), sum(factor**2 for factor in seen)
-    share = logs[0]["sequential_factor/effective_share"]
+    count, total, squares = len(seen), sum(raw), sum(factor**2 for factor in raw)
+    share = logs[0]["sequential_factor/effective_share"]  # before they are clipped
     assert share == pytest.approx(total**2 / (count * squares), rel=1e-3)
-    assert ("effective sample size" in caplog.text) == (share < 0.5)
+    assert logs[0]["sequential_factor/mean"] == pytest.approx(sum(seen) / count, rel=1e-3)
+
+
+def test_factors_that_leave_few_episodes_are_warned_of_once(model_folder, tmp_path, caplog):
+    settings = {
+        **{**PPO, "update_order": "sequential", "max_steps": 4, "num_iterations": 1, "lr_scheduler_type": "constant"},
+        **{"learning_rate": 0.5, "max_grad_norm": 100.0},  # far too large
+    }
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.train()
+    logs = [e for e in trainer.state.log_history if "sequential_factor/effective_share" in e]
+    assert min(entry["sequential_factor/effective_share"] for entry in logs) < 0.5
+    assert max(abs(entry["sequential_factor/mean"] - 1) for entry in logs) <= 0.5  # clipped
+    assert caplog.text.count("have an effective sample size of") == 1
 
 
 def test_an_agent_that_moved_too_far_is_left_out_of_the_update(model_folder, tmp_path):

@@ -44,7 +44,7 @@ def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, workflow=Sequential(["reasoner", "actor"], rounds=2))
     trainer.save_model()
     manifest = TeamManifest.load(tmp_path)
-    assert [agent.name for agent in manifest.agents] == [agent.name for agent in tiny_agents()]
+    assert manifest.agents == tiny_agents()
     assert manifest.workflow == {"class": "Sequential", "agents": ["reasoner", "actor"], "rounds": 2}
     assert manifest.adapters == {name: {"folder": name, "trained": True} for name in ("actor", "reasoner")}
     assert manifest.base_model is None and manifest.versions["trl"].startswith("1.16")

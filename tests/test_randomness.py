@@ -56,6 +56,24 @@ def test_users_code_that_seeds_changes_no_sample(model_folder, tmp_path):
     assert not moved(expected, found)
 
 
+def test_saving_and_planning_change_no_sample(model_folder, tmp_path):
+    class Drawing(Workflow):
+        async def run(self, episode):
+            torch.rand(()), random.random()
+            await episode.turn("solo")
+
+    def run(plans, **settings):
+        trainer = team_trainer(
+            model_folder, tmp_path / str(plans), agents=[AgentSpec("solo")], workflow=Drawing(), settings=settings
+        )
+        if plans:
+            trainer.plan()
+        trainer.train()
+        return weights(trainer)
+
+    assert not moved(run(False), run(True, save_strategy="steps", save_steps=1))
+
+
 def test_users_code_draws_new_numbers_and_a_resumed_run_the_same(model_folder, tmp_path):
     drawn = []
 

@@ -372,3 +372,6 @@ def test_joint_actions_by_hand():
     assert rounds([turn("a"), turn("b"), turn("a"), turn("b")]) == [0, 0, 1, 1]  # an agent speaks again
     assert rounds([turn("a"), turn("b", fed=1), turn("c", fed=1)]) == [0, 1, 1]  # an environment came between
     assert rounds([turn("a", calls=True), turn("a"), turn("b"), turn("a")]) == [0, 0, 0, 1]  # a call is no action
+    assert rounds([turn("a"), turn("a"), turn("b"), turn("b")]) == [0, 1, 0, 1]  # side by side, whoever comes first
+    called = [turn("a", calls=True), turn("a", fed=1), turn("b", fed=1), turn("a", fed=2)]
+    assert rounds(called) == [0, 0, 0, 1]  # a call of a method of the environment

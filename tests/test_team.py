@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
@@ -17,6 +18,7 @@ from .helpers import add, lora, team_trainer
 
 
 QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
+ROOT = "base_model.model.model"
 QUICK = {"max_steps": 2, "learning_rate": 2e-2}
 
 
@@ -48,6 +50,9 @@ def test_a_saved_team_answers_bit_for_bit_as_its_trainer(model_folder, tmp_path,
     expected = trainer.team.run(QUESTIONS, greedy=True)
     base = None if arguments.get("peft_config", 0) is None else model_folder
     team = Team.from_pretrained(tmp_path, model=base)
+    if base is None:
+        with pytest.raises(ValueError, match="share one fully trained policy.* Leave `model` out"):
+            Team.from_pretrained(tmp_path, model=model_folder)
     found = team.run(QUESTIONS, greedy=True)
     assert ids_of(found) == ids_of(expected) and len(found) == 100
     assert ids_of(team.run(QUESTIONS[:8], seed=1)) == ids_of(trainer.team.run(QUESTIONS[:8], seed=1))
@@ -75,6 +80,7 @@ def test_running_a_team_leaves_training_as_it_was(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
     trainer.model.train()
     state = torch.get_rng_state()
+    assert [trainer.team(QUESTIONS[0]) for _ in range(3)]  # without a seed too
     episodes = trainer.team.run(QUESTIONS[:3], num_samples=2, seed=3, batch_size=4)
     assert torch.equal(state, torch.get_rng_state()) and trainer.model.training
     assert [episode.index for episode in episodes] == list(range(6))
@@ -242,6 +248,9 @@ def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tm
         ({"layer_replication": [[0, 2], [1, 2]]}, "changes the layers of the base"),
         ({"modules_to_save": ["lm_head"]}, "copies whole modules"),
         ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "prompt learning"),
+        ({"peft_type": "LOHA"}, "cannot be read|are LoRAs"),
+        ({"trainable_token_indices": [1]}, "reaches into parameters of the base"),
+        ({"target_parameters": ["weight"]}, "reaches into parameters of the base"),
     ],
     ids=str,
 )
@@ -258,6 +267,43 @@ def test_a_strangers_adapter_never_touches_the_base(model_folder, tmp_path, chan
         assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.zeros(398, 128)}),
+            "no part of a LoRA",
+        ),
+        (lambda t: t.update({"base_model.model.model.norm.weight": torch.zeros(128)}), "no part of a LoRA"),
+        (lambda t: t.update({"junk.weight": torch.zeros(1)}), "no part of a LoRA"),
+        (lambda t: t.pop(next(key for key in t if "lora_B" in key)), "lacks a half of the LoRA"),
+        (lambda t: t.clear(), "holds no LoRA"),
+        (
+            lambda t: t.update({key: torch.zeros(9, *its.shape[1:]) for key, its in t.items() if "lora_A" in key}),
+            "has the rank 9 .* but its config says .4.",
+        ),
+    ],
+    ids=["embedding", "norm", "junk", "half", "empty", "rank"],
+)
+def test_a_strangers_tensors_are_those_of_a_lora(model_folder, tmp_path, change, message):
+    """In the second adapter, so that the first would be on the base already."""
+    team_trainer(model_folder, tmp_path).save_model()
+    path = tmp_path / "reasoner" / "adapter_model.safetensors"
+    for name in ("reasoner", "actor"):
+        path = tmp_path / name / "adapter_model.safetensors"
+        tensors = load_file(path)
+        saved = dict(tensors)
+        change(tensors)
+        save_file(tensors, path)
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
+        with pytest.raises(ValueError, match=f"agent '{name}' .*{message}"):
+            load_adapters(base, tmp_path)
+        assert base.state_dict().keys() == before.keys()
+        assert all(torch.equal(tensor, before[key]) for key, tensor in base.state_dict().items())
+        save_file(saved, path)
+
+
 def test_what_is_no_team(tmp_path):
     for name in (tmp_path, tmp_path / "none", "./none", "a/b/c"):
         with pytest.raises(FileNotFoundError):
@@ -272,14 +318,43 @@ def test_the_manifest_holds_what_is_resolved(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings=settings, agents=[AgentSpec("a", top_k=3), AgentSpec("b")])
     trainer.save_model()
     manifest = TeamManifest.load(tmp_path)
-    a, b = manifest.agents
-    assert (a.temperature, a.top_k, a.top_p, a.max_completion_length, a.learning_rate) == (0.7, 3, 0.8, 11, 1e-3)
-    assert (b.temperature, b.top_k, b.top_p) == (0.7, 5, 0.8)
+    expected = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "min_p": None, "max_completion_length": 11}
+    assert manifest.inference.sampling == {"a": expected, "b": {**expected, "top_k": 5}}
+    assert manifest.agents == trainer.agents  # as they were given: they can be trained on under other settings
     assert manifest.base.name == "warm-model" and manifest.base.is_local and manifest.base_model is None
     assert manifest.base.dtype == "float32" and manifest.inference.generation["do_sample"] is True
     assert len({manifest.base.config_hash, manifest.base.tokenizer_hash, manifest.base.chat_template_hash}) == 3
     assert all(len(getattr(manifest.base, f"{what}_hash")) == 64 for what in ("config", "tokenizer", "chat_template"))
     assert manifest == TeamManifest(**{**vars(trainer.manifest()), "versions": manifest.versions})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": None}, {"generation_kwargs": {"do_sample": False, "temperature": 0.0}}], ids=str
+)
+def test_settings_that_no_agent_could_have_are_kept(model_folder, tmp_path, settings):
+    trainer = team_trainer(model_folder, tmp_path, settings={**QUICK, **settings})
+    trainer.save_model()
+    found = Team.from_pretrained(tmp_path, model=model_folder).run(QUESTIONS[:5], seed=4)
+    assert ids_of(found) == ids_of(trainer.team.run(QUESTIONS[:5], seed=4))
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("inference", {"tools": {"x": 3}}), ("inference", {"mixed_precision": ["bf16"]}),
+        ("inference", {"workflow_timeout": "soon"}), ("inference", {"share_prefixes": 3}),
+        ("inference", {"sampling": {"actor": 3}}), ("base", {"dtype": 3}), ("base", {"quantization": [1]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_manifests_with_values_of_another_kind_are_damaged(model_folder, tmp_path, part, values):
+    team_trainer(model_folder, tmp_path).save_model()
+    path = tmp_path / "marft_team.json"
+    data = json.loads(path.read_text())
+    data[part].update(values)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"marft_team.json is damaged: TypeError"):
+        Team.from_pretrained(tmp_path, model=model_folder)
 
 
 def test_a_manifest_of_version_0_1_is_read(model_folder, tmp_path, caplog):

@@ -15,7 +15,7 @@ from trl.chat_template_utils import qwen3_chat_template
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.collector import collect
 from marft_trl.rollout.prompts import PromptBuilder, Query
-from marft_trl.rollout.tool_calls import call_opening, parse_calls, prepare_template
+from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
@@ -534,6 +534,37 @@ def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
     assert "could not be read" in episode.feedback[0].text and "could not be read" in shown[1]
     assert episode.counts["tools/calls"] == episode.counts["tools/failures"] == episode.counts["tools/malformed"] == 1
     assert "tool_call" not in shown[2].split("Judge.")[1] and "seven" in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"so {BROKEN}", "so"),
+        ("<tool_call>", ""),
+        ("a\n <tool_call>x", "a"),
+        ('so <tool_call>\n{"na', "so"),
+        ("I will not use <tool_call> today", None),
+        ("seven", None),
+    ],
+)
+def test_what_begins_a_call(text, says):
+    found = call_pattern(TOKENIZER, TEMPLATE).search(text)
+    assert (None if found is None else text[: found.start()].rstrip()) == says
+
+
+def test_a_call_that_the_limit_cuts_off_is_not_shown(model_folder, tmp_path):
+    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
+    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
+    shown = []
+
+    def generate(agents, prompt_ids, **options):
+        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
+        return [Sampled(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
+
+    trainer._generator.generate = generate
+    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    assert episode.turns[0].truncated and not episode.turns[0].tool_calls
+    assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
 
 
 def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_path):

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +18,7 @@ from ..tools import ToolCall, ToolLimits, tool_name
 from ..workflows import Workflow
 from .collector import Request, collect
 from .prompts import Observation, PromptBuilder, Query
-from .tool_calls import MALFORMED, call_opening, parse_calls
+from .tool_calls import MALFORMED, call_pattern, parse_calls
 from .transformers_generator import Sampled
 
 
@@ -102,6 +104,17 @@ class EpisodeRunner:
                 patience=self._patience,
             )
 
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Context manager: users' code runs on random states that are thrown away, so a rehearsal has no effect."""
+        kept = self.randomness
+        self.randomness = UserRandomness(0, kept.device)
+        try:
+            with self.randomness.theirs():
+                yield
+        finally:
+            self.randomness = kept
+
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """What agents are shown. Views are users' code."""
         with self.randomness.theirs():
@@ -136,8 +149,8 @@ class EpisodeRunner:
                 completion_ids=ids,
                 raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
                 truncated=self._is_truncated(request.agent, ids),
-                tool_calls=(calls := self._calls(request, observation.ids, ids)),
-                without_calls=self._before_calls(ids) if calls else None,
+                tool_calls=self._calls(request, observation.ids, ids),
+                without_calls=self._before_calls(ids) if request.functions else None,
                 logps=logps,
             )
             for request, text, observation, (ids, logps) in zip(
@@ -167,19 +180,19 @@ class EpisodeRunner:
             return ()
         calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
         is_lone = len(self._specs) == 1  # whose turn then ends, as in `GRPOTrainer`
-        if not calls and not is_lone and self._call_opening and self._call_opening in self._tokenizer.decode(ids):
+        if not calls and not is_lone and self._before_calls(ids) is not None:
             return (MALFORMED,)
         return calls
 
     @functools.cached_property
-    def _call_opening(self) -> str | None:
-        return call_opening(self._tokenizer, self.prompts.chat_template) if self._uses_tools else None
+    def _call_pattern(self) -> re.Pattern | None:
+        return call_pattern(self._tokenizer, self.prompts.chat_template) if self._uses_tools else None
 
     def _before_calls(self, ids: list[int]) -> str | None:
-        """What a turn says before its calls, for teammates: they are shown no call."""
-        if self._call_opening is None:
-            return None
-        return self._tokenizer.decode(ids).partition(self._call_opening)[0].rstrip()
+        """What a turn says before its calls, for teammates, who are shown no call; `None` where it begins none."""
+        text = self._tokenizer.decode(ids)
+        found = self._call_pattern.search(text) if self._call_pattern is not None else None
+        return None if found is None else text[: found.start()].rstrip()
 
     def _is_truncated(self, agent: str, ids: list[int]) -> bool:
         ends = (*self._ends, self._tokenizer.pad_token_id)

@@ -79,6 +79,20 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     return text if len(text) >= _SHORTEST_OPENING else None
 
 
+def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | None:
+    """
+    What a call begins with, also one that was cut short: its opening at the beginning of a line, or before something
+    that may be a call. A text that mentions a tag begins none. `None` where the template does not tell.
+    """
+    opening = call_opening(tokenizer, chat_template)
+    if opening is None:
+        return None
+    start = re.escape(opening)
+    if _TAG.fullmatch(opening) is None:  # plain text, such as a JSON object that begins the turn
+        return re.compile(rf"\A\s*{start}")
+    return re.compile(rf"^[ \t]*{start}|{start}(?=\s*(?:[\[{{<]|\Z))", re.MULTILINE)
+
+
 def check_functions(functions: Sequence[Callable], whose: str) -> None:
     """
     Raise for a function that a model cannot be told of.

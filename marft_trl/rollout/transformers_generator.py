@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,11 +72,9 @@ def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _OF_AGENTS and isinstance(value, plain)}
 
 
-def resolved(agent: AgentSpec, settings: Mapping[str, Any], args: Any) -> AgentSpec:
-    """An agent with the settings that it acts and learns by, where it leaves them to the trainer."""
-    own = {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
-    rate = args.learning_rate if agent.learning_rate is None and agent.trainable else agent.learning_rate
-    return dataclasses.replace(agent, **own, learning_rate=rate)
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of settings of `generate` those that an agent may set itself, under the names of `AgentSpec`."""
+    return {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
 
 
 # Settings of `generate` that are without effect where nothing is sampled

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftConfig, PeftModel
-from safetensors import safe_open
+from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -25,7 +25,10 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What is not needed to run a team; `*.bin` files are pickles
 _NOT_NEEDED = ("checkpoint-*/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin")
-_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B)\.weight")
+# All that a file of a LoRA may hold: its two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
+_LORA_KEY = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"
+)
 
 
 def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
@@ -102,12 +105,12 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
     """
-    Check the files of an adapter before they touch the base.
+    Check the files of an adapter before they touch the base: the config, then every tensor's name and shape.
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: its config would change the base, it holds more than an adapter, or it was trained on a base of
-            another shape; the message names the agent.
+        ValueError: its config would change the base, it holds more or less than an adapter, or it was trained on
+            another base; the message names the agent.
     """
     if not (folder / WEIGHTS_NAME).is_file():
         raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {WEIGHTS_NAME} in {folder}.")
@@ -116,26 +119,59 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
     except Exception as error:  # whatever a stranger has written into it
         raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
     check_adapter_config(agent, config, alone=False)
-    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # not a mapping
-    others = [key for key in shapes if key.startswith("base_model.model.") and ".base_layer." in key]
-    if others:
+    if type(config) is not LoraConfig:
         raise ValueError(
-            f"The adapter of agent {agent.name!r} holds weights of the base ({others[0]}), which all agents share. "
-            "Save the adapter alone."
+            f"The adapter of agent {agent.name!r} is a {type(config).__name__}; adapters of a saved team are LoRAs, "
+            "whose tensors can be checked."
         )
-    modules = dict(base.named_modules())
+    for field in ("trainable_token_indices", "target_parameters"):
+        if getattr(config, field, None):
+            raise ValueError(
+                f"`{field}` of the adapter of agent {agent.name!r} reaches into parameters of the base, which all "
+                "agents share. Leave it out."
+            )
+    try:
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # not a mapping
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
+    _check_tensors(agent, config, shapes, dict(base.named_modules()), trained_on)
+
+
+def _check_tensors(
+    agent: AgentSpec,
+    config: LoraConfig,
+    shapes: Mapping[str, Sequence[int]],
+    modules: Mapping[str, nn.Module],
+    trained_on: str | None,
+) -> None:
+    found: dict[str, set[str]] = {}
     for key, shape in shapes.items():
-        _check_shape(agent, key, shape, modules, trained_on)
+        match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
+        if match is None:
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} holds a tensor that is no part of a LoRA ({key!r}); loading it "
+                "would change the base, which all agents share. Save the adapter alone."
+            )
+        found.setdefault(match["module"], set()).add(match["side"] or "")
+        _check_shape(agent, match, shape, modules, trained_on)
+        rank = shape[0] if match["side"] == "A" and len(shape) == 2 else None
+        known = {config.r, *(config.rank_pattern or {}).values()}
+        if rank is not None and match["kind"] is None and rank not in known:
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} has the rank {rank} in {match['module']!r}, but its config says "
+                f"{sorted(known)}. The files do not belong together."
+            )
+    half = sorted(name for name, sides in found.items() if not sides >= {"A", "B"})
+    if half or not found:
+        what = f"lacks a half of the LoRA of {half[0]!r}" if half else "holds no LoRA"
+        raise ValueError(f"The file of the adapter of agent {agent.name!r} {what}. It was cut short or made by hand.")
 
 
 def _check_shape(
-    agent: AgentSpec, key: str, shape: Sequence[int], modules: dict[str, nn.Module], trained_on: str | None
+    agent: AgentSpec, match: re.Match, shape: Sequence[int], modules: Mapping[str, nn.Module], trained_on: str | None
 ) -> None:
-    """Raise one sentence for the first tensor of a LoRA that does not fit its layer."""
-    match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
-    if match is None or len(shape) != 2:
-        return
+    """Raise one sentence for a tensor of a LoRA that does not fit its layer."""
     name = match["module"]
     origin = f" The team was trained on {trained_on!r}: pass that base." if trained_on else ""
     if name not in modules:
@@ -144,7 +180,7 @@ def _check_shape(
             f"which this base does not have.{origin}"
         )
     layer = linear_shape(modules[name])
-    if layer is None:
+    if layer is None or match["kind"] is not None or match["side"] is None or len(shape) != 2:
         return
     end, present, needed = ("inputs", layer[0], shape[1]) if match["side"] == "A" else ("outputs", layer[1], shape[0])
     if present != needed:

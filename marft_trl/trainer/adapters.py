@@ -355,12 +355,6 @@ class Policies:
         """The kept references by adapter and number of their tensor."""
         return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
 
-    @torch.no_grad()
-    def load_references(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take over what [`~Policies.references`] gave."""
-        for key, tensor in self.references().items():
-            tensor.copy_(saved[key])
-
     def starts_as_base(self, agent: str) -> bool:
         """Whether the reference of an agent is the base without any adapter."""
         return self._adapter_of[agent] not in self._starts

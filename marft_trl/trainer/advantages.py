@@ -23,6 +23,7 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
     """Credit assignment and advantages. The arithmetic is in `functional`."""
 
     args: MARFTConfig
+    _credited: set[str]
 
     # ---- Credit ----
 
@@ -126,7 +127,8 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         advantage, credit = self.args.advantage, self.args.credit
         if self.model.training:
             return advantage, credit
-        return "group" if advantage == "turn" else advantage, "equal" if credit == "counterfactual" else credit
+        needs_more = credit in ("counterfactual", "per_step")  # re-runs, and columns that only training may have
+        return "group" if advantage == "turn" else advantage, "equal" if needs_more else credit
 
     def _returns_of(self, episode: Episode, credit: torch.Tensor) -> torch.Tensor:
         if self.args.credit_kind == "returns":
@@ -177,9 +179,9 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
         self, rollout: Rollout, rows: Sequence[Sequence[Row]], last_values: Sequence[float]
     ) -> None:
         """Set advantages and value targets of all rows by GAE. They have their `old_values`, one row for each turn."""
-        for episode, its_rows, credit, last_value in zip(
-            rollout.episodes, rows, self._credit(rollout), last_values, strict=True
-        ):
+        credits = self._credit(rollout)
+        self._credited = self._agents_with_credit(rollout.episodes, credits)
+        for episode, its_rows, credit, last_value in zip(rollout.episodes, rows, credits, last_values, strict=True):
             steps = torch.tensor(episode.joint_steps())
             if self.args.credit_kind == "returns":  # every turn is the last of an episode of its own
                 for k, row in enumerate(its_rows):
@@ -188,6 +190,16 @@ class TeamAdvantages(TeamRollouts, GRPOTrainer):
                 self._estimate(its_rows, credit, steps, last_value)
         self._log_values([row for its_rows in rows for row in its_rows])
         self._normalize([row for its_rows in rows for row in its_rows])
+
+    def _agents_with_credit(self, episodes: Sequence[Episode], credits: Sequence[torch.Tensor]) -> set[str]:
+        """Agents any of whose turns has a return that is not 0: a critic's noise makes advantages of nothing."""
+        found = set()
+        for episode, credit in zip(episodes, credits, strict=True):
+            known = credit.nan_to_num(nan=0.0)
+            if self.args.credit_kind == "rewards":
+                known = functional.returns_to_go(known, torch.tensor(episode.joint_steps()), 1.0)
+            found |= {turn.agent for turn, worth in zip(episode.turns, known.tolist(), strict=True) if worth}
+        return found
 
     def _estimate(self, rows: Sequence[Row], rewards: torch.Tensor, steps: torch.Tensor, last_value: float) -> None:
         args = self.args

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from .advantages import TeamAdvantages
 from .batching import MicroBatch, Row, Slice, count_rows, cut_slices, loss_weights, together, weigh
 from .cards import PAPER
 from .evaluation import EvalMetric, check_eval_metrics, check_references
+from .fingerprints import describe_base
 from .fitting import TeamFitting
 from .metrics import LocalAccelerator, StepMetrics
 from .persistence import TeamPersistence
@@ -246,6 +248,13 @@ class MARFTTrainer(
             patience=args.workflow_timeout,
         )
         self._warned_of_factors = False
+        self._team_seeds = random.Random(args.seed)  # noqa: S311  # of samples that no seed is given for
+        self._base_description = describe_base(
+            self._base_of(self.model),
+            self._tokenizer,
+            self.chat_template or self._tokenizer.chat_template,
+            revision=(args.model_init_kwargs or {}).get("revision"),
+        )
         self._reach = RewardReach([name for name in self._specs if self._is_trained(name)])
         self._prepare_reports()
         self._prepare_counters()
@@ -435,8 +444,10 @@ class MARFTTrainer(
         return episodes, None
 
     def _who_has_advantages(self, episodes: Sequence[Sequence[Row]]) -> dict[str, bool]:
-        """For each trained agent whether a turn of it on any process has an advantage that is not 0."""
+        """For each trained agent whether a turn of it on any process has an advantage, or with a critic a return."""
         own = {row.agent for its_rows in episodes for row in its_rows if torch.as_tensor(row.advantage).any()}
+        if self.critic is not None:
+            own = self._credited
         names = [name for name in self._specs if self._is_trained(name)]
         flags = self._reduce(torch.tensor([name in own for name in names], dtype=torch.float64), "max")
         return dict(zip(names, (flags > 0).tolist(), strict=True))
@@ -507,19 +518,23 @@ class MARFTTrainer(
         for row in rows:
             row.log_factor += more[actions[row.episode, row.round]].item()
         so_far = {(row.episode, row.round): row.log_factor for row in rows}
-        factors = functional.clipped_factors(torch.tensor(list(so_far.values())), self.args.sequential_clip)
+        log_factors = torch.tensor(list(so_far.values()))
+        factors = functional.clipped_factors(log_factors, self.args.sequential_clip)
         by_action = dict(zip(so_far, factors.tolist(), strict=True))
         for row in rows:
             row.factor = by_action[row.episode, row.round]
-        self._log_factors(adapter, factors)
+        self._log_factors(adapter, factors, functional.clipped_factors(log_factors, None))
 
-    def _log_factors(self, adapter: str, factors: torch.Tensor) -> None:
-        """Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary."""
-        factors = factors.double()
-        sums = torch.stack([torch.tensor(float(len(factors))).double(), factors.sum(), (factors**2).sum()])
+    def _log_factors(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
+        """
+        Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary much
+        before they are clipped.
+        """
+        pair = [its.double() for its in (factors, unclipped)]
+        sums = torch.stack([torch.stack([torch.tensor(len(its)).double(), its.sum(), (its**2).sum()]) for its in pair])
         totals = self._reduce(sums, "sum")
-        count, total, squares = totals.tolist()
-        mean, share = total / max(count, 1), functional.effective_share(totals)
+        count, total, squares = totals[0].tolist()
+        mean, share = total / max(count, 1), functional.effective_share(totals[1])
         metrics = self._metrics["train"]
         metrics["sequential_factor/mean"].append(mean)
         metrics["sequential_factor/std"].append(max(squares / max(count, 1) - mean**2, 0.0) ** 0.5)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,9 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..agents import AgentSpec
-from ..manifest import MANIFEST_NAME, Inference, TeamManifest
+from ..manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..progress import say
-from ..rollout.transformers_generator import TransformersGenerator, general_settings, resolved
+from ..rollout.transformers_generator import TransformersGenerator, general_settings, own_settings
 from ..rollout.views import team_view
 from ..tools import tool_name
 from ..workflows import Workflow
@@ -26,7 +27,6 @@ from . import checkpointing, gradients
 from .adapters import Policies, load_adapter_weights
 from .cards import team_card
 from .critic import CRITIC_NAME, Critic
-from .fingerprints import describe_base
 from .references import load_references, save_references
 from .schedules import Schedule
 from .setup import tool_limits
@@ -49,21 +49,18 @@ class TeamPersistence(GRPOTrainer):
     anonymous: str | None
     schedule: Schedule
     _generator: TransformersGenerator
+    _base_description: BaseModel
+    _team_seeds: random.Random
     _entropy_control: dict[str, tuple[float, float]]
 
     def manifest(self) -> TeamManifest:
-        """What is saved beside the adapters, so that the team can be run again: the settings it really acts by."""
+        """What is saved beside the adapters, so that the team can be run again with the settings it acts by."""
         names = self.policies.names if self.policies.has_adapters else []
         return TeamManifest(
-            agents=[resolved(agent, self._generator.settings(agent.name), self.args) for agent in self.agents],
+            agents=self.agents,
             workflow=self.workflow.describe(),
             adapters={name: {"folder": name, "trained": name in self.policies.trained} for name in names},
-            base=describe_base(
-                self._base_of(self.model),
-                self._tokenizer,
-                self.chat_template or self._tokenizer.chat_template,
-                revision=(self.args.model_init_kwargs or {}).get("revision"),
-            ),
+            base=self._base_description,
             inference=self._inference(),
             anonymous=self.anonymous,
         )
@@ -71,6 +68,7 @@ class TeamPersistence(GRPOTrainer):
     def _inference(self) -> Inference:
         views = {agent.name: callable_name(agent.view) for agent in self.agents if agent.view is not None}
         return Inference(
+            sampling={agent.name: own_settings(self._generator.settings(agent.name)) for agent in self.agents},
             generation=general_settings(self._generator.settings(self.agents[0].name)),
             share_prefixes=self._shares_prefixes,
             # Adapters generate outside of the wrapper that casts
@@ -89,7 +87,8 @@ class TeamPersistence(GRPOTrainer):
         """The team with its present weights, to be run: `trainer.team("question")`."""
         from ..team import Team  # which needs other modules of this package first
 
-        return Team(self.agents, self.workflow, self._runner, self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        return Team(self.agents, self.workflow, self._runner, model, seeds=self._team_seeds)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -125,8 +124,12 @@ class TeamPersistence(GRPOTrainer):
             tags=[*tags, *self._tag_names],
             figures=figures,
             max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
-            picture=self.workflow.mermaid([agent.name for agent in self.agents], self._links()),
+            picture=self._picture(),
         )
+
+    def _picture(self) -> str:
+        with self._runner.rehearsing():
+            return self.workflow.mermaid([agent.name for agent in self.agents], self._links())
 
     def _get_train_sampler(self, dataset: Dataset | None = None):
         theirs = super()._get_train_sampler(dataset)
@@ -173,8 +176,8 @@ class TeamPersistence(GRPOTrainer):
         slices = None if is_spent else self._buffered_inputs
         extra = {"entropy_control": self._entropy_control, "user_randomness": self._runner.randomness.state_dict()}
         checkpointing.save_rollouts(output_dir, rank, world_size, self._step, slices, extra)
-        if self.args.sync_ref_model and self.policies.has_adapters and self.args.should_save:
-            save_references(self.policies, output_dir)
+        if self.args.sync_ref_model and self.args.should_save:
+            save_references(self.policies, self.ref_model, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.policies.has_adapters:
@@ -196,8 +199,8 @@ class TeamPersistence(GRPOTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         finally:
             hook.remove()
-        if self.args.sync_ref_model and self.policies.has_adapters:
-            load_references(self.policies, checkpoint)
+        if self.args.sync_ref_model:
+            load_references(self.policies, self.ref_model, checkpoint)
         restored = checkpointing.load_rollouts(checkpoint, self.args.process_index, self.args.world_size)
         if restored is not None:
             self._step, self._buffered_inputs, extra = restored

@@ -172,7 +172,8 @@ class TeamPlanning(GRPOTrainer):
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
             return [one.answered(self._made_up(one.agent)) for one in requests]
 
-        (episode,) = self._runner.run([row], answer)
+        with self._runner.rehearsing():
+            (episode,) = self._runner.run([row], answer)
         rest = [agent for agent in self.agents if agent.name not in shown]
         alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
@@ -202,7 +203,8 @@ class TeamPlanning(GRPOTrainer):
 
     def _links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
         """Who sees whom: as the workflow says, or as it is in a rehearsal on the first row."""
-        pairs = self.workflow.links([agent.name for agent in self.agents])
+        with self._runner.rehearsing():
+            pairs = self.workflow.links([agent.name for agent in self.agents])
         if pairs or len(self.agents) == 1:
             return pairs
         try:

@@ -30,26 +30,31 @@ class RewardReach:
     def __init__(self, agents: Sequence[str]):
         self._in_a_row = dict.fromkeys(agents, 0)
         self._warned: set[tuple[str, ...]] = set()
+        self._cancelled = 0  # episodes in a row whose rewards cancel
 
-    def check_earned(self, earned: Sequence[Mapping[str, float]]) -> None:
+    def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
         """
         Look at what agents earned in the episodes of a batch.
 
         Args:
             earned (`Sequence[Mapping[str, float]]`): for each episode of all processes what each agent earned in it.
+            is_all (`bool`, *optional*, defaults to `True`): whether nothing else rewards the team.
 
         Raises:
-            ValueError: the rewards of agents cancel in every episode.
+            ValueError: nothing else rewards the team, and the rewards of agents cancel in every episode that earned
+                some, in at least eight episodes so far.
         """
         some = [its for its in earned if any(its.values())]
         names = sorted({name for its in some for name, value in its.items() if value})
         if len(names) < 2:
             return
-        if all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some):
+        cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
+        self._cancelled = self._cancelled + len(some) if cancel else 0
+        if is_all and self._cancelled >= _ENOUGH_EPISODES:
             raise ValueError(
-                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all {len(some)} "
-                "episodes of the batch that earned some. The agents of a team learn from the sum, so none would learn "
-                "anything. Give the team a reward that does not cancel, or train one side and freeze the other "
+                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
+                f"{self._cancelled} episodes that earned some. The agents of a team learn from the sum, so none would "
+                "learn anything. Give the team a reward that does not cancel, or train one side and freeze the other "
                 "(`AgentSpec(trainable=False)`) with rewards for the trained side alone."
             )
         if len(some) < _ENOUGH_EPISODES:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import TrainerCallback
 
 from .adapters import Policies
@@ -34,13 +36,21 @@ class SyncReferences(TrainerCallback):
             self._policies.mix_references(args.ref_model_mixup_alpha)
 
 
-def save_references(policies: Policies, folder: str | Path) -> None:
+def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
+    """The references: of adapters, or TRL's reference model, each of whose weights is named once."""
+    if ref_model is None:
+        return policies.references()
+    return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
+
+
+def save_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
     """Write the references beside a checkpoint: a resumed run must not take the loaded weights for them."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in policies.references().items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _references(policies, ref_model).items()}
     save_file(tensors, Path(folder) / REFERENCES_NAME)
 
 
-def load_references(policies: Policies, folder: str | Path) -> None:
+@torch.no_grad()
+def load_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
     """
     Load what [`save_references`] wrote, in place.
 
@@ -49,9 +59,11 @@ def load_references(policies: Policies, folder: str | Path) -> None:
     """
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}
-    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in policies.references().items()}:
+    present = _references(policies, ref_model)
+    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
         raise ValueError(
-            f"The checkpoint {folder} has no references ({REFERENCES_NAME}) of these adapters, but "
+            f"The checkpoint {folder} has no references ({REFERENCES_NAME}) of these policies, but "
             "`sync_ref_model=True` goes on from them. Resume with the settings that it was written with."
         )
-    policies.load_references(saved)
+    for name, tensor in present.items():
+        tensor.copy_(saved[name])

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..episodes import EndOfEpisode, Episode, Turn
+from ..rewards import environment_reward
 from ..rollout.collector import Request
 from ..rollout.replay import Replay
 from ..rollout.runner import EpisodeRunner
@@ -111,7 +112,10 @@ class TeamRollouts(GRPOTrainer):
                 "them, since its `earns` is False. Set `earns = True` on the class."
             )
         if self.workflow.earns and self.model.training and self.args.credit != "per_step":
-            self._reach.check_earned(gather_object([_earned_by_agent(episode) for episode in episodes]))
+            weights = zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)
+            others = [name for name, weight in weights if weight and name != environment_reward.__name__]
+            earned = gather_object([_earned_by_agent(episode) for episode in episodes])
+            self._reach.check_earned(earned, is_all=not others)
         rows = [as_row(episode) for episode in episodes]
         rewards_per_func = score(self, rows, [episode.answer for episode in episodes])
         self._check_rewards(rewards_per_func)

@@ -257,6 +257,11 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
             f"know nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set "
             "`credit='equal'`, which completes the episode from every candidate."
         )
+    if workflow.earns and args.candidate_reward == "turn" and args.advantage == "turn":
+        raise ValueError(
+            "`candidate_reward='turn'` scores each candidate before the episode goes on, so it knows nothing of what "
+            f"it would earn in the workflow `{type(workflow).__name__}`. Set `candidate_reward='episode'`."
+        )
     if workflow.earns and args.multi_objective_aggregation == "normalize_then_sum" and args.credit_kind == "rewards":
         raise ValueError(
             "`multi_objective_aggregation='normalize_then_sum'` changes what an episode earned in the workflow, so "

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ..agents import AgentSpec
 
 
-# Names under which something other than an agent may speak: those that prompts keep agents from writing as their own.
 # Turns after which a picture of a loop is complete
 _LONGEST_PICTURE = 24
+# Names under which something other than an agent may speak: those that prompts keep agents from writing as their own.
 SPEAKER_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 
 
