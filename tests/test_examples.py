@@ -79,13 +79,21 @@ def test_math_duo_on_two_processes(model_folder, tmp_path):
     assert sorted(table["episode"][table["mode"] == "train"].unique()) == list(range(8))  # of both processes
 
 
+def logged(folder, step) -> set[str]:
+    """Names of all metrics that a run in `out` has logged up to a checkpoint."""
+    state = json.loads((folder / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    return {name for entry in state["log_history"] for name in entry}
+
+
 @pytest.mark.slow
 def test_ppo_team_on_real_records(model_folder, tmp_path):
     arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--output_dir", "out"]
     arguments += ["--per_device_train_batch_size", "4", "--max_completion_length", "8", "--max_steps", "4"]
     arguments += ["--critic_warmup_steps", "2", "--logging_steps", "1", "--report_to", "none", "--lora_r", "4"]
+    arguments += ["--save_strategy", "steps", "--save_steps", "4"]
     output = run([str(ROOT / "examples" / "ppo_team.py"), *arguments, "--critic", "multi_head"], tmp_path)
-    assert "critic/explained_variance" in output and "own_reward" in output and "'agents/planner/approx_kl'" in output
+    assert "step 4/4" in output and "planner: " in output
+    assert {"critic/explained_variance", "own_reward", "agents/planner/approx_kl"} <= logged(tmp_path, 4)
     heads = load_file(tmp_path / "out" / "_critic" / "value_heads.safetensors")
     assert heads["_critic.weight"].shape == (3, 128)  # the command line wins over the script's default
     assert (tmp_path / "out" / "_critic" / "adapter_model.safetensors").exists()
@@ -96,8 +104,11 @@ def test_ppo_team_on_real_records(model_folder, tmp_path):
 def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_path):
     arguments = ["--model_name_or_path", model_folder, "--dataset_file", str(SAMPLE), "--output_dir", "out"]
     arguments += ["--max_completion_length", "8", "--max_steps", "1", "--report_to", "none", "--lora_r", "4"]
+    arguments += ["--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
     output = run([str(ROOT / "examples" / "ppo_team.py"), *arguments, "--preset", "rloo"], tmp_path)
-    assert "'reward'" in output and "critic/" not in output and "own_reward" not in output
+    metrics = logged(tmp_path, 1)
+    assert "step 1/1  reward " in output and "reward" in metrics
+    assert not any(name.startswith("critic/") or name == "own_reward" for name in metrics)
     assert not (tmp_path / "out" / "_critic").exists()
 
 
