@@ -165,10 +165,9 @@ def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
     workflow, team, reward = CASES[name]
     figures = []
     for seed in SEEDS:
-        episodes = 128 if name == "approved" else 64  # half of its turns are reviews, which earn nothing themselves
-        before, after, changed = train(
-            taught, tmp_path, workflow, team, number_row, reward, 50, seed, episodes=episodes
-        )
+        # Half of the turns of "approved" are reviews, which earn nothing themselves: its gain varies most
+        options = {"episodes": 128, "rate": 1.5e-3} if name == "approved" else {}
+        before, after, changed = train(taught, tmp_path, workflow, team, number_row, reward, 50, seed, **options)
         figures.append((before["eval_reward"], after["eval_reward"]))
         for agent in team:
             assert any(f".{agent.name}." in one for one in changed), agent.name
@@ -231,7 +230,10 @@ def test_an_orchestrator_learns_whom_to_call(taught_to_route, tmp_path):
     figures, rewards = [], []
     for seed in SEEDS:
         before, after, changed = train(
-            taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy, 2e-3
+            *(taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy),
+            # At 2e-3, with half of the episodes, two of four seeds call one specialist for everything
+            rate=1e-3,
+            episodes=128,
         )
         figures.append((before["eval_routing"], after["eval_routing"]))
         assert any(".boss." in one for one in changed)
