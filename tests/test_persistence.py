@@ -396,7 +396,8 @@ def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, s
 
 def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
     hub.fail_commits = True
-    code = PUSH.format(root=str(ROOT), model=model_folder, output=str(tmp_path / "out"), strategy="every_save")
+    given = {"root": str(ROOT), "model": model_folder, "output": str(tmp_path / "out"), "questions": ["x"]}
+    code = PUSH.format(**given, strategy="every_save")
     pushed = run_on_hub(hub, tmp_path, code)
     assert pushed.returncode != 0 and "A checkpoint could not be pushed to user/team" in pushed.stderr
     assert (tmp_path / "out" / "checkpoint-2" / "actor" / "adapter_model.safetensors").exists()

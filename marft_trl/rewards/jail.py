@@ -174,7 +174,7 @@ def _bubblewrap(folder: Path, disk: int) -> list[str]:
     command, inside, program = _working_bubblewrap(), str(folder), str(folder / "main.py")
     if not command:
         return []
-    if _has_sized_folders():  # what is written is in memory, bounded, and gone with the process
+    if _has_sized_folders(command):  # what is written is in memory, bounded, and gone with the process
         return [*command, *_sized(disk, inside), "--ro-bind", program, program, "--chdir", inside]
     return [*command, "--bind", inside, inside, "--chdir", inside]
 
@@ -184,10 +184,10 @@ def _sized(size: int, folder: str) -> list[str]:
 
 
 @functools.cache
-def _has_sized_folders() -> bool:
+def _has_sized_folders(command: tuple[str, ...]) -> bool:
     """Whether bubblewrap knows folders of a size, which it does from 0.7 on."""
-    command = [*_working_bubblewrap(), *_sized(1 << 20, tempfile.gettempdir()), sys.executable, "-I", "-c", ""]
-    return subprocess.run(command, capture_output=True).returncode == 0  # noqa: S603
+    trial = [*command, *_sized(1 << 20, tempfile.gettempdir()), sys.executable, "-I", "-c", ""]
+    return subprocess.run(trial, capture_output=True).returncode == 0  # noqa: S603
 
 
 @functools.cache

@@ -237,7 +237,8 @@ class TeamPlanning(GRPOTrainer):
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         length = _count(args.max_steps, "step") if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
         return [
-            f"{_count(episodes, 'episode')} generated at once: {_count(episodes // args.num_generations, 'prompt')} x "
+            f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
+            f"{_count(episodes // args.num_generations, 'prompt')} x "
             f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
             f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
             f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "

@@ -98,7 +98,7 @@ class TeamReporting(GRPOTrainer):
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
             # TRL logs them as `eval_<name>` too, whatever the evaluation set is called
             self._metrics["eval"].clear()
-            self._metrics["eval"].update({name: [value] for name, value in figures.items()})
+            self._metrics["eval"].update({name: [value] for name, value in figures.items() if value == value})
         return output
 
     # ---- Metrics, tables, transcripts ----
