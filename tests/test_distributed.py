@@ -31,7 +31,7 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
     ("kind", "loss_type"),
     [
         *[("uneven", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
-        ("orchestrated", "dapo"),
+        pytest.param("orchestrated", "dapo", marks=pytest.mark.slow),
         pytest.param("chain", "dapo", marks=pytest.mark.slow),
         pytest.param("uneven", "grpo", marks=pytest.mark.slow),
         pytest.param("uneven", "bnpo", marks=pytest.mark.slow),

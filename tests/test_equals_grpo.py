@@ -136,7 +136,7 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
     [
         {"beta": 0.1, "steps_per_generation": 2},
         {"loss_type": "grpo", "entropy_coef": 0.01},
-        {"num_generations_eval": 2, "loss_type": "dr_grpo"},
+        pytest.param({"num_generations_eval": 2, "loss_type": "dr_grpo"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -150,8 +150,8 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
         {"target_kl": 1e-3, "num_iterations": 2},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
         {**PPO, "critic_learning_rate": 1e-2},
-        {"advantage": "turn", "turn_candidates": 2, "num_generations": 1},
-        {"credit": "counterfactual"},
+        pytest.param({"advantage": "turn", "turn_candidates": 2, "num_generations": 1}, marks=pytest.mark.slow),
+        pytest.param({"credit": "counterfactual"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -51,7 +51,7 @@ def generator_with(trainer, stop):
     return TransformersGenerator(TrlEngine(trainer), trainer.policies, {"solo": sampling}, share=share, records=share)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     tokenizer = trainer._tokenizer
