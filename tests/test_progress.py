@@ -75,3 +75,11 @@ def test_training_without_adapters_is_said_once_and_loudly(model_folder, tmp_pat
     caplog.clear()
     team_trainer(model_folder, tmp_path)
     assert "ONE policy" not in caplog.text
+
+
+def test_the_transcripts_of_the_last_step_are_printed_once(model_folder, tmp_path, capfd):
+    settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    capfd.readouterr()
+    trainer.train()
+    assert capfd.readouterr().out.count("step 1, episode 0") == 1
