@@ -196,10 +196,6 @@ class MARFTTrainer(
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
-        names = [agent.name for agent in self.agents]
-        for theirs, ours in replace_default(self.callback_handler.callbacks).items():
-            self.remove_callback(theirs)
-            self.add_callback(ours(names))
         self._turn_rewards = TurnRewards(self, turn_rewards)
         self._prepare_team(view)
 
@@ -215,6 +211,9 @@ class MARFTTrainer(
     def _prepare_team(self, view: View) -> None:
         """What the parent's constructor knows nothing of."""
         args = self.args
+        for theirs, ours in replace_default(self.callback_handler.callbacks).items():
+            self.remove_callback(theirs)
+            self.add_callback(ours([agent.name for agent in self.agents]))
         self._specs = {agent.name: agent for agent in self.agents}
         self._samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
         self._uses_tools = bool(self.workflow.functions) or any(agent.tools for agent in self.agents)
