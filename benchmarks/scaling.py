@@ -100,7 +100,7 @@ def ends_step(job):
     from peers_worker import make_model
     from transformers import GenerationConfig, StoppingCriteria
 
-    from marft_trl.rollout.decoding import decode
+    from marft_trl.shared_prefix.decoding import decode
 
     kind, rows = job["ends"].removesuffix(" rows").split(", ")
     model, rows, (shortest, longest) = make_model(job).eval(), int(rows), LENGTHS

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from worlds import WORLDS
 
 from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.curves import save_learning_curve
+from marft_trl.reporting.curves import save_learning_curve
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 

@@ -1,19 +1,44 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Multi-agent reinforcement fine-tuning of LLM teams for the Hugging Face stack."""
+"""
+Multi-agent reinforcement fine-tuning of LLM teams for the Hugging Face stack.
 
-from .agents import AgentSpec
-from .configs import MARFTConfig
-from .episodes import Episode, Turn
-from .manifest import TeamManifest
-from .team import Team
-from .trainer import MARFTTrainer, load_adapters
-from .workflows import Sequential, Workflow
+As in TRL, names are imported when they are first used, so that `import marft_trl` loads no model library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .agents import AgentSpec
+    from .configs import MARFTConfig
+    from .episodes import Episode, LiveEpisode, Turn
+    from .manifest import TeamManifest
+    from .team import Team
+    from .trainer import MARFTTrainer, load_adapters
+    from .workflows import Sequential, Workflow
 
 
 __version__ = "0.2.0.dev0"
+_MODULES = {
+    "AgentSpec": "agents",
+    "Episode": "episodes",
+    "LiveEpisode": "episodes",
+    "MARFTConfig": "configs",
+    "MARFTTrainer": "trainer",
+    "Sequential": "workflows",
+    "Team": "team",
+    "TeamManifest": "manifest",
+    "Turn": "episodes",
+    "Workflow": "workflows",
+    "load_adapters": "trainer",
+}
 __all__ = [
     "AgentSpec",
     "Episode",
+    "LiveEpisode",
     "MARFTConfig",
     "MARFTTrainer",
     "Sequential",
@@ -23,3 +48,15 @@ __all__ = [
     "Workflow",
     "load_adapters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .agents import AgentSpec
-from .episodes import Seen
+from .episodes.records import Seen
 from .hints import did_you_mean
 
 

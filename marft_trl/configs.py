@@ -10,16 +10,14 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-from .choices import (
+from .advantages.baselines import BASELINES
+from .config_checks import (
     ACTION_LOGPROBS,
-    ADVANTAGES,
     CANDIDATE_REWARDS,
     CONTEXT_OVERFLOWS,
     CONTINUATIONS,
     CREDIT_KINDS,
     CREDITS,
-    CRITICS,
-    LEVELS,
     NORMALIZATIONS,
     UPDATE_ORDERS,
     VALUE_LOSSES,
@@ -29,7 +27,10 @@ from .choices import (
     check_numbers,
     check_supported,
 )
+from .learning.critic import CRITICS
+from .learning.levels import LEVELS
 from .presets import PRESETS
+from .trainer.trl_seams import accepting_one_generation
 
 
 @dataclass
@@ -181,7 +182,7 @@ class MARFTConfig(GRPOConfig):
         default="group",
         metadata={
             "help": "What the return of a turn is compared with; 'gae' for the values of a critic.",
-            "choices": list(ADVANTAGES),
+            "choices": [*BASELINES, "gae"],
         },
     )
     level: str = field(
@@ -370,14 +371,14 @@ class MARFTConfig(GRPOConfig):
         # Which fields were given decides what a preset may set; the generated `__init__` does not tell.
         config = super().__new__(cls)
         names = [item.name for item in fields(cls) if item.init]
-        config._given = frozenset([*names[: len(args)], *kwargs])
+        config.given = frozenset([*names[: len(args)], *kwargs])
         return config
 
     def __post_init__(self):
         self._apply_preset()
         if self.loss_type is None:
-            self.loss_type = "grpo" if self.level == "action" else "dapo"
-        if self.level == "action" and "use_bias_correction_kl" not in self._given:
+            self.loss_type = LEVELS[self.level].loss_type if self.level in LEVELS else "dapo"
+        if self.level == "action" and "use_bias_correction_kl" not in self.given:
             self.use_bias_correction_kl = False  # it would weigh every token's KL by the ratio of the whole turn
         if self.credit_kind is None:
             is_stream = self.advantage == "gae" and self.credit != "counterfactual"
@@ -387,12 +388,8 @@ class MARFTConfig(GRPOConfig):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         check_numbers(self)
         when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
-        try:
+        with accepting_one_generation(self):
             super().__post_init__()
-        except ValueError as error:
-            # GRPOConfig wants two episodes of a prompt; what it would check after that concerns vLLM alone.
-            if self.num_generations != 1 or "at least 2 generations" not in str(error):
-                raise
         if when_needed:  # TrainingArguments makes it `False`, which is what an own choice looks like
             self.gradient_checkpointing = self.activation_checkpointing = None
         check_choices(self)
@@ -400,27 +397,27 @@ class MARFTConfig(GRPOConfig):
         check_combinations(self)
 
     def _apply_preset(self) -> None:
-        self._preset_settings: dict[str, object] = {}
+        self.preset_settings: dict[str, object] = {}
         if self.preset is None:
             return
         check_choice("preset", self.preset, PRESETS)
         # A parser of command lines passes every field: then a value counts as given if it is not the default.
-        by_parser = self._given >= {item.name for item in fields(self) if item.init}
+        by_parser = self.given >= {item.name for item in fields(self) if item.init}
         defaults = {item.name: item.default for item in fields(self)}
         for name, value in PRESETS[self.preset].settings.items():
-            is_given = name in self._given and not (by_parser and getattr(self, name) == defaults[name])
+            is_given = name in self.given and not (by_parser and getattr(self, name) == defaults[name])
             if not is_given:
                 setattr(self, name, value)
-                self._preset_settings[name] = value
+                self.preset_settings[name] = value
 
     def __str__(self):
         if self.preset is None:
             return super().__str__()
         wanted = PRESETS[self.preset].settings
-        own = {name: getattr(self, name) for name in wanted if name not in self._preset_settings}
+        own = {name: getattr(self, name) for name in wanted if name not in self.preset_settings}
         lines = [
             f"preset {self.preset!r}: {PRESETS[self.preset].source}",
-            "  sets " + ", ".join(f"{name}={value!r}" for name, value in self._preset_settings.items()),
+            "  sets " + ", ".join(f"{name}={value!r}" for name, value in self.preset_settings.items()),
         ]
         if own:
             lines.append("  set beside it: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
@@ -475,7 +472,7 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     config = object.__new__(MARFTConfig)
     # Already set up: running `__post_init__` again would change the batch sizes
     config.__dict__.update(args.__dict__)
-    config._given, config._preset_settings = frozenset(), {}
+    config.given, config.preset_settings = frozenset(), {}
     config.credit_kind = "returns"
     check_numbers(config)
     check_choices(config)

@@ -20,22 +20,23 @@ from trl.trainer.utils import create_model_from_path
 
 from .agents import AgentSpec, as_tools
 from .anonymity import alias_names
-from .episodes import Episode, Messages
-from .forward import why_not
+from .dataset_checks import check_prompts
+from .episodes.records import Episode, Messages
 from .manifest import Inference, TeamManifest
 from .randomness import UserRandomness
+from .rollout.generator import Sampling
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
 from .rollout.runner import EpisodeRunner
-from .rollout.transformers_generator import Sampling, TransformersGenerator
+from .rollout.transformers_generator import TransformersGenerator
 from .rollout.views import View, team_view
+from .shared_prefix.forward import why_not
 from .tools import ToolLimits, tool_name
 from .trainer import setup
-from .trainer.adapter_files import put_on, team_folder
-from .trainer.adapters import Policies
-from .trainer.fingerprints import describe_base
 from .trainer.trl_seams import keep_4bit_weights
-from .trainer.validation import check_prompts
+from .weights.adapter_files import put_on, team_folder
+from .weights.fingerprints import describe_base
+from .weights.policies import Policies
 from .workflows import Workflow, rebuild
 
 
@@ -195,9 +196,8 @@ class Team:
         size, episodes = batch_size or max(len(rows), 1), []
         with self._running(greedy, seed):
             for start in range(0, len(rows), size):
-                for episode in self._runner.run(rows[start : start + size]):
-                    episode.index += start
-                    episodes.append(episode)
+                done = self._runner.run(rows[start : start + size])
+                episodes += [dataclasses.replace(episode, index=start + episode.index) for episode in done]
         return episodes
 
     @contextlib.contextmanager

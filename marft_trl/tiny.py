@@ -1,11 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-A team that learns in minutes on a CPU: a tiny model, its tokenizer and a two-agent task, built offline.
+A team that learns within minutes on a CPU: a tiny model, its tokenizer and a task for two agents, built offline.
 
 The task: "Ann has 7 apples, buys 3 and loses 2. How many are left?" The reasoner writes the steps, "7+3=10;10-2=8",
-and the actor reads the answer out of them. The model is warmed up on both roles with a little supervised training on
-demonstrations of which some hold a slip, as real ones do, and is then left to reinforcement learning. Quickstart and
-tests share it.
+and the actor reads the answer from them. A short supervised warm-up teaches the model both roles. Some of its
+demonstrations contain a mistake, as real ones do. Reinforcement learning starts from this model. The quickstart and
+the tests use it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
-from .episodes import Episode, Seen, Turn
-from .rollout.collector import Request, collect
+from .episodes.collector import Request, collect
+from .episodes.live import LiveEpisode, Setting
+from .episodes.records import Completion, Seen, Turn
 from .rollout.prompts import PromptBuilder
 from .workflows import Workflow
 
 
-LARGEST = 7  # number in a question
+LARGEST = 7  # largest number in a question
 SLIPS = 0.25  # share of demonstrations whose last number is wrong
 NAMES = ("Ann", "Ben", "Cat", "Dan", "Eve", "Finn")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells")
-# Earlier words win where two could merge the same letters.
+# If two words could merge the same letters, the earlier word wins.
 WORDS = (
     *("system", "assistant", "user", "many", "reasoner", "actor", "Write", "the", "steps", "answer"),
     *("has", "buys", "finds", "and", "loses", "sells", "How", "are", "left"),
@@ -49,10 +50,10 @@ CHAT_TEMPLATE = (
 
 def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """
-    A character BPE with the words of the task merged, and the ChatML template.
+    Make a BPE tokenizer over characters in which each word of the task is one token, with the ChatML template.
 
     Args:
-        words (`Sequence[str]`, *optional*): words of another task, to be tokens too.
+        words (`Sequence[str]`, *optional*): words of another task that become tokens, too.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
@@ -76,7 +77,7 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(vocab_size: int, seed: int = 0, **overrides) -> Qwen3ForCausalLM:
-    """The Qwen 3 architecture with about 0.4 million parameters, randomly initialized."""
+    """Make a randomly initialized Qwen 3 model with about 0.4 million parameters."""
     settings = {
         "vocab_size": vocab_size,
         "hidden_size": 128,
@@ -97,7 +98,7 @@ def tiny_model(vocab_size: int, seed: int = 0, **overrides) -> Qwen3ForCausalLM:
 
 
 def tiny_agents() -> list[AgentSpec]:
-    """The reasoner writes the steps, the actor answers."""
+    """The two agents of the task. The reasoner writes the steps, and the actor writes the answer."""
     return [
         AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=24),
         AgentSpec("actor", system_prompt="Write the answer.", max_completion_length=6),
@@ -106,10 +107,10 @@ def tiny_agents() -> list[AgentSpec]:
 
 def questions(count: int, seed: int) -> list[dict[str, str]]:
     """
-    Questions with their `solution` (the number) and the reasoner's `steps`.
+    Draw questions, each with its `solution` (a number) and the reasoner's `steps`.
 
-    The numbers of a question fall into a training or a held-out set by a hash, so that held-out questions have number
-    combinations that were never trained on: even seeds give training questions, odd seeds held-out ones.
+    Even seeds give training questions, odd seeds held-out questions. A hash of the numbers assigns every combination
+    of numbers to one of the two sets, so held-out questions have combinations that training never uses.
     """
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []
@@ -133,18 +134,18 @@ def questions(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def tiny_dataset(count: int, seed: int = 0) -> Dataset:
-    """Questions as a dataset with `prompt` and `solution`; even seeds for training, odd ones held out."""
+    """Questions as a dataset with `prompt` and `solution`. Even seeds give training, odd ones held-out questions."""
     return Dataset.from_list(questions(count, seed)).remove_columns("steps")
 
 
 def exact_answer(completions, solution, **kwargs) -> list[float]:
-    """Reward 1 where the team's answer is the number, else 0."""
+    """Reward of 1 if the team's answer equals the solution, else 0."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(text.strip() == target) for text, target in zip(texts, solution, strict=True)]
 
 
 def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """What the reasoner and the actor should say on endless training questions: `(prompt_ids, completion_ids)`."""
+    """Endless demonstrations of the reasoner and the actor on training questions: `(prompt_ids, completion_ids)`."""
     reasoner, actor = tiny_agents()
     builder = _prompt_builder(tokenizer)
     draw = random.Random(seed)
@@ -159,7 +160,7 @@ def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]
 
 
 def _with_slip(text: str, draw: random.Random) -> str:
-    """The text, sometimes with a wrong last number."""
+    """Return the text, with a wrong last number in a share `SLIPS` of the calls."""
     if draw.random() >= SLIPS:
         return text
     head, equals, number = text.rpartition("=")
@@ -171,33 +172,33 @@ def scripted_turns(
     workflow: Workflow,
     agents: Sequence[AgentSpec],
     rows: Callable[[random.Random], dict[str, Any]],
-    reply: Callable[[Episode, str, Sequence[Seen], random.Random], str],
+    reply: Callable[[LiveEpisode, str, Sequence[Seen], random.Random], str],
     seed: int = 0,
 ) -> Iterator[tuple[list[int], list[int]]]:
     """
-    What scripted agents say in a workflow, endlessly, to teach a model its parts: `(prompt_ids, completion_ids)`.
+    Endless turns of scripted agents in a workflow, as demonstrations `(prompt_ids, completion_ids)` for [`warm_up`].
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
-        workflow ([`Workflow`]): who acts next and what each sees.
+        workflow ([`Workflow`]): workflow that the agents act in.
         agents (`Sequence[AgentSpec]`): the team.
         rows (`Callable`): `rows(draw)` returns a dataset row.
-        reply (`Callable`): `reply(episode, agent, seen, draw)` returns what the agent says.
-        seed (`int`, *optional*, defaults to `0`): of `draw`, a `random.Random`.
+        reply (`Callable`): `reply(episode, agent, seen, draw)` returns the text of the agent's turn.
+        seed (`int`, *optional*, defaults to `0`): seed of `draw`, a `random.Random`.
     """
     builder = _prompt_builder(tokenizer)
     specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
     while True:
         said: list[tuple[list[int], list[int]]] = []
 
-        def answer(requests: Sequence[Request], said: list = said) -> list[Turn]:
+        def answer(requests: Sequence[Request], said: list = said) -> list[Completion]:
             queries = [(specs[one.agent], one.episode.prompt, one.seen) for one in requests]
             texts = [reply(one.episode, one.agent, one.seen, draw) for one in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 said.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
-            return [one.answered(text) for one, text in zip(requests, texts, strict=True)]
+            return [one.completed(text) for one, text in zip(requests, texts, strict=True)]
 
-        collect(workflow, [rows(draw) for _ in range(64)], list(specs), answer)
+        collect(workflow, [rows(draw) for _ in range(64)], Setting(tuple(specs)), answer)
         draw.shuffle(said)
         yield from said
 
@@ -219,16 +220,16 @@ def warm_up(
     rows: Iterator[tuple[list[int], list[int]]] | None = None,
 ) -> None:
     """
-    Supervised training on demonstrations; the loss counts completions only.
+    Train a model on demonstrations, in place. Only completion tokens count in the loss.
 
     Args:
-        model, tokenizer: what is trained, in place.
-        steps (`int`): optimizer steps.
-        batch_size (`int`, *optional*, defaults to `32`): demonstrations in a step.
+        model, tokenizer: model to train, and its tokenizer.
+        steps (`int`): number of optimizer steps.
+        batch_size (`int`, *optional*, defaults to `32`): number of demonstrations per step.
         learning_rate (`float`, *optional*, defaults to `3e-3`): peak learning rate.
-        seed (`int`, *optional*, defaults to `0`): of the demonstrations.
-        rows (`Iterator`, *optional*): demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`]; the
-            reasoner's and the actor's, half of each, unless given.
+        seed (`int`, *optional*, defaults to `0`): seed of the demonstrations.
+        rows (`Iterator`, *optional*): demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`].
+            Defaults to demonstrations of the reasoner and the actor, half of each.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
@@ -261,9 +262,9 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
 
     Args:
         folder (`str` or `os.PathLike`, *optional*):
-            Where to keep it; under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`) unless given.
-        steps (`int`, *optional*):
-            Steps of the supervised warm-up.
+            Folder of the model. Defaults to a folder under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
+        steps (`int`, *optional*, defaults to `800`):
+            Number of steps of the supervised warm-up.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode()).hexdigest()[:12]
     if folder is None:
@@ -282,7 +283,7 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
     tokenizer.save_pretrained(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.rename(folder)  # whole or not at all, also when two processes build it at once
+        partial.rename(folder)  # atomic, also if two processes build the model at the same time
     except OSError:
         if not (folder / "config.json").exists():
             raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .loops import Lane, give_up, in_thread, one_at_a_time
+from .event_loop import Lane, give_up, in_thread, one_at_a_time
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.rollout.transformers_generator import Sampled
+from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_model
 
 from .helpers import lora, team_trainer
@@ -138,18 +139,19 @@ class World:
             times (`int`): episodes for which an outcome's probability counts.
         """
         trainer, calls = self.trainer, itertools.count()
-        trainer._generator.generate = lambda agents, prompt_ids, **options: [
+        trainer.parts.runner.generator.generate = lambda agents, prompt_ids, **options: [
             Sampled(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
         ]
         trainer.args.per_device_train_batch_size = len(outcomes)
-        (slice_,) = trainer._generate_and_score_completions([{"prompt": "a"} for _ in outcomes])
-        for row in slice_.rows:
-            row.factor = outcomes[row.episode]
+        (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"} for _ in outcomes])
         trainer.model.zero_grad()
         trainer.args.per_device_train_batch_size = 10**6
-        slice_.rows = [row for row in slice_.rows if row.is_trained]
-        for row in slice_.rows:
-            row.critic = row.value_targets = None  # the policy's gradient alone
+        rows = [
+            replace(row, factor=outcomes[row.episode], critic=None, value_targets=None)  # the policy's gradient alone
+            for row in slice_.rows
+            if row.is_trained
+        ]
+        slice_ = replace(slice_, rows=rows)
         trainer.compute_loss(trainer.model, slice_).backward()
         sizes = slice_.tokens if trainer.args.level == "token" else slice_.rows_per_slice
         return -self._gradient(sizes) / times

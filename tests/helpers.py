@@ -6,7 +6,10 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.episodes import collector
+from marft_trl.episodes.live import Setting
 from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tools import ToolLimits
 
 
 SETTINGS = {
@@ -43,7 +46,23 @@ def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrain
         "train_dataset": tiny_dataset(64),
         "peft_config": lora(),
     }
-    return MARFTTrainer(model=model, **{**defaults, **arguments})
+    trainer = MARFTTrainer(model=model, **{**defaults, **arguments})
+    trainer.add_callback(Beginning())
+    return trainer
+
+
+class Beginning(TrainerCallback):
+    """Notes the optimizer step that training began at."""
+
+    step: int | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step = state.global_step
+
+
+def began_at(trainer) -> int | None:
+    """The optimizer step that the last training of a trainer began at."""
+    return next(one.step for one in trainer.callback_handler.callbacks if isinstance(one, Beginning))
 
 
 def pooled(gains) -> tuple[float, float]:
@@ -86,12 +105,23 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None, aliases=None, patience=None):
+    """Runs a workflow on rows with agents of these names."""
+    setting = Setting(tuple(agents), tools or {}, limits or ToolLimits(), aliases or {})
+    return collector.collect(workflow, rows, setting, answer, reruns, patience)
+
+
+def earned(episode):
+    """What the turns of an episode earned, where it is not 0."""
+    return {index: reward for index, reward in enumerate(episode.earned) if reward}
+
+
 def echo(waves=None):
     """Answers requests with who was seen; notes which agents were asked together."""
 
     def answer(requests):
         if waves is not None:
             waves.append([request.agent for request in requests])
-        return [one.answered(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
+        return [one.completed(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
 
     return answer

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marft_trl.trainer.batching import (
+from marft_trl.learning.batching import (
     MicroBatch,
     Row,
     collate,
@@ -15,6 +15,7 @@ from marft_trl.trainer.batching import (
     micro_batches,
     weigh,
 )
+from marft_trl.learning.levels import TokenLevel
 
 
 rows_lists = st.lists(
@@ -74,7 +75,7 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
         (slice_,) = weigh([rows], adapters, counts)
         assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 2]}
         for batch in micro_batches(rows, 3, 60):
-            w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1)
+            w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1, level=TokenLevel())
             index = adapters.index(batch.adapter)
             rows_total[index] += w.loss / 2
             tokens_total[index] += w.loss * w.entropy / 2

@@ -6,16 +6,17 @@ import contextvars
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
 
-from marft_trl import Workflow, loops
-from marft_trl.rollout.collector import EpisodeError, collect
+from marft_trl import Workflow, event_loop
+from marft_trl.episodes.collector import EpisodeError
 from marft_trl.tools import ToolCall, ToolLimits
 from marft_trl.workflows import EnvironmentLoop, together
 
-from .helpers import echo, team_trainer
+from .helpers import collect, earned, echo, team_trainer
 from .test_environment import Countdown, play
 
 
@@ -102,11 +103,11 @@ def tool_calls(calls):
 
     def answer(requests):
         turns = echo()(requests)
-        for request, turn in zip(requests, turns, strict=True):
-            if request.functions and request.after is None:
-                made = tuple(ToolCall(name) for name in calls.get(request.agent, ()))
-                object.__setattr__(turn, "tool_calls", made)
-        return turns
+        made = [tuple(ToolCall(name) for name in calls.get(request.agent, ())) for request in requests]
+        return [
+            replace(turn, tool_calls=its) if request.functions and request.after is None else turn
+            for request, turn, its in zip(requests, turns, made, strict=True)
+        ]
 
     return answer
 
@@ -226,7 +227,7 @@ def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
 
 
 def test_one_may_stop_waiting_for_what_hangs(monkeypatch):
-    monkeypatch.setattr(loops, "_GRACE", 0.2)
+    monkeypatch.setattr(event_loop, "_GRACE", 0.2)
 
     class Impatient(Workflow):
         async def run(self, episode):
@@ -301,7 +302,7 @@ def test_context_variables_stay_with_the_episode():
 
     loop, rows = EnvironmentLoop(Remembers, tools=["look"]), [{"prompt": "q", "number": number} for number in range(3)]
     episodes = collect(loop, rows, ["a"], tool_calls({"a": ["look"]}))
-    assert [dict(episode.earned) for episode in episodes] == [{1: 0.0}, {1: 1.0}, {1: 2.0}]
+    assert [earned(episode) for episode in episodes] == [{}, {1: 1.0}, {1: 2.0}]
     assert [episode.feedback[1].text for episode in episodes] == ["0", "1", "2"]
 
 

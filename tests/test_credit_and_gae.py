@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_trl.episodes import Turn, joint_steps
-from marft_trl.trainer.functional import (
+from marft_trl.functional import (
     action_log_ratios,
     adapted_entropy_coef,
     approximate_kl,

@@ -1,14 +1,15 @@
 """Critics: what their gradients touch, what they learn, where values are read, and what they share."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
 
 from marft_trl import MARFTConfig
-from marft_trl.rollout.transformers_generator import Sampled
+from marft_trl.learning import micro_batcher
+from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
-from marft_trl.trainer import fitting
-from marft_trl.trainer.batching import MicroBatch
 
 from .helpers import lora, moved, team_trainer, varied_reward, weights
 
@@ -23,15 +24,14 @@ def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, c
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-    parts = trainer._trained_parameters()
+    (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
+    parts = trainer.parts.updates.trained_parameters()
     policies = set(trainer.policies.trained)
     for name in parts:
         for parameters in parts.values():
             for parameter in parameters.values():
                 parameter.grad = None
-        trainer._learning = lambda name=name: frozenset([name])
-        trainer.compute_loss(trainer.model, slice_).backward()
+        trainer.parts.loss.of_slice(trainer.model, slice_, frozenset([name]), trainer.accelerator.backward).backward()
         touched = {
             part for part, its in parts.items() if any(p.grad is not None and p.grad.any() for p in its.values())
         }
@@ -84,7 +84,7 @@ def test_values_are_read_before_each_sampled_token(model_folder, tmp_path):
             for parameter in trainer.critic.parameters("_critic").values():
                 parameter.normal_(std=0.2)
         trainer.model.train()
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
         head = trainer.critic.heads["_critic"]
         for row in slice_.rows:
             trainer.policies.activate_adapter("_critic")
@@ -101,9 +101,11 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
     def values(is_masked):
         settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        trainer._generator.generate = lambda agents, prompt_ids: [Sampled([5, 6, 7])] * len(agents)  # without an end
+        trainer.parts.runner.generator.generate = lambda agents, prompt_ids: (
+            [Sampled([5, 6, 7])] * len(agents)
+        )  # without an end
         trainer.model.train()
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
         assert {row.num_loss_tokens for row in slice_.rows} == {0 if is_masked else 3}
         return torch.stack([row.old_values for row in slice_.rows])
 
@@ -122,8 +124,10 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, lev
         backbone.register_forward_hook(lambda *_: passes.append(1))
         torch.manual_seed(0)
         trainer.model.train()
-        trainer._generator.generate = lambda agents, prompt_ids: [Sampled(words[i % 4]) for i in range(len(agents))]
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+        trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [
+            Sampled(words[i % 4]) for i in range(len(agents))
+        ]
+        (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
         assert {len(row.features) for row in slice_.rows} == ({1} if level == "action" else {1, 2, 3, 5})
         return torch.cat([row.features for row in slice_.rows]), len(passes)
 
@@ -142,20 +146,21 @@ def train_and_count(model_folder, tmp_path, settings, keeps=True):
     """The weights after training, how many micro-batches of values were kept, and passes of the backbone."""
     settings = {**PPO, "gae_lambda": 0.9, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **settings}
     trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=partly_scored)
-    kept, passes, fill = [], [], trainer._fill_values
-    if not keeps:
-        trainer._fits = lambda batches: False
+    kept, passes, critic = [], [], trainer.parts.critic
+    with_values = critic.with_values
 
-    def note(rows, may_keep):
-        fill(rows, may_keep)
-        kept.append(len(trainer._kept_values))
-        assert all(not row.old_values.requires_grad for row in rows)
+    def note(rollout, rows, may_keep):
+        filled, last_values = with_values(rollout, rows, may_keep and keeps)
+        kept.append(critic.num_kept_passes)
+        assert all(not row.old_values.requires_grad for row in filled)
+        return filled, last_values
 
-    trainer._fill_values = note
-    trainer._kept_values = [(MicroBatch("_critic", []), None)]  # of a step that was broken off
+    trainer.model.train()
+    trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)  # a step that was broken off
+    critic.with_values = note
     trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     trainer.train()
-    assert not trainer._kept_values
+    assert not critic.num_kept_passes
     heads = {f"heads.{name}": tensor for name, tensor in trainer.critic.heads.state_dict().items()}
     return {**weights(trainer), **heads}, sum(kept), len(passes)
 
@@ -198,19 +203,21 @@ def test_values_are_not_kept_where_they_would_be_old_or_too_large(model_folder, 
 def test_kept_values_that_nothing_learns_from_are_let_go(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "per_agent"})
     trainer.model.train()
-    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
+    (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
     first, second = trainer.critic.parts
-    assert {batch.agent for batch, _ in trainer._kept_values} == {first, second}
-    for row in slice_.rows:
-        row.value_targets = None if row.critic == first else row.value_targets
-    assert {batch.agent for batch in trainer._value_batches(slice_.rows)} == {second}
-    assert {batch.agent for batch, _ in trainer._kept_values} == {second}
-    fewer = [row for row in slice_.rows if row.num_value_targets][1:]
-    assert sum(len(batch.rows) for batch in trainer._value_batches(fewer)) == len(fewer) and not trainer._kept_values
+    critic = trainer.parts.critic
+    assert critic.num_kept_passes >= 2
+    rows = [replace(row, value_targets=None if row.critic == first else row.value_targets) for row in slice_.rows]
+    batches = critic.batches(rows)
+    assert {batch.agent for batch in batches} == {second} and not critic.num_kept_passes
+    with_targets = {row.number for row in rows if row.num_value_targets}
+    assert {row.number for batch in batches for row in batch.rows} == with_targets
+    others = [replace(row, number=row.number + 1000) for row in rows]  # of episodes that nothing was kept of
+    assert sum(len(batch.rows) for batch in critic.batches(others)) == len(with_targets)
 
 
 def test_values_are_not_kept_where_memory_is_short(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**6)
     _, kept, _ = train_and_count(model_folder, tmp_path, {"gradient_checkpointing": None})
     assert kept == 0
 
@@ -232,11 +239,11 @@ def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
     settings = {**PPO, "update_order": "sequential", "max_steps": 2, "lr_scheduler_type": "constant", "optim": "sgd"}
     trainer = team_trainer(model_folder, tmp_path, settings={**settings, "critic_learning_rate": 1e-2})
     heads = []
-    original = trainer._open_window
-    trainer._open_window = lambda: (
+    original = trainer.parts.updates.micro_step
+    trainer.parts.updates.micro_step = lambda model: (
         heads.append([p.detach().clone() for p in trainer.critic.heads.parameters()]),
-        original(),
-    )
+        original(model),
+    )[1]
     trainer.train()
     end = list(trainer.critic.heads.parameters())
     assert not all(torch.equal(a, b) for a, b in zip(heads[0], heads[1], strict=True))

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, GenerationConfig
 
-from marft_trl import forward
-from marft_trl.rollout import decoding
-from marft_trl.rollout.decoding import Recorder, RoomyLayer, can_decode, decode
+from marft_trl.shared_prefix import decoding, forward
+from marft_trl.shared_prefix.decoding import Recorder, RoomyLayer, can_decode, decode
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
 from .helpers import team_trainer
@@ -201,11 +200,16 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
     def run(**settings):
         trainer = team_trainer(model_folder, tmp_path, settings={"num_iterations": 2, "max_steps": 2, **settings})
         scored = []
-        inner = trainer._score
-        trainer._score = lambda rows, name: (scored.append(len(rows)), inner(rows, name))
+        with_old = trainer.parts.log_probs.with_old
+
+        def note(rows):
+            scored.append(sum(row.old_per_token_logps is None for row in rows))
+            return with_old(rows)
+
+        trainer.parts.log_probs.with_old = note
         trainer.train()
         ratios = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "loss" in entry]
-        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
+        rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
         return scored, ratios, rows
 
     scored, ratios, rows = run()
@@ -231,14 +235,14 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
 def test_what_is_sampled_with_noise_or_roughly_is_scored_anew(model_folder, tmp_path, settings, exact):
     model = AutoModelForCausalLM.from_pretrained(model_folder, **settings)
     trainer = team_trainer(model, tmp_path, settings={"num_iterations": 2})
-    assert trainer._generator.records == exact
+    assert trainer.parts.runner.generator.records == exact
 
 
 def test_beams_of_the_model_s_own_config_are_left_to_transformers(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.generation_config.num_beams = 2
     trainer = team_trainer(model, tmp_path)
-    assert not can_decode(trainer._generator._merged(GenerationConfig(**trainer.generation_kwargs)))
+    assert not can_decode(trainer.parts.runner.generator._merged(GenerationConfig(**trainer.generation_kwargs)))
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,9 @@ def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
 def test_evaluation_leaves_training_as_it_was(model_folder, tmp_path):
     settings = {"num_generations_eval": 1, "max_steps": 2}
     trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
-    steps = (trainer._step, trainer._buffered_inputs, trainer.state.num_input_tokens_seen)
+    steps = (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen)
     trainer.evaluate()
-    assert (trainer._step, trainer._buffered_inputs, trainer.state.num_input_tokens_seen) == steps
+    assert (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen) == steps
     trainer.train()
     assert trainer.state.global_step == 2
 
@@ -190,15 +190,15 @@ def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(mode
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     rows = [dict(row) for row in tiny_dataset(8)]
     trainer.model.eval()
-    rollout = trainer._roll_out(rows)
-    loss = trainer._evaluation_loss(rollout)
-    trainer.args.max_tokens_per_micro_batch = trainer._max_tokens = 150
-    assert trainer._evaluation_loss(rollout).item() == pytest.approx(loss.item(), rel=1e-5)
+    rollout = trainer.parts.rollouts.run(rows, training=False)
+    trainer.parts.rollouts.run = lambda rows, training: rollout
+    loss, _, _ = trainer.prediction_step(trainer.model, rows, True)
+    trainer.args.max_tokens_per_micro_batch = trainer.parts.batcher.max_tokens = 150
+    again, _, _ = trainer.prediction_step(trainer.model, rows, True)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    trainer._window_adapters = set()
-    episodes, _ = trainer._scored_rows(rollout)
-    (slice_,) = trainer._weighed([[row for its in episodes for row in its]])
+    (slice_,) = trainer.parts.experience.for_training(rows)
     assert trainer.compute_loss(trainer.model, slice_).item() == pytest.approx(loss.item(), rel=1e-4)
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from marft_trl import TeamManifest, Turn
-from marft_trl.transcripts import format_turns
+from marft_trl.reporting.transcripts import format_turns
 
 from .helpers import pooled
 from .test_distributed import launch

@@ -1,11 +1,14 @@
 """`marft-a` and `marft-t` against the original's formulas, written anew from its code, on the same random rollouts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
+from marft_trl.advantages.baselines import BASELINES, Baseline
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 
@@ -52,8 +55,8 @@ def rolled_out(model_folder, folder, preset):
     torch.manual_seed(0)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer._generate_and_score_completions(tiny_dataset(8).to_list())
-    rewards = trainer._metrics["train"]["reward"]
+    (slice_,) = trainer.parts.experience.for_training(tiny_dataset(8).to_list())
+    rewards = trainer.parts.state.metrics["train"]["reward"]
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
@@ -85,7 +88,7 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
     trainer, slice_, by_episode, _ = rolled_out(model_folder, tmp_path, preset)
     is_action = preset == "marft-a"
     episodes = [sorted(rows, key=lambda row: row.agent == "actor") for rows in by_episode.values()]
-    answers = [trainer._tokenizer.decode(rows[1].completion_ids, skip_special_tokens=True) for rows in episodes]
+    answers = [trainer.processing_class.decode(rows[1].completion_ids, skip_special_tokens=True) for rows in episodes]
     team = varied_reward(answers)
     rewards = [[0.0, reward] for reward in team]  # to the last agent
     old = [[row.old_values.tolist() for row in rows] for rows in episodes]
@@ -120,11 +123,9 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
         value_count += len(values)
 
     got = dict.fromkeys(counts, 0.0)
-    for batch in trainer._micro_batches(slice_.rows):
-        got[batch.agent] += trainer._micro_batch_loss(trainer.model, batch, slice_).item()
-    got_value = sum(
-        trainer._value_loss(trainer.model, batch, slice_).item() for batch in trainer._value_batches(slice_.rows)
-    )
+    for name in got:
+        got[name] = loss_of(trainer, slice_, [trainer.policies.adapter_of(name)])
+    got_value = loss_of(trainer, slice_, trainer.critic.parts)
     for name, count in counts.items():
         want = policy[name] / count - ENTROPY * entropy[name] / count
         assert got[name] == pytest.approx(want, abs=2e-4), name
@@ -133,6 +134,12 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
     joint = (sum(policy.values()) - ENTROPY * sum(entropy.values())) / total
     assert sum(got[name] * count / total for name, count in counts.items()) == pytest.approx(joint, abs=2e-4)
     assert got_value == pytest.approx(value / value_count, rel=1e-4)
+
+
+def loss_of(trainer, slice_, learning) -> float:
+    """The loss of a slice where only these adapters, or parts of the critic, learn."""
+    loss = trainer.parts.loss.of_slice(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward)
+    return loss.item()
 
 
 # ---- Group-relative presets ----
@@ -148,8 +155,7 @@ def group_rows(model_folder, folder, **settings):
     torch.manual_seed(0)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    trainer._window_adapters = set()
-    (slice_,) = trainer._generate_and_score_completions([r for r in tiny_dataset(2).to_list() for _ in range(4)])
+    (slice_,) = trainer.parts.experience.for_training([r for r in tiny_dataset(2).to_list() for _ in range(4)])
     rewards = [row.advantage for row in slice_.rows]
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
@@ -196,8 +202,10 @@ def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
     trainer, slice_ = group_rows(model_folder, tmp_path, preset="magrpo")
     rows = slice_.rows
     assert all(row.old_per_token_logps is None for row in rows)  # nothing is scored or kept for a ratio
-    for row in rows:
-        row.old_per_token_logps = torch.full((len(row.completion_ids),), -3.0)  # nor would it matter
+    rows = [  # nor would it matter
+        replace(row, old_per_token_logps=torch.full((len(row.completion_ids),), -3.0)) for row in rows
+    ]
+    slice_ = replace(slice_, rows=rows)
     by_prompt = {}
     for row in rows:
         by_prompt.setdefault(tuple(row.prompt_ids.tolist()) if row.agent == "reasoner" else None, []).append(row)
@@ -213,7 +221,7 @@ def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
     assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
 
 
-def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_path):
+def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_path, monkeypatch):
     class Rounds:
         def reset(self, **row):
             self.rounds = 0
@@ -228,12 +236,15 @@ def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_p
         settings=settings,
     )  # fmt: skip
     trainer.model.train()
-    rollout = trainer._roll_out([tiny_dataset(1)[0]] * 2)
-    credit = trainer._credit(rollout)
-    returns = [
-        trainer._returns_of(episode, its).tolist() for episode, its in zip(rollout.episodes, credit, strict=True)
-    ]
-    assert returns == [[110.0, 100.0]] * 2
+    compared = []
+
+    def spy(samples, scale):
+        compared.extend(samples.returns.tolist())
+        return BASELINES["none"].function(samples, scale)
+
+    monkeypatch.setitem(BASELINES, trainer.args.advantage, Baseline(trainer.args.advantage, spy))
+    trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 2)
+    assert compared == [110.0, 100.0] * 2
 
 
 def test_grpo_has_the_kl_of_its_paper(model_folder, tmp_path):
@@ -290,15 +301,16 @@ def test_tokens_of_high_entropy_do_not_depend_on_how_rows_are_cut(model_folder, 
     trainer, slice_ = group_rows(model_folder, tmp_path, **settings)
     trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
     expected = gradients_of(trainer)
-    trainer._max_tokens = 90  # several micro-batches of each agent
-    batches = [batch.agent for batch in trainer._micro_batches(slice_.rows)]
+    trainer.parts.batcher.max_tokens = 90  # several micro-batches of each agent
+    batches = [batch.agent for batch in trainer.parts.batcher.cut(slice_.rows)]
     assert batches.count("reasoner") > 1 and batches.count("actor") > 1
     trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
     found = gradients_of(trainer)
-    assert set(trainer._entropy_thresholds) == {"reasoner", "actor"}
+    thresholds = trainer.parts.log_probs.high_entropy_thresholds(slice_.rows, 0.3, trainer.parts.processes)
+    assert set(thresholds) == {"reasoner", "actor"}
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
-    trainer.top_entropy_quantile = 1.0
+    trainer.top_entropy_quantile = trainer.args.top_entropy_quantile = 1.0
     trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
     assert any((g - expected[n]).norm() > 1e-2 * g.norm() for n, g in gradients_of(trainer).items())
 
@@ -354,7 +366,7 @@ def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folde
         model_folder, tmp_path, reward_funcs=reward, settings={**settings, "per_device_train_batch_size": 2}
     )
     trainer.model.train()
-    rollout = trainer._roll_out(tiny_dataset(2).to_list())
+    rollout = trainer.parts.rollouts.run(tiny_dataset(2).to_list(), training=True)
     ends = {agent for its in scored[:-1] for agent in its}  # the last call scores the episodes themselves
     assert ends == ({"actor"} if how == "episode" else {"reasoner", "actor"})
     for node in rollout.nodes:

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from marft_trl import forward
+from marft_trl.learning import micro_batcher
+from marft_trl.learning.batching import Row, micro_batches
+from marft_trl.learning.memory import _kept_bytes, free_memory, measure_activations
+from marft_trl.shared_prefix import forward
 from marft_trl.tiny import tiny_dataset
-from marft_trl.trainer import fitting
-from marft_trl.trainer.batching import Row, micro_batches
-from marft_trl.trainer.memory import _kept_bytes, free_memory, measure_activations
 
 from .families import family_model
 from .helpers import moved, team_trainer, weights
@@ -36,33 +36,33 @@ def test_measured_costs_foretell_larger_passes(family, attention):
 
 
 def room_for(monkeypatch, size):
-    monkeypatch.setattr(fitting, "free_memory", lambda device: size)
+    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: size)
 
 
 def fitted(model_folder, tmp_path, rows=8, **settings):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, **settings})
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * rows)
+    (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * rows)
     return trainer, slice_
 
 
 def test_with_room_rows_go_through_together_and_nothing_is_computed_again(model_folder, tmp_path):
     trainer, slice_ = fitted(model_folder, tmp_path)
-    assert trainer._max_tokens >= 4096 and not trainer._is_checkpointing
-    assert len(list(trainer._micro_batches(slice_.rows))) == 2  # one for each agent
+    assert trainer.parts.batcher.max_tokens >= 4096 and not trainer.parts.batcher.is_checkpointing
+    assert len(list(trainer.parts.batcher.cut(slice_.rows))) == 2  # one for each agent
 
 
 def test_with_little_room_micro_batches_are_small(model_folder, tmp_path, monkeypatch):
     trainer, slice_ = fitted(model_folder, tmp_path)
     longest = max(row.length for row in slice_.rows)
-    enough_for = 1.6 * longest * trainer._activation_cost.per_token
-    awaited = sum(12 * p.numel() for its in trainer._trained_parameters().values() for p in its.values())
+    enough_for = 1.6 * longest * trainer.parts.batcher.cost.per_token
+    awaited = sum(12 * p.numel() for its in trainer.parts.updates.trained_parameters().values() for p in its.values())
     head = 6 * 4 * sum(len(row.completion_ids) for row in slice_.rows) * trainer.model.config.vocab_size
     room_for(monkeypatch, (enough_for + head) / 0.7 + awaited)
     trainer, slice_ = fitted(model_folder, tmp_path)
-    assert longest <= trainer._max_tokens <= 1.7 * longest and not trainer._is_checkpointing
-    batches = list(trainer._micro_batches([row for row in slice_.rows if row.is_trained]))
+    assert longest <= trainer.parts.batcher.max_tokens <= 1.7 * longest and not trainer.parts.batcher.is_checkpointing
+    batches = list(trainer.parts.batcher.cut([row for row in slice_.rows if row.is_trained]))
     assert len(batches) > 2 and sorted(len(batch.rows) for batch in batches)[0] >= 1
 
 
@@ -75,11 +75,11 @@ def test_gradients_are_checkpointed_where_a_row_does_not_fit_and_training_is_the
         return trainer, weights(trainer)
 
     trainer, plain = run()
-    assert not trainer._is_checkpointing
+    assert not trainer.parts.batcher.is_checkpointing
     room_for(monkeypatch, 1000)
     with caplog.at_level("WARNING"):
         trainer, checkpointed = run()
-    assert trainer._is_checkpointing and "checkpointed from now on" in caplog.text
+    assert trainer.parts.batcher.is_checkpointing and "checkpointed from now on" in caplog.text
     for name, weight in plain.items():
         torch.testing.assert_close(checkpointed[name], weight, rtol=0, atol=1e-6, msg=name)
 
@@ -92,7 +92,7 @@ def test_costs_do_not_depend_on_whether_gradients_are_checkpointed(model_folder,
         )
         trainer.train()
         assert trainer.model.is_gradient_checkpointing == checkpointing
-        costs.append(trainer._measure(50))
+        costs.append(trainer.parts.batcher.measure(50))
     # the embeddings' output needs a gradient in one of them
     assert costs[0].per_token == pytest.approx(costs[1].per_token, rel=0.05)
     assert costs[0].per_checkpointed == pytest.approx(costs[1].per_checkpointed, rel=0.05)
@@ -101,7 +101,7 @@ def test_costs_do_not_depend_on_whether_gradients_are_checkpointed(model_folder,
 def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path)
     whole = trainer.memory_plan()
-    monkeypatch.setattr(trainer, "_free_for_activations", lambda scored: whole.activations / 3)
+    monkeypatch.setattr(trainer.parts.batcher, "free_for_activations", lambda scored: whole.activations / 3)
     assert trainer.memory_plan().activations < whole.activations / 1.5
 
 
@@ -121,8 +121,8 @@ def test_plans_change_nothing(model_folder, tmp_path):
         _ = trainer.memory_plan() if plan else None
         trainer.model.train()
         torch.manual_seed(0)
-        (slice_,) = trainer._generate_and_score_completions([tiny_dataset(1)[0]] * 8)
-        return [len(batch.rows) for batch in trainer._micro_batches(slice_.rows)]
+        (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
+        return [len(batch.rows) for batch in trainer.parts.batcher.cut(slice_.rows)]
 
     assert cuts(True) == cuts(False)
 

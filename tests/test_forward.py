@@ -13,11 +13,11 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from marft_trl import AgentSpec, forward
-from marft_trl.prefixes import Cluster, clusters, plan_passes
-from marft_trl.rollout import decoding
+from marft_trl import AgentSpec
+from marft_trl.learning.batching import together
+from marft_trl.shared_prefix import decoding, forward
+from marft_trl.shared_prefix.prefixes import Cluster, clusters, plan_passes
 from marft_trl.tiny import tiny_agents, tiny_dataset
-from marft_trl.trainer.batching import together
 from marft_trl.trainer.trl_seams import keep_4bit_weights
 
 from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
@@ -181,8 +181,8 @@ def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
         return logps, entropies, gradient
 
     whole = run()
-    head = forward._head
-    monkeypatch.setattr(forward, "_head", lambda *args: (runs.append(len(args[2])), head(*args))[1])
+    head = forward.fused_head
+    monkeypatch.setattr(forward, "fused_head", lambda *args: (runs.append(len(args[2])), head(*args))[1])
     monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 7 * 64)
     for ours, theirs in zip(run(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -200,7 +200,7 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, processing
     arguments = {"agents": agents, "processing_class": processing_class}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     trainer = team_trainer(model or folder, tmp_path, settings={**LEARNING, **fixed, **settings}, **arguments)
-    assert trainer._shares_prefixes == share
+    assert trainer.parts.passes.share == share
     start = weights(trainer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "_draw", lambda probabilities: torch.multinomial(probabilities, 1))
@@ -265,7 +265,7 @@ def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
     trainer.model.train()
     rows = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
     for _ in range(3):
-        for slice_ in trainer._generate_and_score_completions(rows):
+        for slice_ in trainer.parts.experience.for_training(rows):
             assert sorted(Counter(row.episode // 4 for row in slice_.rows).values()) == [8, 8]  # of two agents
     assert together(torch.tensor([3, 0, 2, 1]), [0, 0, 1, 1]).tolist() == [3, 2, 0, 1]
 
@@ -291,7 +291,7 @@ def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, 
         trainer = team_trainer(
             model, tmp_path, processing_class=tokenizer, peft_config=lora_of("in_proj"), settings={"max_steps": 1}
         )
-    assert "share_prefixes" in caplog.text and not trainer._shares_prefixes
+    assert "share_prefixes" in caplog.text and not trainer.parts.passes.share
     before = weights(trainer)
     trainer.train()
     assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
@@ -314,7 +314,7 @@ def test_a_mixture_of_experts_whose_routers_are_trained_takes_the_plain_path(tok
     for loss, shares in ((0.001, False), (0.0, True)):
         settings = {"max_steps": 1, "router_aux_loss_coef": loss}
         trainer = team_trainer(copy.deepcopy(model), tmp_path, settings=settings, **arguments)
-        assert trainer._shares_prefixes == shares
+        assert trainer.parts.passes.share == shares
         before = weights(trainer)
         trainer.train()
         assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
@@ -354,7 +354,7 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     model = family_base("gpt2", len(tokenizer))
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
     rows = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
-    scored = [row for slice_ in trainer._generate_and_score_completions(rows) for row in slice_.rows]
+    scored = [row for slice_ in trainer.parts.experience.for_training(rows) for row in slice_.rows]
     assert len({len(row.prompt_ids) for row in scored}) > 2  # padded in front
     expected, _ = logps_alone(
         trainer.model,
@@ -362,7 +362,7 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
         [row.completion_ids.tolist() for row in scored],
         trainer.temperature,
     )
-    assert not trainer._generator.records
+    assert not trainer.parts.runner.generator.records
     found = torch.cat([row.old_per_token_logps for row in scored])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marft_trl.trainer.functional import (
+from marft_trl.functional import (
     STD_EPS,
     cell_advantages,
     group_advantages,

@@ -2,15 +2,14 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from marft_trl import AgentSpec, Sequential, Workflow
-from marft_trl.rollout.transformers_generator import Sampled
+from marft_trl.advantages.baselines import BASELINES, Samples
+from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_dataset
-from marft_trl.trainer.advantages import TeamAdvantages
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import lora, moved, team_trainer, weights
@@ -58,7 +57,7 @@ def canned(trainer):
             replies[0] = Sampled([7, 2])
         return replies
 
-    trainer._generator.generate = generate
+    trainer.parts.runner.generator.generate = generate
 
 
 def arrived(model_folder, folder, workflow=None, agents=None, **settings):
@@ -78,7 +77,7 @@ def arrived(model_folder, folder, workflow=None, agents=None, **settings):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [{"prompt": "x"} for _ in range(4)]
-    (slice_,) = trainer._generate_and_score_completions(rows)
+    (slice_,) = trainer.parts.experience.for_training(rows)
     advantages = {
         name: [
             torch.as_tensor(row.advantage).mean().item()
@@ -188,17 +187,17 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
         right = agents[0] == "solver" and len(calls) > 3
         return [Sampled([7, 2] if right and index % 2 else [5, 2]) for index in range(len(agents))]
 
-    trainer._generator.generate = generate
+    trainer.parts.runner.generator.generate = generate
     trainer.model.train()
-    (slice_,) = trainer._generate_and_score_completions([{"prompt": "x"} for _ in range(4)])
+    (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"} for _ in range(4)])
     # two planners each, completed; two solvers each, completed; one judge, who is frozen
     assert calls == [("planner", 8), ("solver", 8), ("judge", 8), ("solver", 8), ("judge", 8), ("judge", 4)]
     assert len(slice_.rows) == 16
     of_solver = [row.advantage for row in slice_.rows if row.agent == "solver"]
     assert sorted(of_solver) == [-0.5] * 4 + [0.5] * 4
     assert {row.advantage for row in slice_.rows if row.agent == "planner"} == {0.0}
-    assert trainer._metrics["train"]["reward"] == [1.0]
-    assert trainer._metrics["train"]["branches/turns"] == [4 * (1 + 2 + 2 + 1 + 2)]
+    assert trainer.parts.state.metrics["train"]["reward"] == [1.0]
+    assert trainer.parts.state.metrics["train"]["branches/turns"] == [4 * (1 + 2 + 2 + 1 + 2)]
 
 
 def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
@@ -219,7 +218,7 @@ def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
         parameter.data.zero_()
     trainer.critic.heads["_critic"].bias.data.fill_(2.0)  # every value is 2
     trainer.model.train()
-    (slice_,) = trainer._generate_and_score_completions(tiny_dataset(4).to_list())
+    (slice_,) = trainer.parts.experience.for_training(tiny_dataset(4).to_list())
     assert [row.advantage for row in slice_.rows] == pytest.approx([0.5 * 2 - 2] * 4)
 
 
@@ -236,7 +235,9 @@ def steps_of(trainer) -> list[set[str]]:
         def on_step_end(self, args, state, control, **kwargs):
             now = weights(trainer)
             names = moved(latest, now)
-            history.append({part for part in trainer._trained_parameters() if any(f".{part}." in n for n in names)})
+            history.append(
+                {part for part in trainer.parts.updates.trained_parameters() if any(f".{part}." in n for n in names)}
+            )
             latest.update(now)
 
     trainer.add_callback(Watch())
@@ -254,8 +255,11 @@ def test_resampled_updates_have_new_episodes_for_every_agent(model_folder, tmp_p
     settings = {"update_order": "resampled", "num_iterations": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     rollouts = []
-    roll_out = trainer._roll_out
-    trainer._roll_out = lambda inputs: (rollouts.append(trainer.state.global_step), roll_out(inputs))[1]
+    run = trainer.parts.rollouts.run
+    trainer.parts.rollouts.run = lambda *args, **kwargs: (
+        rollouts.append(trainer.state.global_step),
+        run(*args, **kwargs),
+    )[1]
     assert steps_of(trainer) == [{"reasoner"}] * 2 + [{"actor"}] * 2 + [{"reasoner"}] * 2
     assert rollouts == [0, 2, 4]
 
@@ -270,11 +274,16 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
         settings["action_logprob"] = "token"
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     rollouts, factors = [], []
-    roll_out, multiply = trainer._roll_out, trainer._multiply_by_ratios
-    trainer._roll_out = lambda inputs: (rollouts.append(trainer.state.global_step), roll_out(inputs))[1]
+    run, after_update = trainer.parts.rollouts.run, trainer.parts.sequential.after_update
+    trainer.parts.rollouts.run = lambda *args, **kwargs: (
+        rollouts.append(trainer.state.global_step),
+        run(*args, **kwargs),
+    )[1]
 
-    def watched(adapter):
-        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
+    def watched(slices, adapter):
+        if adapter is None:
+            return after_update(slices, adapter)
+        rows = [row for slice_ in slices for row in slice_.rows]
         expected = {}
         for row in rows:
             if row.adapter == adapter:  # by a plain pass of the model, one row at a time
@@ -286,12 +295,13 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
                 change = (new - row.old_per_token_logps).sum().item()
                 change /= len(row.completion_ids) if level == "action" else 1
                 expected[row.episode] = expected.get(row.episode, 0.0) + change
-        multiply(adapter)
-        for row in rows:
+        slices = after_update(slices, adapter)
+        for row in (row for slice_ in slices for row in slice_.rows):
             assert row.factor == pytest.approx(math.exp(expected[row.episode]), rel=1e-3)
             factors.append(row.factor)
+        return slices
 
-    trainer._multiply_by_ratios = watched
+    trainer.parts.sequential.after_update = watched
     history = steps_of(trainer)
     assert rollouts == [0, 4]  # one generation batch for both agents
     agents = [step - {"_critic"} for step in history]
@@ -319,23 +329,22 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
     }
     workflow = EnvironmentLoop(TwoRounds, horizon=2)
     trainer = team_trainer(model_folder, tmp_path, workflow=workflow, reward_funcs=None, settings=settings)
-    multiply, seen, raw, by_action = trainer._multiply_by_ratios, [], [], {}
+    after_update, seen, raw, by_action = trainer.parts.sequential.after_update, [], [], {}
 
-    def watched(adapter):
-        rows = [row for slice_ in trainer._buffered_inputs for row in slice_.rows]
-        old = {id(row): row.old_per_token_logps for row in rows}
+    def watched(slices, adapter):
+        if adapter is None:
+            return after_update(slices, adapter)
+        rows = [row for slice_ in slices for row in slice_.rows]
         with torch.no_grad():
-            trainer._score(rows, "old_per_token_logps")
+            present = trainer.parts.log_probs.of_policy(rows)
         change = {
-            (row.episode, row.round): (row.old_per_token_logps - old[id(row)]).sum().item()
-            for row in rows
+            (row.episode, row.round): (now - row.old_per_token_logps).sum().item()
+            for row, now in zip(rows, present, strict=True)
             if row.adapter == adapter
         }
-        for row in rows:
-            row.old_per_token_logps = old[id(row)]
-        multiply(adapter)
+        slices = after_update(slices, adapter)
         assert {row.round for row in rows} == {0, 1} and len(change) == 8
-        for row in rows:
+        for row in (row for slice_ in slices for row in slice_.rows):
             factor = math.exp(change[row.episode, row.round])
             expected = factor if clip is None else min(max(factor, 1 - clip), 1 + clip)
             assert row.factor == pytest.approx(expected, rel=1e-3)
@@ -343,8 +352,9 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
         for clipped, factor in by_action.values():
             seen.append(clipped)
             raw.append(factor)
+        return slices
 
-    trainer._multiply_by_ratios = watched
+    trainer.parts.sequential.after_update = watched
     trainer.train()
     assert len(set(seen)) > 1
     logs = [entry for entry in trainer.state.log_history if "sequential_factor/effective_share" in entry]
@@ -427,6 +437,13 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
         AgentSpec("solver", reward_funcs="a/model")
 
 
+def samples_of(rows, group_size, num_agents):
+    """Samples from tuples of episode, agent, node and return."""
+    episodes, agents, nodes, returns = zip(*rows, strict=True)
+    indices = (torch.tensor(column) for column in (episodes, agents, nodes))
+    return Samples(*indices, torch.tensor(returns), group_size, num_agents)
+
+
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
@@ -441,8 +458,7 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
     returns = [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
     episodes = [0, 1, 1, 1, 2, 3, 4, 5]
     samples = [(episode, 0, node, worth) for node, (episode, worth) in enumerate(zip(episodes, returns, strict=True))]
-    trainer = SimpleNamespace(_rules=(advantage, "equal"), _specs={"reasoner": None})
-    advantages = TeamAdvantages._compare(trainer, samples, group_size=3, scale="none")
+    advantages = BASELINES[advantage].function(samples_of(samples, group_size=3, num_agents=1), "none")
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
@@ -450,8 +466,7 @@ def test_every_episode_counts_once_in_a_baseline_whatever_its_turns(advantage, e
 def test_turns_that_nothing_scored_take_no_weight_from_their_episode(advantage):
     # Two episodes of a prompt; each has a turn of "reasoner", scored, and two of "actor", frozen and unscored
     samples = [(e, a, n, r) for e, r in ((0, 1.0), (1, 0.0)) for n, (a, r) in enumerate([(0, r), (1, NAN), (1, NAN)])]
-    trainer = SimpleNamespace(_rules=(advantage, "equal"), _specs={"reasoner": None, "actor": None})
-    advantages = TeamAdvantages._compare(trainer, samples, group_size=2, scale="group")
+    advantages = BASELINES[advantage].function(samples_of(samples, group_size=2, num_agents=2), "group")
     large = 1.0 if advantage == "leave_one_out" else 0.5 / (0.5**0.5 + 1e-4)
     torch.testing.assert_close(advantages, torch.tensor([large, 0, 0, -large, 0, 0]))
 
@@ -468,16 +483,16 @@ def test_rewards_are_discounted_without_a_critic_too(model_folder, tmp_path, adv
 def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_path):
     settings = {**BY_RETURNS, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
     trainer = team_trainer(model_folder, tmp_path, agents=team(), reward_funcs=solved, settings=settings)
-    generate, asked = trainer._generator.generate, []
+    generate, asked = trainer.parts.runner.generator.generate, []
 
     def spy(agents, prompt_ids, by_reference=False):
         asked.extend((agent, by_reference) for agent in agents)
         return generate(agents, prompt_ids, by_reference=by_reference)
 
-    trainer._generator.generate = spy
+    trainer.parts.runner.generator.generate = spy
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    trainer._generate_and_score_completions([{"prompt": "x"}] * 8)
+    trainer.parts.experience.for_training([{"prompt": "x"}] * 8)
     by_reference = Counter(agent for agent, by_reference in asked if by_reference)
     assert by_reference == dict.fromkeys(TEAM, 8 * 2)
     # Besides the episodes: the judge after another planner and another solver, the solver after another planner
@@ -487,7 +502,7 @@ def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_pa
         "judge": 8 + 8 * 4,
     }
 
-    prompt = [list(trainer._tokenizer("How many?")["input_ids"])] * 8
+    prompt = [list(trainer.processing_class("How many?")["input_ids"])] * 8
     torch.manual_seed(0)
     start = generate(["solver"] * 8, prompt)
     for name, parameter in trainer.model.named_parameters():

@@ -98,10 +98,10 @@ def test_who_calls_nobody_answers_itself():
 )
 def test_fallbacks_are_counted(text, problem):
     episode = play([text])
-    assert len(episode.turns) == 1 and episode.counts == {f"routing/{problem}": 1} and not episode.earned
+    assert len(episode.turns) == 1 and episode.counts == {f"routing/{problem}": 1} and not any(episode.earned)
     episode = play([text, "7", "<done/>"], Orchestrated("boss", fallback="solver", penalty=-0.5))
     assert [turn.agent for turn in episode.turns] == ["boss", "solver", "boss"]
-    assert episode.earned == {0: -0.5} and episode.counts == {f"routing/{problem}": 1}
+    assert episode.earned == (-0.5, 0.0, 0.0) and episode.counts == {f"routing/{problem}": 1}
 
 
 def test_budgets_end_an_episode_that_never_ends():

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Sequential, TeamManifest
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
-from marft_trl.trainer.adapters import Policies, load_adapter_weights
+from marft_trl.weights.adapters import load_adapter_weights
+from marft_trl.weights.policies import Policies
 
-from .helpers import StopAt, config, moved, team_trainer, weights
+from .helpers import StopAt, began_at, config, moved, team_trainer, weights
 from .hub_server import Hub
 
 
@@ -189,14 +190,14 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     state.write_text(state.read_text()[:100]) if cut == "half" else state.unlink()
     resumed = team_trainer(model_folder, tmp_path / "cut", settings=settings)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._initial_global_step == 2
+    assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
     for folder in (tmp_path / "cut").glob("checkpoint-*"):
         (folder / "trainer_state.json").unlink()
     anew = team_trainer(model_folder, tmp_path / "cut", settings=settings)
     anew.train(resume_from_checkpoint=True)  # nobody has to delete anything
-    assert anew._initial_global_step == 0 and not moved(weights(whole), weights(anew))
+    assert began_at(anew) == 0 and not moved(weights(whole), weights(anew))
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing(model_folder, tmp_path):

@@ -1,18 +1,19 @@
 """What a run will do, said before it does it; and the anonymous ablation."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
-from marft_trl.anonymity import anonymity, anonymize
-from marft_trl.rollout.collector import collect
+from marft_trl.anonymity import alias_names, anonymity, anonymize
+from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.tiny import tiny_agents
-from marft_trl.trainer.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.workflows import Graph, Orchestrated
 
-from .helpers import echo, team_trainer, weights
+from .helpers import collect, echo, team_trainer, weights
 
 
 # ---- The plan ----
@@ -52,9 +53,9 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
     assert "(what solver says)" in plan.partition("What judge is shown")[2]
     assert "(what planner says)" not in plan.partition("What judge is shown")[2]
-    rehearsal = trainer._rehearse(trainer.train_dataset[0])
+    rehearsal = trainer.parts.planner.rehearse(trainer.train_dataset[0])
     rows = [len(rehearsal.shown[name].ids) for name in ("planner", "solver")]
-    made_up = len(trainer._tokenizer("(what planner says)")["input_ids"])
+    made_up = len(trainer.processing_class("(what planner says)")["input_ids"])
     assert f"at most {16 * (rows[0] + 8 + rows[1] + max(8 - made_up, 0) + 4):,} tokens" in plan
     assert "TOO LONG" not in plan
 
@@ -69,9 +70,11 @@ def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path
 
 def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
-    (_, alone, _), (_, second, _), (_, third, _) = trainer._rehearse(trainer.train_dataset[0]).prompts
+    (_, alone, _), (_, second, _), (_, third, _) = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
     assert second > alone + 90 and third > second + 90
-    trainer.model.config.max_position_embeddings = third + 50
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model.config.max_position_embeddings = third + 50
+    trainer = team_trainer(model, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
     assert f"a turn of judge may take {third + 100:,} tokens" in trainer.plan()
 
 
@@ -84,7 +87,7 @@ def test_workflows_that_read_the_row_have_links_too(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, workflow=ReadsTheRow())
     assert trainer.workflow.links(["reasoner", "actor"]) == []
     assert "reasoner -> actor" in trainer.plan()
-    assert "n0 --> n1" in str(trainer._card("team"))
+    assert "n0 --> n1" in str(trainer.parts.files.card([], "team"))
 
 
 def test_a_workflow_that_waits_for_words_is_planned_too(model_folder, tmp_path):
@@ -156,8 +159,8 @@ def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
 @pytest.mark.parametrize(("kind", "first"), [(True, "agent 1 of 2"), ("none", None)])
 def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_path, kind, first):
     trainer = team_trainer(model_folder, tmp_path, anonymous=kind, workflow=Sequential(rounds=2))
-    shown = trainer._rehearse({"prompt": "How many?"}).shown
-    texts = {name: trainer._tokenizer.decode(one.ids) for name, one in shown.items()}
+    shown = trainer.parts.planner.rehearse({"prompt": "How many?"}).shown
+    texts = {name: trainer.processing_class.decode(one.ids) for name, one in shown.items()}
     for text in texts.values():
         assert not any(word in text for word in ("reasoner", "actor", "Write the"))
     assert "[agent_1]" in texts["actor"] and ("system" in texts["reasoner"]) == (first is not None)
@@ -167,7 +170,7 @@ def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_
     trainer.save_model()
     assert TeamManifest.load(tmp_path).anonymous == trainer.anonymous == ("numbered" if kind is True else kind)
     with pytest.raises(ValueError, match="was written with `anonymous='n.*'`, but the trainer has `anonymous=False`"):
-        team_trainer(model_folder, tmp_path / "named")._load_from_checkpoint(str(tmp_path))
+        team_trainer(model_folder, tmp_path / "named").parts.checkpoints.load_weights(tmp_path)
 
 
 def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
@@ -185,10 +188,12 @@ def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
     def answer(requests):
         replies = {0: "<call>agent_3</call>", 1: "seven", 2: "<call>actor</call>"}
         turns = echo()(requests)
-        for turn, request in zip(turns, requests, strict=True):
-            object.__setattr__(turn, "text", replies[len(request.episode.turns)])
-        return turns
+        return [
+            replace(turn, text=replies[len(request.episode.turns)], raw_text=None)
+            for turn, request in zip(turns, requests, strict=True)
+        ]
 
-    (episode,) = collect(trainer.workflow, [{"prompt": "q"}], list(trainer._specs), answer, aliases=trainer._aliases)
+    names, aliases = [agent.name for agent in trainer.agents], alias_names(trainer.agents)
+    (episode,) = collect(trainer.workflow, [{"prompt": "q"}], names, answer, aliases=aliases)
     assert [turn.agent for turn in episode.turns] == ["boss", "actor", "boss"]
     assert episode.counts == {"routing/unknown_agent": 1}  # its real name is nobody's

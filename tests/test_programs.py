@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +10,11 @@ from hypothesis import strategies as st
 
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import Feedback
-from marft_trl.rollout.collector import collect
+from marft_trl.reporting.transcripts import Transcript
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import prepare_template
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall
-from marft_trl.transcripts import Transcript
 from marft_trl.workflows import (
     Debate,
     EnvironmentLoop,
@@ -27,7 +27,7 @@ from marft_trl.workflows import (
     together,
 )
 
-from .helpers import team_trainer, varied_reward
+from .helpers import collect, team_trainer, varied_reward
 from .test_tools import TOKENIZER, add
 
 
@@ -90,7 +90,7 @@ def play(program, rows):
             text = f"tag{number}x"
             ids = [*TOKENIZER(text)["input_ids"], 2]
             more = {"observation": observation.content, "prompt_ids": observation.ids, "completion_ids": ids}
-            turns.append(request.answered(text, observation.seen, tool_calls=calls, **more))
+            turns.append(request.completed(text, observation.seen, tool_calls=calls, **more))
         return turns
 
     tools = {agent.name: agent.functions for agent in AGENTS if agent.functions}
@@ -122,7 +122,7 @@ def check_records(episode, notes):
         private = {("turn", turn.index) for turn in episode.turns if turn.audience == its.agent}
         private |= {("said", item.index) for item in episode.feedback if item.audience == its.agent}
         assert wanted <= recorded <= wanted | private
-        assert episode.fed[: first.fed] == fed
+        assert list(episode.fed[: first.fed]) == fed
 
 
 def depths(episode):
@@ -255,9 +255,9 @@ def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_fo
     agents = [AgentSpec(one.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for one in AGENTS]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=SHIPPED[name], reward_funcs=varied_reward)
     rows = [{"prompt": text} for text in ("Ann has 7 apples.", "7", "How many books are left? " * 3)]
-    batched = trainer._runner.run(rows, trainer._runner.answer)
+    batched = trainer.parts.runner.run(rows, trainer.parts.runner.answer)
     for row, episode in zip(rows, batched, strict=True):
-        (alone,) = trainer._runner.run([row], trainer._runner.answer)
+        (alone,) = trainer.parts.runner.run([row], trainer.parts.runner.answer)
         assert [turn.completion_ids for turn in alone.turns] == [turn.completion_ids for turn in episode.turns]
         assert record(alone) == record(episode) and len(alone.turns) > 2
 
@@ -265,7 +265,8 @@ def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_fo
 def test_the_check_itself_catches_a_wrong_record():
     program = Program([("turn", "first", []), ("turn", "second", [0])])
     (episode,) = play(program, 1)
-    object.__setattr__(episode.turns[1], "sees", ())
+    wrong = replace(episode.turns[1], sees=())
+    episode = replace(episode, turns=(episode.turns[0], wrong))
     with pytest.raises(AssertionError):
         check_records(episode, program.notes[0])
     assert episode.joint_steps() == [0, 0] and TOKENIZER.vocab_size == tiny_tokenizer().vocab_size

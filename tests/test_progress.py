@@ -3,7 +3,7 @@
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from marft_trl.progress import LogLine, TeamPrinterCallback, TeamProgressCallback
+from marft_trl.reporting.progress import LogLine, TeamPrinterCallback, TeamProgressCallback
 from marft_trl.tiny import tiny_dataset
 
 from .helpers import team_trainer
@@ -35,7 +35,7 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
 def test_a_run_prints_a_line_a_log_and_keeps_all_metrics(
     model_folder, tmp_path, capfd, monkeypatch, disable_tqdm, rich
 ):
-    monkeypatch.setattr("marft_trl.progress.is_rich_available", lambda: rich)
+    monkeypatch.setattr("marft_trl.reporting.progress.is_rich_available", lambda: rich)
     settings = {
         "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "beta": 0.1,
         "disable_tqdm": disable_tqdm, "log_completions": True, "num_completions_to_print": 1,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Turn
+from marft_trl.learning.batching import collate
 from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.views import merge_neighbours, team_view
@@ -177,24 +178,25 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
     trainer = team_trainer(model_folder, tmp_path)
     trainer.model.train()
     sampled = []
-    generate = trainer._generator.generate
+    generate = trainer.parts.runner.generator.generate
 
     def spy(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
         sampled.extend(zip(agents, prompt_ids, [its.ids for its in completions], strict=True))
         return completions
 
-    trainer._generator.generate = spy
+    trainer.parts.runner.generator.generate = spy
     rows = [row for row in trainer.train_dataset.select(range(2)).to_list() for _ in range(4)]
-    (slice_,) = trainer._generate_and_score_completions(rows)
+    (slice_,) = trainer.parts.experience.for_training(rows)
     for agent, prompt_ids, _ in sampled:
         text = trainer.processing_class.decode(prompt_ids)
         others = {"reasoner": "Write the answer.", "actor": "Write the steps."}
-        assert trainer._specs[agent].system_prompt in text and others[agent] not in text
+        own = {spec.name: spec.system_prompt for spec in trainer.agents}[agent]
+        assert own in text and others[agent] not in text
     trained = [(row.agent, row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in slice_.rows]
     assert sorted(trained) == sorted(sampled) and len(trained) == 16
-    for batch in trainer._micro_batches(slice_.rows):
-        tensors = trainer._collate(batch.rows)
+    for batch in trainer.parts.batcher.cut(slice_.rows):
+        tensors = collate(batch.rows, trainer.processing_class.pad_token_id, None, torch.device("cpu"))
         for index, row in enumerate(batch.rows):
             kept = tensors["completion_ids"][index][tensors["completion_mask"][index].bool()]
             assert torch.equal(kept, row.completion_ids)

@@ -3,7 +3,7 @@
 import pytest
 
 from marft_trl import AgentSpec
-from marft_trl.trainer.reach import PATIENCE, RewardReach
+from marft_trl.rollout.reach import PATIENCE, RewardReach
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import team_trainer

@@ -1,14 +1,54 @@
 """What we override, call or rely on in TRL and transformers: the next version is one red test and not a mystery."""
 
+import ast
 import inspect
+import logging
+import math
+import re
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 import transformers
 import trl
-from transformers import Trainer
-from trl import GRPOTrainer
+from accelerate.utils import gather
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig, Trainer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
-from marft_trl import MARFTTrainer
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.learning.batching import collate
+from marft_trl.learning.data import Row
+from marft_trl.rollout.generator import Sampling
+from marft_trl.trainer import trl_seams
+from marft_trl.trainer.trl_seams import (
+    EpochSampler,
+    LocalAccelerator,
+    ScoringTemperature,
+    TrlEngine,
+    TrlLoss,
+    TrlPrompts,
+    TrlRewards,
+    TrlState,
+    checkpoint_folder,
+    commit_of,
+    forward_in_precision,
+    fused_head,
+    generation_defaults,
+    keep_4bit_weights,
+    pad_token_of,
+    trl_log_probs,
+    without_adapter_name_warning,
+    without_false_warning,
+    without_printed_table,
+    without_reference,
+)
+
+from .helpers import lora, team_trainer
 
 
 PARAMETERS = {
@@ -74,3 +114,230 @@ def test_the_metrics_of_the_loss_are_the_ones_we_join():
         *("policy_loss", "entropy_coef", "aux_loss", "kl", "entropy", "cispo_clip_ratio", "vespo/phi_seq_mean"),
         *(f"clip_ratio/{figure}" for figure in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")),
     }
+
+
+# ---- Each entry of `trl_seams` ----
+
+
+def test_every_entry_has_a_test_that_names_it():
+    tree = ast.parse(inspect.getsource(trl_seams))
+    names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for name in names:
+        assert name.startswith("_") or re.search(rf"\b{name}\b", tests) or f"test_{name}" in tests, name
+
+
+@pytest.fixture(scope="module")
+def trainer(model_folder, tmp_path_factory):
+    return team_trainer(model_folder, tmp_path_factory.mktemp("seams"))
+
+
+def tensors_of(trainer, advantage=1.0):
+    """Two rows of the agent `actor`, as tensors of the loss."""
+    row = Row("actor", "actor", torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10]), advantage=advantage)
+    tensors = collate([row, row], trainer.processing_class.pad_token_id, None, trainer.accelerator.device)
+    return {**tensors, "num_items_in_batch": torch.tensor(6.0)}
+
+
+def test_TrlLoss_reads_old_log_probabilities_after_it_has_asked_for_new_ones(trainer):
+    """What action level relies on: `inputs["old_per_token_logps"]` may be set while TRL asks for log-probabilities."""
+    trainer.model.eval()
+    trainer.policies.activate("actor")
+    losses = []
+    for shift in (None, 1.0, -1.0):
+        inputs = tensors_of(trainer)
+
+        def transform(logps, entropies, inputs=inputs, shift=shift):
+            if shift is not None:
+                inputs["old_per_token_logps"] = logps.detach() - shift
+            return logps, entropies
+
+        with trainer.parts.log_probs.transformed(transform), torch.no_grad():
+            loss, metrics = TrlLoss(trainer)(trainer.model, inputs, entropy_coef=0.0, max_completion_length=16)
+        losses.append(loss.item())
+        assert "entropy" in metrics and not trainer.parts.state.metrics["eval"]
+    # A ratio of 1, of e (clipped at 1.2) and of 1/e
+    assert losses == pytest.approx([-1.0, -1.2, -math.exp(-1.0)], rel=1e-4)
+    assert type(trainer.accelerator).__name__ == "Accelerator" and "get_high_entropy_mask" in dir(trainer)
+
+
+def test_LocalAccelerator_gathers_nothing(trainer):
+    local, scalar = LocalAccelerator(trainer.accelerator), torch.tensor(3.0)
+    assert local.gather(scalar).shape == (1,) and local.reduce(scalar, reduction="sum") is scalar
+    assert local.gather_for_metrics(scalar).shape == (1,) and local.pad_across_processes(scalar, dim=0) is scalar
+    assert local.num_processes == trainer.accelerator.num_processes
+
+
+def test_TrlState_names_what_the_trainer_has(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "gradient_accumulation_steps": 2})
+    state = TrlState(trainer)
+    assert (state.micro_step, state.optimizer_step, state.slices) == (0, 0, None)
+    trainer.train()
+    assert (state.micro_step, state.optimizer_step) == (4, 2) and len(state.slices) == 2
+    assert set(state.metrics) == {"train", "eval"} and not state.has_entropy_bonus and state.entropy_coef == 0.0
+    assert state.num_tokens_seen > 0 and state.take_user_metrics() == {} and state.take_user_columns() == {}
+    trainer.model.eval()
+    assert not state.is_training and state.accumulation_steps == 1
+
+
+def test_TrlRewards_are_local_and_put_back(trainer):
+    rewards, rows = TrlRewards(trainer), [{"prompt": "q"}] * 3
+
+    def twos(completions, log_metric, **kwargs):
+        log_metric("noise", 1.0)
+        return [2.0] * len(completions)
+
+    before = rewards.functions, rewards.names
+    with rewards.locally([twos]):
+        assert rewards.names == ["twos"]
+        assert rewards(rows, ["q"] * 3, ["a"] * 3, [[5]] * 3).tolist() == [[2.0]] * 3
+    assert (rewards.functions, rewards.names) == before and rewards.weights.tolist() == [1.0]
+    assert trainer.parts.state.take_user_metrics() == {}
+    assert grpo_trainer.gather is gather
+
+
+def test_TrlPrompts_and_TrlEngine_put_the_trainers_attributes_back(trainer):
+    tools, config, kwargs = trainer.tools, trainer.generation_config, trainer.generation_kwargs
+    (ids,) = TrlPrompts(trainer).tokenize([[{"role": "user", "content": "1"}]], [])
+    assert ids and trainer.tools is tools
+    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    sampling = Sampling.of(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
+    settings = engine.settings(sampling)
+    assert settings["max_new_tokens"] == 3 and settings["temperature"] == 0.5
+    trainer.policies.activate("actor")
+    sampled = engine.generate([ids, ids[:-1]], settings, {})
+    assert all(1 <= len(its) <= 3 for its in sampled)
+    assert trainer.generation_config is config and trainer.generation_kwargs is kwargs
+    assert "generate" not in trainer.model.__dict__
+
+
+def test_without_printed_table_puts_the_count_back(trainer):
+    with without_printed_table(trainer):
+        assert trainer.num_completions_to_print == 0
+    assert trainer.num_completions_to_print is None
+
+
+def test_accepting_one_generation_lets_no_other_error_pass(tmp_path):
+    assert MARFTConfig(str(tmp_path), advantage="none", num_generations=1).num_generations == 1
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        GRPOConfig(str(tmp_path), num_generations=1, per_device_train_batch_size=8, use_cpu=True, bf16=False)
+    with pytest.raises(ValueError):
+        MARFTConfig(str(tmp_path), num_generations=3, per_device_train_batch_size=8)
+
+
+def test_without_reference_and_without_false_warning_put_everything_back(tmp_path, caplog):
+    args = MARFTConfig(str(tmp_path), beta=0.1, sync_ref_model=True)
+    with without_reference(args, if_=True):
+        assert args.beta == 0.0 and not args.sync_ref_model
+    assert args.beta == 0.1 and args.sync_ref_model
+    parents = logging.getLogger("trl.trainer.grpo_trainer")
+    with without_false_warning(True):
+        parents.warning("You passed `model_init_kwargs` to the `GRPOConfig`, ...")
+        parents.warning("something else")
+    assert not parents.filters and "something else" in caplog.text and "model_init_kwargs" not in caplog.text
+
+
+def test_EpochSampler_finds_the_order_of_its_epoch():
+    def orders(make):
+        sampler, found = make(), []
+        for epoch in range(3):
+            if isinstance(sampler, EpochSampler):
+                sampler.set_epoch(epoch)
+            found.append(list(sampler))
+        return found
+
+    upstream = orders(lambda: RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
+    made = orders(lambda: EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
+    assert made == upstream
+    late = EpochSampler.of(RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1)
+    late.set_epoch(2)
+    assert list(late) == upstream[2]
+
+
+def test_ScoringTemperature_and_fused_head_score_as_a_plain_pass(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    head = {"cast_lm_head_to_fp32": False, "outputs": ("log_probs", "entropy")}
+    add_fused_lm_head(model, temperature=1.0, **head)
+    switch = ScoringTemperature([model], [1.0, 0.5], default=1.0, head=head)
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        output = model(input_ids=ids, output_hidden_states=True)
+        logits, hidden = output.logits[0, :-1], model.base_model(input_ids=ids).last_hidden_state[0, :-1]
+        for temperature in (0.5, 1.0):
+            switch.switch_to(temperature)
+            expected = torch.log_softmax(logits / temperature, -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+            torch.testing.assert_close(fused_head(model, hidden, ids[0, 1:]).log_probs[0], expected, atol=1e-5, rtol=0)
+    assert "forward" not in model.base_model.__dict__
+
+
+def test_checkpointing_with_caches_bends_what_transformers_reads():
+    assert "_can_checkpoint_with_cache" in inspect.getsource(GradientCheckpointingLayer)
+
+
+def test_generation_defaults_are_still_needed(model_folder):
+    """transformers#42762: a setting that equals transformers' default, `None`, is taken from the model's config."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model.generation_config.top_k, model.generation_config.do_sample = 1, True
+    settings = {"do_sample": True, "top_k": None, "temperature": 1.0, "max_new_tokens": 12, "pad_token_id": 0}
+    ids = torch.tensor([[7, 8, 9]] * 16)
+
+    def draw():
+        torch.manual_seed(0)
+        rows = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GenerationConfig(**settings))
+        return len({tuple(row) for row in rows.tolist()})
+
+    assert draw() == 1  # the model's `top_k`
+    with generation_defaults(model, settings):
+        assert draw() > 1
+    assert model.generation_config.top_k == 1
+
+
+def test_forward_in_precision_casts_as_accelerate_does(model_folder):
+    model, ids = AutoModelForCausalLM.from_pretrained(model_folder), torch.tensor([[7, 8, 9]])
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        with forward_in_precision(model, torch.bfloat16):
+            cast = model(input_ids=ids).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = model(input_ids=ids).logits.float()
+    assert cast.dtype == torch.float32 and torch.equal(cast, expected) and not torch.equal(cast, plain)
+    assert "forward" not in model.__dict__
+
+
+def test_without_adapter_name_warning(model_folder):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="first")
+    with pytest.warns(UserWarning, match="should not be contained in the prefix"):
+        model.add_adapter("a", lora())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with without_adapter_name_warning():
+            model.add_adapter("lo", lora())
+
+
+def test_trl_log_probs_is_the_pass_of_the_parent(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    ids = torch.tensor([[7, 8, 9, 10]])
+    trainer.parts.log_probs.activate("actor")
+    with torch.no_grad():
+        logps, entropies, _ = trl_log_probs(trainer)(trainer.model, ids, torch.ones_like(ids), 2)
+        logits = trainer.model.get_base_model()(input_ids=ids).logits[0, 1:-1].float()
+    expected = torch.log_softmax(logits, -1).gather(-1, ids[0, 2:, None]).squeeze(-1)
+    torch.testing.assert_close(logps[0], expected, atol=1e-5, rtol=0)
+    assert entropies is None
+
+
+def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
+    """`pad_token_of`, `commit_of`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    seen = []
+
+    def note(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        seen.append(pad_token_of(generation_config))
+        return input_ids
+
+    ids = torch.tensor([[7, 8, 9]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=3, custom_generate=note)
+    assert seen[0].item() == 3 and commit_of(model.config) is None
+    trainer = team_trainer(model_folder, tmp_path)
+    assert checkpoint_folder(trainer, None) == tmp_path / "checkpoint-0"
+    keep_4bit_weights(model)  # nothing to do

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from marft_trl import Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, rounds
-from marft_trl.rollout.collector import collect
-from marft_trl.rollout.replay import Replay
+from marft_trl.episodes.rerun import Rerun
 from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
     Debate,
@@ -27,7 +26,7 @@ from marft_trl.workflows import (
     together,
 )
 
-from .helpers import echo
+from .helpers import collect, echo
 
 
 class Steps:
@@ -241,8 +240,7 @@ def test_a_thousand_turns():
 
 def run_long(workflow):
     def answer(requests):
-        seen = [tuple(item.index for item in request.seen if isinstance(item, Turn)) for request in requests]
-        return [Turn("a", "x", index=-1, sees=sees) for sees in seen]
+        return [request.completed("x") for request in requests]
 
     return collect(workflow, [{"prompt": "q"}], ["a"], answer)
 
@@ -297,8 +295,8 @@ def test_a_rerun_repeats_turns_side_by_side_as_they_were():
             asked.extend((request.agent, request.by_reference) for request in requests)
             return echo()(requests)
 
-        replay = Replay(episode, changed=changed)
-        (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [replay])
+        rerun = Rerun(episode, changed=changed)
+        (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [rerun])
         name = "abc"[changed]
         assert asked == [(name, True)] + ([("c", False)] if changed < 2 else [])
         assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
@@ -341,7 +339,14 @@ def test_a_picture_of_a_loop_that_waits_for_words():
 
 
 def test_turns_of_another_episode_and_feedback_are_no_answers():
-    first, second = run(Sequential(["a"]), ["a"], rows=2)
+    class Kept(Sequential):
+        async def run(self, episode):
+            kept.append(episode)
+            await super().run(episode)
+
+    kept = []
+    run(Kept(["a"]), ["a"], rows=2)
+    first, second = kept
     with pytest.raises(ValueError, match=r"`episode.answer` got a turn of 'a' from another episode"):
         first.answer = second.turns[0]
     said = first.observe("hm", after=[first.turns[0]])
@@ -362,10 +367,8 @@ def test_the_pictures_in_the_documentation_are_true():
 
 def test_joint_actions_by_hand():
     def turn(agent, fed=0, calls=False):
-        made = Turn(agent, "x", index=0, fed=fed, tool_calls=(ToolCall("add", {}),) if calls else ())
-        if calls:
-            object.__setattr__(made, "audience", agent)
-        return made
+        calling = (ToolCall("add", {}),) if calls else ()
+        return Turn(agent, "x", index=0, fed=fed, tool_calls=calling, audience=agent if calls else None)
 
     assert rounds([]) == []
     assert rounds([turn("a"), turn("b"), turn("c")]) == [0, 0, 0]  # a chain is one joint action

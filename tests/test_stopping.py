@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec
+from marft_trl.rollout.generator import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.trainer.trl_seams import TrlEngine
@@ -31,8 +32,8 @@ def trainer(request, model_folder, tmp_path_factory):
         args=config("stops", share_prefixes=share, num_iterations=2, max_completion_length=LONGEST),
     )
     if not is_apart:
-        trainer._tokenizer = trainer.processing_class = _with_pad_as_end(trainer._tokenizer)
-        trainer.generation_kwargs["pad_token_id"] = trainer._tokenizer.pad_token_id
+        trainer.processing_class = trainer.processing_class = _with_pad_as_end(trainer.processing_class)
+        trainer.generation_kwargs["pad_token_id"] = trainer.processing_class.pad_token_id
     return trainer
 
 
@@ -44,17 +45,16 @@ def _with_pad_as_end(tokenizer):
 
 def generator_with(trainer, stop):
     """A generator whose agent stops at these texts; log-probabilities are kept on the fast path."""
-    sampling = trainer._samplings["solo"].__class__(
-        **{**vars(trainer._samplings["solo"]), "stop": tuple(stop), "max_completion_length": LONGEST}
-    )
-    share = trainer._shares_prefixes
-    return TransformersGenerator(TrlEngine(trainer), trainer.policies, {"solo": sampling}, share=share, records=share)
+    sampling = Sampling.of(AgentSpec("solo", stop=stop, max_completion_length=LONGEST), trainer.args)
+    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    share = trainer.parts.passes.share
+    return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, share=share, records=share)
 
 
 @settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
-    tokenizer = trainer._tokenizer
+    tokenizer = trainer.processing_class
     ids = st.integers(3, len(tokenizer) - 1)
     prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=6), min_size=1, max_size=5))
     # Texts that a turn may well hold, and texts that begin at the end of a prompt
@@ -83,7 +83,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
 
 def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(trainer):
     """The prompt ends in `a`: a turn `b...` does not hold `ab`, so it goes on."""
-    tokenizer = trainer._tokenizer
+    tokenizer = trainer.processing_class
     criterion = EndAtStopText(StopTexts(tokenizer, ["ab"]))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
     rows = torch.tensor([[c, a, b], [a, c, a]])

@@ -70,7 +70,8 @@ def test_the_answers_are_those_of_the_rollouts_of_training(model_folder, tmp_pat
     trainer.train()
     trainer.save_model()
     trainer.model.eval()
-    expected = trainer._roll_out([{"prompt": prompt, "solution": ""} for prompt in QUESTIONS[:20]]).episodes
+    rows = [{"prompt": prompt, "solution": ""} for prompt in QUESTIONS[:20]]
+    expected = trainer.parts.rollouts.run(rows, training=False).episodes
     found = Team.from_pretrained(tmp_path, model=model_folder).run(QUESTIONS[:20])
     assert ids_of(found) == ids_of(expected)
     assert any(turn.text.endswith("=") for episode in found for turn in episode.turns)

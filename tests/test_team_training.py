@@ -1,6 +1,6 @@
 """A team on one base: every trained agent moves, nothing else does, and each by the gradient of its own rows."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def gradients_of(trainer, slice_) -> dict:
 def rolled_out(trainer, count=8):
     trainer.model.train()
     rows = [row for row in tiny_dataset(count // 4).to_list() for _ in range(4)]
-    return trainer._generate_and_score_completions(rows)
+    return trainer.parts.experience.for_training(rows)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
@@ -72,7 +72,7 @@ def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, 
             if "lora_B" in name:
                 parameter.normal_(std=0.02)
     (slice_,) = rolled_out(team)
-    assert len(list(team._micro_batches(slice_.rows))) > 2  # uneven micro-batches are part of the test
+    assert len(list(team.parts.batcher.cut(slice_.rows))) > 2  # uneven micro-batches are part of the test
     team_gradients = gradients_of(team, slice_)
     for index, agent in enumerate(tiny_agents()):
         alone = team_trainer(
@@ -84,8 +84,7 @@ def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, 
                 if name in own:
                     parameter.copy_(team.model.get_parameter(name))
         alone.model.train()
-        own_slice = copy.copy(slice_)
-        own_slice.rows = [row for row in slice_.rows if row.agent == agent.name]
+        own_slice = replace(slice_, rows=[row for row in slice_.rows if row.agent == agent.name])
         expected = gradients_of(alone, own_slice)
         assert set(expected) == own and len(own_slice.rows) == 8, index
         for name, gradient in expected.items():
@@ -102,8 +101,7 @@ def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folde
     single.model.load_state_dict(shared.model.state_dict())
     single.model.train()
     single.args.per_device_train_batch_size = 16
-    for row in slice_.rows:
-        row.agent = "both"
+    slice_ = replace(slice_, rows=[replace(row, agent="both") for row in slice_.rows])
     expected = gradients_of(single, slice_)
     assert set(expected) == set(gradients)
     for name, gradient in expected.items():
@@ -166,7 +164,7 @@ def test_gradients_are_clipped_per_adapter(model_folder, tmp_path):
         for parameter in trainer.policies.parameters(adapter).values():
             parameter.grad = torch.full_like(parameter, size)
     before = {a: [p.grad.clone() for p in trainer.policies.parameters(a).values()] for a in ("reasoner", "actor")}
-    trainer._clip_grad_norm(trainer.model)
+    trainer.parts.updates.clip(trainer.args.max_grad_norm)
 
     def norm(adapter):
         return torch.stack([p.grad.norm() for p in trainer.policies.parameters(adapter).values()]).norm().item()
@@ -182,16 +180,16 @@ def test_a_gradient_that_is_not_finite_skips_that_agent_only(model_folder, tmp_p
         parameter.grad = torch.ones_like(parameter)
     for parameter in trainer.policies.parameters("actor").values():
         parameter.grad = torch.full_like(parameter, float("nan"))
-    norm = trainer._clip_grad_norm(trainer.model)
+    norm = trainer.parts.updates.clip(trainer.args.max_grad_norm)
     assert norm.isfinite()
     assert all(p.grad is None for p in trainer.policies.parameters("actor").values())
     assert all(p.grad is not None for p in trainer.policies.parameters("reasoner").values())
-    assert trainer._metrics["train"]["agents/actor/skipped_updates"] == [1.0]
+    assert trainer.parts.state.metrics["train"]["agents/actor/skipped_updates"] == [1.0]
     with pytest.raises(FloatingPointError, match="actor"):
         for _ in range(10):
             for parameter in trainer.policies.parameters("actor").values():
                 parameter.grad = torch.full_like(parameter, float("inf"))
-            trainer._clip_grad_norm(trainer.model)
+            trainer.parts.updates.clip(trainer.args.max_grad_norm)
 
 
 def test_kl_is_zero_at_step_zero_for_each_agent(model_folder, tmp_path):
@@ -295,11 +293,11 @@ def test_agents_score_and_sample_at_their_own_temperature(model_folder, tmp_path
     ids = torch.tensor([[7, 8, 9, 10, 11, 12]])
     expected = trainer.model(input_ids=ids).logits[:, 2:-1]
     for agent, temperature in (("cold", 0.25), ("warm", 1.0)):
-        trainer._act(agent)
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 3)
+        trainer.parts.log_probs.activate(agent)
+        logps, _, _ = trainer.parts.log_probs.for_trl(trainer.model, ids, torch.ones_like(ids), 3)
         want = torch.log_softmax(expected / temperature, -1).gather(-1, ids[:, 3:, None]).squeeze(-1)
         torch.testing.assert_close(logps, want, rtol=1e-4, atol=1e-5)
-    assert trainer._samplings["cold"].temperature == 0.25
+    assert trainer.parts.runner.generator.settings("cold")["temperature"] == 0.25
     trainer.args.max_steps = 1
     trainer.train()
 

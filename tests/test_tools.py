@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,17 +13,16 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.chat_template_utils import qwen3_chat_template
 
-from marft_trl import AgentSpec, Sequential, Workflow
-from marft_trl.rollout.collector import collect
+from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
+from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
-from marft_trl.rollout.transformers_generator import Sampled
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
-from .helpers import SETTINGS, StopAt, add, lora, moved, team_trainer, weights
+from .helpers import SETTINGS, StopAt, add, began_at, collect, earned, lora, moved, team_trainer, weights
 
 
 async def double(a: int) -> int:
@@ -209,9 +209,8 @@ def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
     assert (call.audience, answer.audience) == ("solver", None)
     assert (call.sees, answer.sees, judge.sees) == ((0,), (0, 1), (0, 2))
     assert (call.hears, answer.hears, judge.hears) == ((), (0, 1), ())
-    assert episode.joint_steps() == [0, 1, 2, 3] and episode.fed == []
+    assert episode.joint_steps() == [0, 1, 2, 3] and episode.fed == ()
     assert episode.counts == {"tools/calls": 2, "tools/failures": 1, "tools/error": 1}
-    assert episode.busy == 0
 
 
 def test_its_own_later_turns_see_the_calls_again():
@@ -248,7 +247,7 @@ def test_nothing_depends_on_how_long_tools_take(slow):
 
     def answer(requests):
         return [
-            one.answered("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
+            one.completed("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
             for one in requests
         ]
 
@@ -258,8 +257,8 @@ def test_nothing_depends_on_how_long_tools_take(slow):
     (episode,) = collect(EnvironmentLoop(World, side_by_side=True), [{"prompt": "q"}], ["first", "second"], answer)
     assert [turn.agent for turn in episode.turns] == ["first", "second"] * 2
     assert [item.text for item in episode.feedback] == ["seen by first", "seen by second"]
-    assert [turn.fed for turn in episode.turns] == [0, 0, 2, 2] and episode.fed == [0, 1]
-    assert episode.answer.agent == "second" and dict(episode.earned) == {3: 1.0}
+    assert [turn.fed for turn in episode.turns] == [0, 0, 2, 2] and episode.fed == (0, 1)
+    assert episode.answer.agent == "second" and earned(episode) == {3: 1.0}
 
 
 @pytest.mark.parametrize("order", [("solver", "judge"), ("judge", "solver")])
@@ -393,12 +392,11 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
     assert '"name": "add"' in tokenizer.decode(first.ids)
     episode = rehearse(Sequential(), ["solver"], calculates, prompt, {"solver": [add, fail]})
     call, _ = episode.turns
-    object.__setattr__(call, "prompt_ids", tuple(first.ids))
-    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)))
+    call = replace(call, prompt_ids=first.ids, completion_ids=ids_of(CALL))
     (second,) = build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])
     messages = [{"role": "tool", "name": one.tool, "content": one.text} for one in episode.feedback]
     assert second.ids == [*first.ids, *ids_of(CALL), *grpo._get_tool_suffix_ids(messages)]
-    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)[:-1]))  # ended by a stop text
+    call = replace(call, completion_ids=ids_of(CALL)[:-1])  # ended by a stop text
     assert build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])[0].ids == second.ids
     assert [message["role"] for message in second.content] == ["user", "assistant", "tool", "tool"]
 
@@ -432,6 +430,23 @@ def test_results_of_tools_hold_no_control_token(text):
 # ---- In the trainer ----
 
 
+def replace_generation(trainer, generate):
+    """Lets a trainer sample by `generate(prompt_ids)`, which returns token ids and `None`, as `GRPOTrainer` asks."""
+    if isinstance(trainer, MARFTTrainer):
+
+        def by_agent(agents, prompt_ids, **_):
+            found = {}
+            for agent in dict.fromkeys(agents):
+                mine = [index for index, name in enumerate(agents) if name == agent]
+                said, _ = generate([prompt_ids[index] for index in mine])
+                found |= {index: Sampled(ids) for index, ids in zip(mine, said, strict=True)}
+            return [found[index] for index in range(len(agents))]
+
+        trainer.parts.runner.generator.generate = by_agent
+    else:
+        trainer.__dict__["_generate_single_turn"] = generate
+
+
 def canned(trainer, log=None):
     """Says a call at first, in three of four rows, and a number after results, not always the right one."""
     waves = []
@@ -446,7 +461,7 @@ def canned(trainer, log=None):
             said.append(ids_of(("7" if index % 2 else "8") if is_after or index % 4 == 3 else CALL))
         return said, None
 
-    trainer._generate_single_turn = generate
+    replace_generation(trainer, generate)
     return waves
 
 
@@ -523,11 +538,11 @@ def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
     shown = []
 
     def generate(agents, prompt_ids, **options):
-        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
-        return [Sampled([*ids_of(next(said)), trainer._tokenizer.eos_token_id]) for _ in agents]
+        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
+        return [Sampled([*ids_of(next(said)), trainer.processing_class.eos_token_id]) for _ in agents]
 
-    trainer._generator.generate = generate
-    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer.parts.runner.generator.generate = generate
+    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert [(turn.agent, turn.text.strip()) for turn in episode.turns] == [
         ("solver", f"so {BROKEN}"), ("solver", "seven"), ("judge", "fine"),
     ]  # fmt: skip
@@ -558,11 +573,11 @@ def test_a_call_that_the_limit_cuts_off_is_not_shown(model_folder, tmp_path):
     shown = []
 
     def generate(agents, prompt_ids, **options):
-        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
+        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
         return [Sampled(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
 
-    trainer._generator.generate = generate
-    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer.parts.runner.generator.generate = generate
+    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert episode.turns[0].truncated and not episode.turns[0].tool_calls
     assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
 
@@ -573,12 +588,12 @@ def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_pat
     shown = []
 
     def generate(agents, prompt_ids, **options):
-        shown.extend(trainer._tokenizer.decode(ids) for ids in prompt_ids)
+        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
         text = {"solver": f"adding {CALL}", "judge": "fine"}
-        return [Sampled([*ids_of(text[agent]), trainer._tokenizer.eos_token_id]) for agent in agents]
+        return [Sampled([*ids_of(text[agent]), trainer.processing_class.eos_token_id]) for agent in agents]
 
-    trainer._generator.generate = generate
-    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer.parts.runner.generator.generate = generate
+    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     judged = shown[-1].split("Judge.")[1]
     assert episode.turns[-1].agent == "judge" and "[solver]" in judged and "adding" in judged
     assert "tool_call" not in judged
@@ -586,8 +601,8 @@ def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_pat
 
 def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=[AgentSpec("solo", tools=[add])])
-    trainer._generator.generate = lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
-    (episode,) = trainer._runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
+    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
 
 
@@ -599,13 +614,13 @@ def test_a_resumed_run_with_tools_ends_with_the_same_bits(model_folder, tmp_path
         trainer.add_callback(StopAt(steps))
         before, waves = weights(trainer), canned(trainer)
         trainer.train(resume_from_checkpoint=resume)
-        assert moved(before, weights(trainer)) and waves == [8, 6] * (steps - trainer._initial_global_step)
+        assert moved(before, weights(trainer)) and waves == [8, 6] * (steps - began_at(trainer))
         return trainer
 
     whole = train("whole", 4)
     train("cut", 2)
     resumed = train("cut", 4, resume=True)
-    assert resumed._initial_global_step == 2 and not moved(weights(whole), weights(resumed))
+    assert began_at(resumed) == 2 and not moved(weights(whole), weights(resumed))
 
 
 class Cupboard:
@@ -658,8 +673,8 @@ def test_methods_of_an_environment_are_tools(model_folder, tmp_path):
 def test_what_went_through_an_environment_is_a_dependency():
     episode = rehearse(EnvironmentLoop(Cupboard), ["a", "b"], lambda agent, seen: calls_add(agent, seen))
     assert [turn.agent for turn in episode.turns] == ["a", "a", "b", "b"]
-    assert episode.fed == [0, 2] and [turn.fed for turn in episode.turns] == [0, 1, 1, 2]
-    assert dict(episode.earned) == {3: 14.0} and episode.environment.apples == 14
+    assert episode.fed == (0, 2) and [turn.fed for turn in episode.turns] == [0, 1, 1, 2]
+    assert earned(episode) == {3: 14.0} and episode.environment.apples == 14
 
 
 def calls_add(agent, seen):
@@ -709,13 +724,13 @@ def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
     agents = [AgentSpec("solver", tools=[slow]), AgentSpec("judge")]
     trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents, workflow=Branches())
     canned(trainer)
-    waves, generate = [], trainer._generator.generate
+    waves, generate = [], trainer.parts.runner.generator.generate
 
     def note(agents, *rest, **options):
         waves.append(len(agents))
         return generate(agents, *rest, **options)
 
-    trainer._generator.generate = note
+    trainer.parts.runner.generator.generate = note
     trainer.train()
     assert waves == [16, 14]  # the judges' second turns wait for the solvers' tools
 
@@ -760,7 +775,7 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
     settings = {"max_steps": 1, "context_overflow": overflow, "max_completion_length": 100}
     trainer = tool_trainer(model_folder, tmp_path, settings, agents=[AgentSpec("solver", tools=[talk])])
     canned(trainer)
-    trainer._runner.prompts._window = 700
+    trainer.parts.runner.prompts.window = 700
     trainer.train()
     (logged,) = [one for one in trainer.state.log_history if "reward" in one]
     name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
@@ -769,8 +784,8 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
 
 def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path)
-    trainer._generate_single_turn = lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None)
-    episodes = trainer._runner.run([{"prompt": "What is 3+4?"}] * 2, trainer._runner.answer)
+    replace_generation(trainer, lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None))
+    episodes = trainer.parts.runner.run([{"prompt": "What is 3+4?"}] * 2, trainer.parts.runner.answer)
     assert [len(episode.turns) for episode in episodes] == [1, 1] and not episodes[0].feedback
     assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()
 
@@ -788,7 +803,7 @@ def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):
     canned(trainer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer._generate_and_score_completions([ROWS[0] for _ in range(8)])
+    (slice_,) = trainer.parts.experience.for_training([ROWS[0] for _ in range(8)])
     by_episode = {}
     for row in slice_.rows:
         by_episode.setdefault(row.episode, set()).add(float(row.advantage))
@@ -803,7 +818,7 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
 
     trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
     with pytest.raises(ValueError, match=r"gives agent 'solver' tools \(add\) that the trainer was not told of"):
-        trainer._runner.run([{"prompt": "q"}], trainer._runner.answer)
+        trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 
 def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):
@@ -820,10 +835,8 @@ def test_what_follows_a_call_is_recorded_as_it_was_shown():
     planner, judge, call, _ = episode.turns
     agent = AgentSpec("solver", tools=[add])
     (first,) = build.build([Query(agent, "q", (planner, judge), (add,))])
-    shown = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": tuple(first.ids)}
-    for name, value in shown.items():
-        object.__setattr__(call, name, value)
-    object.__setattr__(call, "completion_ids", tuple(ids_of(CALL)))
+    shown = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": first.ids}
+    call = replace(call, **shown, completion_ids=ids_of(CALL))
     (second,) = build.build([Query(agent, "q", (planner, judge, call, *episode.feedback), (add,), call)])
     assert second.seen == [judge, call, *episode.feedback]
     assert second.content[: len(first.content)] == first.content

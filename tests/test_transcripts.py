@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page
 from marft_trl.tools import ToolCall
-from marft_trl.transcripts import Entry, Transcript, format_episode, html_page
 from marft_trl.workflows import rehearse
 
 from .helpers import team_trainer
@@ -182,8 +182,8 @@ def test_the_trainer_writes_pages(model_folder, tmp_path):
 
 def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
-    ids = trainer._tokenizer("aé日b")["input_ids"]
-    texts = trainer._token_texts(ids)
+    ids = trainer.processing_class("aé日b")["input_ids"]
+    texts = trainer.parts.reporter.token_texts(ids)
     assert len(texts) == len(ids) and "".join(texts) == "aé日b"
 
 

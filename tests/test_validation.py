@@ -16,9 +16,9 @@ from trl import GRPOConfig
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.configs import as_marft_config
-from marft_trl.rollout.transformers_generator import Sampled
+from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.reward_checks import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
-from marft_trl.trainer.validation import check_scores
 
 from .helpers import config, lora, moved, team_trainer, varied_reward, weights
 
@@ -375,7 +375,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[vandal, varied_reward])
     sampled, trained = [], []
-    generate, roll = trainer._generator.generate, trainer._generate_and_score_completions
+    generate, roll = trainer.parts.runner.generator.generate, trainer.parts.experience.for_training
 
     def spy_generate(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
@@ -387,7 +387,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
         trained.extend(tuple(row.completion_ids.tolist()) for slice_ in slices for row in slice_.rows)
         return slices
 
-    trainer._generator.generate, trainer._generate_and_score_completions = spy_generate, spy_roll
+    trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = spy_generate, spy_roll
     trainer.train()
     assert sorted(sampled) == sorted(trained) and len(sampled) == 3 * 16
     entries = [e for e in trainer.state.log_history if "loss" in e]
@@ -434,19 +434,19 @@ def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, toke
 
 def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "grpo", "beta": 0.1})
-    generate = trainer._generator.generate
+    generate = trainer.parts.runner.generator.generate
 
     def sometimes_nothing(agents, prompt_ids):
         return [Sampled([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
 
-    trainer._generator.generate = sometimes_nothing
+    trainer.parts.runner.generator.generate = sometimes_nothing
     before = weights(trainer)
     trainer.train()
     assert moved(before, weights(trainer))
     assert all(math.isfinite(e["loss"]) for e in trainer.state.log_history if "loss" in e)
 
     trainer = team_trainer(model_folder, tmp_path)
-    trainer._generator.generate = lambda agents, prompt_ids: [Sampled([]) for _ in agents]
+    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [Sampled([]) for _ in agents]
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))
@@ -457,7 +457,7 @@ def test_stop_texts_end_a_turn_and_stay_in_it(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"mask_truncated_completions": True})
     trainer.model.train()
     batch = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
-    slices = trainer._generate_and_score_completions(batch)
+    slices = trainer.parts.experience.for_training(batch)
     texts = [trainer.processing_class.decode(row.completion_ids) for s in slices for row in s.rows]
     assert any("=" in text for text in texts)
     assert all(text.count("=") <= 1 and (text.endswith("=") or "=" not in text) for text in texts)

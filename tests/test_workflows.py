@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from marft_trl import Episode, Sequential, Turn, Workflow
-from marft_trl.rollout.collector import EpisodeError, collect
-from marft_trl.transcripts import format_episode
+from marft_trl import Episode, Sequential, Workflow
+from marft_trl.episodes.collector import EpisodeError
+from marft_trl.reporting.transcripts import format_episode
 from marft_trl.workflows import rehearse
 
-from .helpers import moved, team_trainer, weights
+from .helpers import collect, moved, team_trainer, weights
 
 
 class UntilApproved(Workflow):
@@ -77,7 +77,7 @@ def test_names_computed_at_run_time_are_checked_when_asked_for():
 def answer_all(batches, reply=lambda request: "x"):
     def answer(requests):
         batches.append([(request.episode.index, request.agent) for request in requests])
-        return [Turn(r.agent, reply(r), -1, tuple(turn.index for turn in r.seen)) for r in requests]
+        return [request.completed(reply(request)) for request in requests]
 
     return answer
 

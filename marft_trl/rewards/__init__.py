@@ -4,13 +4,7 @@ from .code import code_reward, get_code_reward, last_python_block
 from .environment import environment_reward
 from .jail import JailError, Limits, Outcome, run_python
 from .math import boxed, math_answer, math_reward
-from .steps import (
-    get_coder_reward,
-    get_outcome_reward,
-    get_planner_reward,
-    get_solver_reward,
-    get_verifier_reward,
-)
+from .steps import get_coder_reward, get_outcome_reward, get_planner_reward, get_solver_reward, get_verifier_reward
 
 
 __all__ = [

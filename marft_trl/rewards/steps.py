@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..episodes import Turn
+from ..episodes.records import Turn
 from .code import last_python_block
 from .math import boxed
 

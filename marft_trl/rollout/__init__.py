@@ -1,1 +1,2 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""From dataset rows to episodes with rewards: prompts, generation, re-runs, reward functions."""

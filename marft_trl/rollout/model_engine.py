@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .transformers_generator import Sampling
+from ..trainer.trl_seams import forward_in_precision, generation_defaults
+from .generator import Sampling
 
 
 class ModelEngine:
@@ -45,49 +43,18 @@ class ModelEngine:
         return {**self._generation, **sampling.as_generation_kwargs()}
 
     @torch.no_grad()
-    def generate(self, prompt_ids: list[list[int]], settings: Mapping[str, Any]) -> list[list[int]]:
+    def generate(
+        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> list[list[int]]:
         """Sample a completion for each prompt, up to and including its end-of-sequence token."""
         device, width = self.model.device, max(map(len, prompt_ids))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
         config = GenerationConfig(**settings, disable_compile=True)
-        with self._configured(settings), self._in_precision():
-            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:]
-        return [self._up_to_end(row) for row in rows.tolist()]
+        with generation_defaults(self.model, settings), forward_in_precision(self.model, self._autocast):
+            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
+        return [self._up_to_end(row) for row in rows[:, width:].tolist()]
 
     def _up_to_end(self, ids: list[int]) -> list[int]:
         return ids[: next((index for index, token in enumerate(ids) if token in self.ends), len(ids)) + 1]
-
-    @contextlib.contextmanager
-    def _in_precision(self) -> Iterator[None]:
-        """Context manager: passes of the whole model are cast, as `Accelerator.prepare_model` (1.15) casts them."""
-        if self._autocast is None:
-            yield
-            return
-        forward, device = self.model.forward, self.model.device
-        cast = torch.autocast(device.type, dtype=self._autocast)(forward)
-
-        @functools.wraps(forward)  # `generate` reads the signature
-        def casting(*args: Any, **kwargs: Any) -> Any:
-            return convert_to_fp32(cast(*args, **kwargs))
-
-        self.model.forward = casting
-        try:
-            yield
-        finally:
-            del self.model.forward
-
-    @contextlib.contextmanager
-    def _configured(self, settings: Mapping[str, Any]) -> Iterator[None]:
-        """
-        Context manager: the model's own generation config has these settings too, since `generate` takes values from
-        it where a setting equals the default of transformers (transformers#42762).
-        """
-        own = self.model.generation_config
-        before = {name: getattr(own, name) for name in settings if hasattr(own, name)}
-        own.update(**{name: settings[name] for name in before})
-        try:
-            yield
-        finally:
-            own.update(**before)

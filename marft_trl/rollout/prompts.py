@@ -20,7 +20,7 @@ from transformers.utils import get_json_schema
 
 from ..agents import AgentSpec
 from ..anonymity import renamed
-from ..episodes import TOOL, Feedback, Messages, Seen, Turn
+from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from .encoding import PlainEncoder
 from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
 
@@ -119,7 +119,7 @@ class PromptBuilder:
         self._plain = plain or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer)
         self._template_ids: dict[str, list[int]] = {}
-        self._window = window
+        self.window = window
         self._reserved = reserved or {}
         self._overflow = overflow
         self.chat_template = chat_template
@@ -163,12 +163,12 @@ class PromptBuilder:
     def _fit(self, query: Query, observation: Observation) -> Observation:
         agent, prompt = query.agent, query.prompt
         reserved = self._reserved.get(agent.name, 0)
-        if self._window is None or len(observation.ids) + reserved <= self._window:
+        if self.window is None or len(observation.ids) + reserved <= self.window:
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
                 f"What agent {agent.name!r} is shown has {len(observation.ids)} tokens and it may generate {reserved} "
-                f"more, but the model's window is {self._window} tokens ({len(observation.seen)} turns shown). Lower "
+                f"more, but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
                 "`max_completion_length`, show fewer turns (`sees=`), set "
                 + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
                 + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
@@ -192,7 +192,7 @@ class PromptBuilder:
         too_few, enough = 0, len(observation.seen)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            fits = len(without(middle).ids) + reserved <= (self._window or 0)
+            fits = len(without(middle).ids) + reserved <= (self.window or 0)
             too_few, enough = (too_few, middle) if fits else (middle, enough)
         shortest = without(enough)
         return self._fit(query._replace(seen=shortest.seen, after=None), shortest)

@@ -7,31 +7,21 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
-from ..episodes import EndOfEpisode, Episode, Turn
+from ..episodes.collector import Request, collect
+from ..episodes.live import Setting
+from ..episodes.records import Completion, EndOfEpisode, Episode
+from ..episodes.rerun import Rerun
 from ..randomness import UserRandomness
 from ..tools import ToolCall, ToolLimits, tool_name
 from ..workflows import Workflow
-from .collector import Request, collect
+from .generator import Generator, Sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
-from .transformers_generator import Sampled
-
-
-class Generator(Protocol):
-    """What samples turns."""
-
-    def generate(
-        self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False, greedy: bool = False
-    ) -> list[Sampled]:
-        """Sampled tokens for each observation, by its agent or by the agent's reference."""
-
-    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Whether a turn of an agent holds one of its stop texts."""
 
 
 class EpisodeRunner:
@@ -80,29 +70,27 @@ class EpisodeRunner:
     def run(
         self,
         rows: Sequence[dict[str, Any]],
-        answer: Callable[[Sequence[Request]], Sequence[Turn | EndOfEpisode]] | None = None,
-        replays: Any = None,
+        answer: Callable[[Sequence[Request]], Sequence[Completion | EndOfEpisode]] | None = None,
+        reruns: Sequence[Rerun] | None = None,
     ) -> list[Episode]:
         """
         One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
 
         Args:
             rows (`Sequence[dict]`): dataset rows with a `prompt`.
-            answer (`Callable`, *optional*): turns requests into turns, in place of [`~EpisodeRunner.answer`].
-            replays (`Sequence[Replay]`, *optional*): for each row, replies that are known already.
+            answer (`Callable`, *optional*): turns requests into completions, in place of [`~EpisodeRunner.answer`].
+            reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode that is run again.
         """
         answer = answer or self.answer
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
+        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases)
 
-        def answered(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:
+        def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
             with self.randomness.ours():
                 return answer(requests)
 
         with self.randomness.theirs():
-            return collect(
-                *(self._workflow, rows, list(self._specs), answered, replays, tools, self._limits, self._aliases),
-                patience=self._patience,
-            )
+            return collect(self._workflow, rows, setting, answered, reruns, patience=self._patience)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -123,10 +111,10 @@ class EpisodeRunner:
     def query(self, request: Request) -> Query:
         """What the observation of a request is made from."""
         agent = self._specs[request.agent]
-        return Query(agent, request.episode.prompt, request.seen, request.functions, request.after)
+        return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after)
 
-    def answer(self, requests: Sequence[Request]) -> list[Turn | EndOfEpisode]:
-        """Turns for all waiting requests: observe, generate, decode."""
+    def answer(self, requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+        """Completions for all waiting requests: observe, generate, decode."""
         undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
         if undeclared is not None:
             raise ValueError(
@@ -141,7 +129,7 @@ class EpisodeRunner:
         return [
             EndOfEpisode(observation.problem)
             if observation.problem is not None
-            else request.answered(
+            else request.completed(
                 text,
                 observation.seen,
                 observation=observation.content,

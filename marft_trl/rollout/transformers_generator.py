@@ -6,92 +6,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..agents import AgentSpec
-from .decoding import Recorder, can_decode, decode
+from ..shared_prefix.decoding import Recorder, can_decode, decode
+from .generator import GREEDY, Sampled, Sampling
 from .stopping import EndAtStopText, StopTexts
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How an agent samples: its own settings, the trainer's where it has none."""
-
-    max_completion_length: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float | None
-    stop: tuple[str, ...]
-
-    @classmethod
-    def of(cls, agent: AgentSpec, args: Any) -> Sampling:
-        """The settings of `agent` under the training arguments `args`."""
-
-        def setting(name: str):
-            own = getattr(agent, name)
-            return getattr(args, name) if own is None else own
-
-        return cls(
-            max_completion_length=setting("max_completion_length"),
-            temperature=setting("temperature"),
-            top_p=setting("top_p"),
-            top_k=setting("top_k"),
-            min_p=setting("min_p"),
-            stop=tuple(agent.stop or ()),
-        )
-
-    def as_generation_kwargs(self) -> dict[str, Any]:
-        """The settings under the names of `generate`."""
-        return {
-            "max_new_tokens": self.max_completion_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-        }
-
-
-# The names under which `generate` knows what an agent sets itself
-_OF_AGENTS = {
-    "max_new_tokens": "max_completion_length",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-}
-
-
-def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of settings of `generate` those that all agents have in common and that can be written as JSON."""
-    plain = (str, int, float, bool, list, type(None))
-    return {key: value for key, value in settings.items() if key not in _OF_AGENTS and isinstance(value, plain)}
-
-
-def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of settings of `generate` those that an agent may set itself, under the names of `AgentSpec`."""
-    return {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
-
-
-# Settings of `generate` that are without effect where nothing is sampled
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
-
-
-class Sampled(NamedTuple):
-    """
-    What was sampled for one observation.
-
-    Args:
-        ids (`list[int]`): token ids.
-        logps (`list[float]`, *optional*): their log-probabilities, where these are as scoring would have them.
-    """
-
-    ids: list[int]
-    logps: list[float] | None = None
 
 
 class Engine(Protocol):
@@ -106,8 +28,17 @@ class Engine(Protocol):
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         """All settings of `generate` for an agent's sampling."""
 
-    def generate(self, prompt_ids: list[list[int]], settings: Mapping[str, Any]) -> list[list[int]]:
-        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+    def generate(
+        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """
+        Sample a completion for each prompt, up to and including its end-of-sequence token.
+
+        Args:
+            prompt_ids (`list[list[int]]`): token ids of the prompts.
+            settings (`Mapping[str, Any]`): settings of the `GenerationConfig`.
+            options (`Mapping[str, Any]`): further arguments of `generate`, such as stopping criteria.
+        """
 
 
 class TransformersGenerator:
@@ -164,8 +95,9 @@ class TransformersGenerator:
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
             recorder = Recorder() if self.records and not by_reference else None
             settings = self._engine.settings(sampling) | (GREEDY if greedy else {})
-            with self._generating(sampling, settings, recorder), speaker:
-                sampled = self._engine.generate([prompt_ids[i] for i in indices], settings)
+            options = self._options(sampling, settings, recorder)
+            with speaker:
+                sampled = self._engine.generate([prompt_ids[i] for i in indices], settings, options)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
             for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
                 ids = self._stops[sampling].cut(ids)
@@ -176,30 +108,17 @@ class TransformersGenerator:
         """All settings of `generate` for an agent."""
         return self._engine.settings(self._samplings[agent])
 
-    @contextlib.contextmanager
-    def _generating(
-        self, sampling: Sampling, settings: Mapping[str, Any], recorder: Recorder | None
-    ) -> Iterator[None]:
-        """Context manager: `generate` stops at stop texts and decodes the fast way, for which calls have no room."""
-        model = self._engine.model
+    def _options(self, sampling: Sampling, settings: Mapping[str, Any], recorder: Recorder | None) -> dict[str, Any]:
+        """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [EndAtStopText(self._stops[sampling])]
-        config = self._merged(GenerationConfig(**settings))
-        if self._share and can_decode(config):
+        if self._share and can_decode(self._merged(GenerationConfig(**settings))):
             # `generation_kwargs` may sample otherwise than it is scored
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             options["custom_generate"] = functools.partial(decode, recorder=recorder)
-        own = model.__dict__.get("generate")  # somebody else may have put one there
-        model.generate = functools.partial(model.generate, **options)
-        try:
-            yield
-        finally:
-            if own is None:
-                del model.generate
-            else:
-                model.generate = own
+        return options
 
     def _merged(self, config: GenerationConfig) -> GenerationConfig:
         """A config as `generate` completes it: what it leaves open is the model's."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
-from ..episodes import Messages, Seen, Turn
+from ..episodes.records import Messages, Seen, Turn
 
 
 # `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.

@@ -1,6 +1,24 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-from .adapter_files import load_adapters
-from .marft_trainer import MARFTTrainer
+"""The trainer. Its names are imported when first used, so that every module can import `trl_seams`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from ..weights.adapter_files import load_adapters
+    from .marft_trainer import MARFTTrainer
 
 
 __all__ = ["MARFTTrainer", "load_adapters"]
+
+
+def __getattr__(name: str) -> Any:
+    modules = {"MARFTTrainer": "marft_trl.trainer.marft_trainer", "load_adapters": "marft_trl.weights.adapter_files"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(modules[name]), name)
+    globals()[name] = value
+    return value

@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
-from trl.trainer.utils import RepeatSampler
 
 from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..learning.critic import Critic
+from ..learning.data import Row, Slice
+from ..learning.schedules import Schedule
 from ..manifest import TeamManifest
-from .adapters import Policies, load_adapter_weights
-from .batching import Row, Slice
+from ..weights.adapters import load_adapter_weights
+from ..weights.policies import Policies
+from ..weights.references import load_references, save_references
+from .trl_seams import TrlState
 
 
 logger = get_logger(__name__)
@@ -31,18 +38,107 @@ _ROW_TENSORS = (
 )
 
 
-class EpochSampler(RepeatSampler):
+class Stateful(Protocol):
+    """An object with state that a resumed run goes on with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, JSON-serializable."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+
+
+class Checkpoints:
     """
-    TRL's `RepeatSampler` with an order that depends on the epoch alone, so that a resumed run finds the order of its
-    epoch. An uninterrupted run gets the same order as with TRL's.
+    Saves and loads what a resumed run needs and the Trainer forgets: the training rows in use, the position in them,
+    the references, and the state of every owner.
+
+    Args:
+        state ([`TrlState`]): position and training rows.
+        owners (`Mapping[str, Stateful]`): objects with state, by the name they have in checkpoints.
+        schedule ([`Schedule`]): when new episodes are due.
+        model (`nn.Module`): the model with its adapters.
+        ref_model (`nn.Module`, *optional*): TRL's reference model.
+        policies ([`Policies`]): adapters and their references.
+        critic ([`Critic`], *optional*): loaded beside the adapters.
+        agents (`Sequence[AgentSpec]`): the team.
+        anonymous (`str`, *optional*): kind of the anonymous ablation.
+        args ([`MARFTConfig`]): index and number of processes, `sync_ref_model`.
     """
 
-    def set_epoch(self, epoch: int) -> None:
-        """Forward to epoch `epoch`, counted from 0. accelerate calls it before each epoch."""
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
+    def __init__(
+        self,
+        state: TrlState,
+        owners: Mapping[str, Stateful],
+        schedule: Schedule,
+        model: Any,
+        ref_model: nn.Module | None,
+        policies: Policies,
+        critic: Critic | None,
+        agents: Sequence[AgentSpec],
+        anonymous: str | None,
+        args: MARFTConfig,
+    ):
+        self._state, self._owners, self._schedule = state, dict(owners), schedule
+        self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
+        self._agents, self._anonymous, self._args = agents, anonymous, args
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state of this process into a checkpoint. Every process calls it."""
+        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
+        slices = None if is_spent else self._state.slices
+        extra = {name: owner.state_dict() for name, owner in self._owners.items()}
+        rank, world_size = self._args.process_index, self._args.world_size
+        save_rollouts(folder, rank, world_size, self._state.micro_step, slices, extra)
+        if self._args.sync_ref_model and self._args.should_save:
+            save_references(self._policies, self._ref_model, folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from the state of this process in a checkpoint."""
+        if self._args.sync_ref_model:
+            load_references(self._policies, self._ref_model, folder)
+        restored = load_rollouts(folder, self._args.process_index, self._args.world_size)
+        if restored is None:
+            return
+        self._state.micro_step, self._state.slices, extra = restored
+        for name, owner in self._owners.items():
+            if name in extra:
+                owner.load_state_dict(extra[name])
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Load the adapters of the team and the critic from a checkpoint, in place."""
+        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)
+        if self._critic is not None:
+            self._critic.load(folder)
+
+    def remove_incomplete(self, folder: Path) -> None:
+        """Remove a checkpoint that a killed run left: old and new files must not mix."""
+        if self._args.should_save and folder.exists() and not is_complete(folder):
+            shutil.rmtree(folder)
+
+    def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | bool | None:
+        """
+        The checkpoint to resume from. For `True` the parent takes the newest folder, also one that a killed run left
+        half written, and needs one.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete(self._args.output_dir or ".")
+        return str(resume_from_checkpoint) if isinstance(resume_from_checkpoint, Path) else resume_from_checkpoint
+
+
+def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
+    """
+    Raise for an upload of a checkpoint that failed in the background.
+
+    Raises:
+        RuntimeError: names the repository and the folder with the files.
+    """
+    for job in jobs:
+        if job.done() and job.exception() is not None:
+            raise RuntimeError(
+                f"A checkpoint could not be pushed to {repo}: {job.exception()}. The files are in {folder}; push them "
+                "again with `trainer.push_to_hub()`."
+            ) from job.exception()
 
 
 def load_team_adapters(

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -21,13 +19,15 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..anonymity import alias_names, anonymize
 from ..configs import MARFTConfig
-from ..episodes import TOOL
+from ..episodes.records import TOOL
+from ..learning.critic import CRITICS, Critic
+from ..learning.levels import Level
 from ..rewards import environment_reward
 from ..rollout.tool_calls import check_functions, prepare_template
 from ..tools import ToolLimits, tool_name
+from ..weights.adapters import check_adapter_config
+from ..weights.policies import Policies
 from ..workflows import EnvironmentLoop, Sequential, Workflow
-from .adapters import Policies, check_adapter_config
-from .critic import Critic
 from .trl_seams import keep_4bit_weights
 
 
@@ -75,21 +75,6 @@ def load_base(
     base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
     return base
-
-
-@contextlib.contextmanager
-def without_false_warning(model_was_named: bool) -> Iterator[None]:
-    """Within, the parent does not say that `model_init_kwargs` are ignored: [`load_base`] has used them."""
-    parents = logging.getLogger("trl.trainer.grpo_trainer")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not (model_was_named and "`model_init_kwargs` to the `GRPOConfig`" in record.getMessage())
-
-    parents.addFilter(keep)
-    try:
-        yield
-    finally:
-        parents.removeFilter(keep)
 
 
 def load_tokenizer(
@@ -154,22 +139,6 @@ def tool_limits(args: MARFTConfig) -> ToolLimits:
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     """Tokens that the model can attend to, `None` where its config states no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-@contextlib.contextmanager
-def without_reference(args: MARFTConfig, if_: bool) -> Iterator[None]:
-    """
-    Within, `args.beta` is 0 and `args.sync_ref_model` is off if the condition holds. `GRPOTrainer` (1.16) keeps a
-    reference of an adapter named `default` and fails without one, and refuses to move it; the references of agents are
-    their own starts.
-    """
-    beta, sync = args.beta, args.sync_ref_model
-    if if_:
-        args.beta, args.sync_ref_model = 0.0, False
-    try:
-        yield
-    finally:
-        args.beta, args.sync_ref_model = beta, sync
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
@@ -369,6 +338,7 @@ def make_critic(
     model: PreTrainedModel | PeftModel,
     agents: Sequence[AgentSpec],
     peft_config: PeftConfig | None,
+    level: Level,
     autocast: Callable[[], Any],
 ) -> Critic | None:
     """
@@ -377,9 +347,10 @@ def make_critic(
     Raises:
         ValueError: a `critic_peft_config` without a critic that has a LoRA.
     """
-    if peft_config is not None and args.critic in (None, "frozen"):
+    kind = CRITICS[args.critic] if args.critic is not None else None
+    if peft_config is not None and (kind is None or not kind.has_adapters):
         raise ValueError(f"`critic_peft_config` was passed, but `critic={args.critic!r}` has no LoRA. Leave it out.")
-    if args.critic is None:
+    if kind is None:
         return None
     if peft_config is None:
         peft_config = copy.deepcopy(model.peft_config[agents[0].adapter])
@@ -387,4 +358,4 @@ def make_critic(
         if hasattr(peft_config, "init_lora_weights"):
             peft_config.init_lora_weights = True  # others may change the base, on which the policies are
     check_adapter_config(AgentSpec("critic"), peft_config, alone=False)
-    return Critic(policies, model, args.critic, args.level, agents, peft_config, autocast)
+    return kind(policies, model, level, agents, peft_config, autocast)

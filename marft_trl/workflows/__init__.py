@@ -1,5 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-from .base import Workflow, rehearse, together
+from ..episodes.rehearsal import rehearse
+from .base import Workflow, together
 from .environment import Environment, EnvironmentLoop
 from .graph import Graph
 from .orchestrated import Orchestrated

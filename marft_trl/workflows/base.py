@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import inspect
 import re
 import textwrap
@@ -14,9 +13,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..episodes import EndOfEpisode, Episode, Messages, Seen, Turn, unknown_agent
-from ..loops import run_coroutine
-from ..tools import ToolCall
+from ..episodes.live import LiveEpisode
+from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
+from ..episodes.rehearsal import rehearse
 
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Workflow(ABC):
     functions: Sequence[Callable] = ()
 
     @abstractmethod
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         """
         Run one episode: let agents speak with `await episode.turn(name, sees=[...])` and set `episode.answer` to the
         turn that answers for the team (the last one unless set).
@@ -231,71 +230,3 @@ def check_count(field: str, count: object, workflow: Workflow) -> int:
         name = type(workflow).__name__
         raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
     return count
-
-
-def rehearse(
-    workflow: Workflow,
-    agents: Sequence[str],
-    reply: Callable[[str, Sequence[Seen]], str | ToolCall | Sequence[ToolCall]],
-    prompt: str | Messages = "",
-    tools: Mapping[str, Sequence[Callable]] | None = None,
-    **row,
-) -> Episode:
-    """
-    Run a workflow on one prompt with canned replies, without a model.
-
-    Args:
-        workflow ([`Workflow`]):
-            The workflow to try.
-        agents (`Sequence[str]`):
-            Names of the agents of the team.
-        reply (`Callable`):
-            `reply(agent, seen)` returns the text that the agent says, given the turns and the feedback it was shown,
-            or the [`ToolCall`]s that it makes.
-        prompt (`str` or `list[dict]`, *optional*):
-            The prompt of the episode.
-        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
-            For each agent, functions that it may call.
-        row:
-            Other columns of the dataset row.
-
-    Returns: the finished [`Episode`].
-
-    Example:
-
-    ```python
-    >>> episode = rehearse(Redraft(), ["writer", "critic"], lambda agent, seen: "OK")
-    >>> [turn.agent for turn in episode.turns]
-    ['writer', 'critic']
-    ```
-    """
-
-    async def speak(
-        episode: Episode,
-        agent: str,
-        seen: Sequence[Seen],
-        functions: Sequence[Callable] = (),
-        after: Turn | None = None,
-        order: int = 0,
-    ) -> Turn:
-        fed = len(episode.fed)
-        await asyncio.sleep(0)  # turns that are asked for side by side do not see one another
-        said = reply(agent, seen)
-        calls = () if isinstance(said, str) else (said,) if isinstance(said, ToolCall) else tuple(said)
-        turn = Turn(
-            agent,
-            said if isinstance(said, str) else str(said),
-            tool_calls=calls if functions else (),
-            index=len(episode.turns),
-            sees=tuple(item.index for item in seen if isinstance(item, Turn)),
-            hears=tuple(item.index for item in seen if not isinstance(item, Turn)),
-            fed=fed,
-        )
-        episode.add(turn, seen)
-        return turn
-
-    workflow.check(agents)
-    episode = Episode(prompt, {"prompt": prompt, **row}, 0, speak, tuple(agents), dict(tools or {}))
-    with contextlib.suppress(EndOfEpisode):  # as in training, an episode may be ended with the turns it has
-        run_coroutine(workflow.run, episode)
-    return episode

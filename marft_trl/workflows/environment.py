@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..episodes import EndOfEpisode, Episode, Turn
+from ..episodes.live import LiveEpisode
+from ..episodes.records import EndOfEpisode, Turn
 from ..hints import did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
@@ -98,7 +99,7 @@ class EnvironmentLoop(Workflow):
         self.side_by_side = side_by_side
         self.source = source
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         agents = self.agents or list(episode.agents)
         environment = episode.environment = await episode.call(self.environment)
         episode.observe(await episode.call(environment.reset, **episode.row), source=self.source)
@@ -120,12 +121,12 @@ class EnvironmentLoop(Workflow):
             episode.cut(agents[0], tools=[getattr(environment, name) for name in self.tools])
         await self._finish(episode, environment, number + 1)
 
-    async def _finish(self, episode: Episode, environment: Environment, rounds: int) -> None:
+    async def _finish(self, episode: LiveEpisode, environment: Environment, rounds: int) -> None:
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
 
-    async def _round(self, episode: Episode, agents: Sequence[str], environment: Environment) -> list[Turn]:
+    async def _round(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> list[Turn]:
         tools = [getattr(environment, name) for name in self.tools]
         if self.side_by_side:
             return await together(episode.turn(agent, tools=tools) for agent in agents)
@@ -147,7 +148,7 @@ class EnvironmentLoop(Workflow):
             )
         return example
 
-    def _record(self, episode: Episode, turns: list[Turn], feedback: str | None, reward: Any) -> None:
+    def _record(self, episode: LiveEpisode, turns: list[Turn], feedback: str | None, reward: Any) -> None:
         if not isinstance(reward, Mapping):
             episode.observe(feedback, after=turns, reward=reward, source=self.source)
             return

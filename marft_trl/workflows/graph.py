@@ -7,7 +7,8 @@ import asyncio
 import graphlib
 from collections.abc import Collection, Mapping, Sequence
 
-from ..episodes import Episode, Turn, unknown_agent
+from ..episodes.live import LiveEpisode
+from ..episodes.records import Turn, unknown_agent
 from ..hints import did_you_mean
 from .base import Workflow
 
@@ -58,7 +59,7 @@ class Graph(Workflow):
         self.answer = answer if answer is not None else sinks[0]
         self._order = list(graphlib.TopologicalSorter(self.sees).static_order())
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         tasks: dict[str, asyncio.Task[Turn]] = {}
         for node in self._order:
             tasks[node] = asyncio.ensure_future(self._speak(episode, node, tasks))
@@ -71,7 +72,7 @@ class Graph(Workflow):
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         episode.answer = tasks[self.answer].result()
 
-    async def _speak(self, episode: Episode, node: str, tasks: Mapping[str, asyncio.Task[Turn]]) -> Turn:
+    async def _speak(self, episode: LiveEpisode, node: str, tasks: Mapping[str, asyncio.Task[Turn]]) -> Turn:
         # A finished task returns without a round of the event loop, so that neighbours ask in the same round.
         seen = [await tasks[other] for other in self.sees[node]]
         return await episode.turn(self.agents[node], sees=seen)

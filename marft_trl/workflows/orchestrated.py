@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..episodes import Episode, Turn
+from ..episodes.live import LiveEpisode
+from ..episodes.records import Turn
 from .base import Workflow, check_count, check_names
 
 
@@ -104,7 +105,7 @@ class Orchestrated(Workflow):
         if self.agents is not None and self.orchestrator in self.agents:
             raise ValueError(f"`Orchestrated` cannot let {self.orchestrator!r} call itself; leave it out of `agents`.")
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         # What it may write is what it knows its teammates by
         known = {episode.aliases.get(name, name): name for name in self._callable(episode.agents)}
         while True:
@@ -120,17 +121,17 @@ class Orchestrated(Workflow):
             if self._is_over(episode):
                 break
 
-    async def _turn(self, episode: Episode, agent: str) -> Turn:
+    async def _turn(self, episode: LiveEpisode, agent: str) -> Turn:
         """A turn, which may call tools as long as there are turns left."""
         return await episode.turn(agent, rounds=self.max_turns - len(episode.turns) - 1)
 
-    def _fall_back(self, episode: Episode, decision: Turn, problem: str) -> Route:
+    def _fall_back(self, episode: LiveEpisode, decision: Turn, problem: str) -> Route:
         episode.count(f"routing/{problem}")
         if self.penalty:
             episode.earn(decision, self.penalty)
         return Route() if self.fallback == "finish" else Route(self.fallback)
 
-    def _is_over(self, episode: Episode) -> bool:
+    def _is_over(self, episode: LiveEpisode) -> bool:
         if len(episode.turns) >= self.max_turns:
             episode.count("routing/out_of_turns")
             return True

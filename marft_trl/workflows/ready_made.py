@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..episodes import Episode, Turn
+from ..episodes.live import LiveEpisode
+from ..episodes.records import Turn
 from .base import Workflow, callable_name, check_count, check_names, together
 
 
@@ -30,7 +31,7 @@ class Debate(Workflow):
         self.rounds = check_count("rounds", rounds, self)
         self.judge = judge
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         said: list[Turn] = []
         for _ in range(self.rounds):
             latest = await together(episode.turn(agent, sees=said) for agent in self.agents)
@@ -62,7 +63,7 @@ class MixtureOfAgents(Workflow):
         self.layers = [check_names("layers", layer, self) for layer in layers]
         self.aggregator = aggregator
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         said: list[Turn] = []
         for layer in self.layers:
             said = await together(episode.turn(agent, sees=said) for agent in layer)
@@ -98,7 +99,7 @@ class UntilApproved(Workflow):
             )
         self.approves = approves
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         episode.answer = draft = await episode.turn(self.writer)
         for _ in range(self.rounds):
             review = await episode.turn(self.reviewer, sees=[draft])

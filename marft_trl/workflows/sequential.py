@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..episodes import Episode
+from ..episodes.live import LiveEpisode
 from .base import Workflow, check_count, check_names
 
 
@@ -24,7 +24,7 @@ class Sequential(Workflow):
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.rounds = check_count("rounds", rounds, self)
 
-    async def run(self, episode: Episode) -> None:
+    async def run(self, episode: LiveEpisode) -> None:
         for _ in range(self.rounds):
             for agent in self.agents or episode.agents:
                 await episode.turn(agent)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from trl.chat_template_utils import qwen3_chat_template
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.rollout.transformers_generator import Sampled
+from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests.helpers import add, lora, team_trainer, varied_reward
@@ -112,7 +112,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             **LEARNING.get(kind, {}),
         },
     )
-    trainer._generator.generate = canned(trainer, kind)
+    trainer.parts.runner.generator.generate = canned(trainer, kind)
     start = {"start/" + n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     figures = trainer.evaluate()

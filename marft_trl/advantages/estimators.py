@@ -1,0 +1,298 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Advantages of training rows: by a baseline, or by GAE with a critic. The arithmetic is in `functional`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .. import functional
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..episodes.records import Turn
+from ..learning.data import Row
+from ..learning.levels import Discounts, Level
+from ..processes import Processes
+from ..rollout.branches import Node
+from ..rollout.rollouts import Rollout
+from ..run_metrics import Metrics
+from ..trainer.trl_seams import TrlRewards
+from ..weights.policies import Policies
+from .baselines import BASELINES, Baseline, Samples
+from .credit import CreditAssigner
+
+
+class Estimated(NamedTuple):
+    """
+    Rows with advantages.
+
+    Args:
+        rows (`list[list[Row]]`): the rows of each episode.
+        std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode, for the
+            metrics; `None` with a critic.
+        credited (`set[str]`): agents of this process with an advantage, or with a critic a return, other than 0.
+    """
+
+    rows: list[list[Row]]
+    std: torch.Tensor | None
+    credited: set[str]
+
+
+class Estimator(Protocol):
+    """Estimates advantages."""
+
+    def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
+        """For each episode the turns, or candidates for turns, that need a row."""
+
+    def estimate(
+        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+    ) -> Estimated:
+        """
+        Args:
+            rollout ([`Rollout`]): episodes with rewards.
+            rows (`Sequence[Sequence[Row]]`): rows of each episode: one per turn, or, with candidates, one per
+                candidate of every node in turn.
+            training (`bool`): whether the rows are trained on; else they are evaluated.
+            last_values (`Sequence[float]`): with a critic, the value after each episode that a horizon cut, else 0.
+        """
+
+
+def credit_rule(args: MARFTConfig, training: bool) -> str:
+    """The credit; in evaluation one that needs neither re-runs nor columns that only training may have."""
+    return "equal" if not training and args.credit in ("counterfactual", "per_step") else args.credit
+
+
+class BaselineEstimator:
+    """
+    Advantages by comparing returns.
+
+    Args:
+        credit ([`CreditAssigner`]): returns of turns.
+        rewards ([`TrlRewards`]): weights of the reward functions.
+        agents (`Sequence[AgentSpec]`): the team.
+        policies ([`Policies`]): which agents are trained.
+        args ([`MARFTConfig`]): the baseline and the scaling of advantages.
+        group_sizes (`tuple[int, int]`): episodes of a prompt in training and in evaluation.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        credit: CreditAssigner,
+        rewards: TrlRewards,
+        agents: Sequence[AgentSpec],
+        policies: Policies,
+        args: MARFTConfig,
+        group_sizes: tuple[int, int],
+        processes: Processes,
+    ):
+        self._credit, self._rewards, self._args, self._processes = credit, rewards, args, processes
+        self._names = [agent.name for agent in agents]
+        self._policies, self._group_sizes = policies, group_sizes
+
+    def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
+        if self.baseline(training).uses_candidates:
+            return [[turn for node in its for turn in node.turns] for its in _by_episode(rollout)]
+        if self.gives_one_advantage_to_all(training):
+            is_trained = self._policies.is_trained
+            return [[turn for turn in episode.turns if is_trained(turn.agent)] for episode in rollout.episodes]
+        return [list(episode.turns) for episode in rollout.episodes]
+
+    def baseline(self, training: bool) -> Baseline:
+        """The baseline; in evaluation one that needs nothing but the episodes."""
+        baseline = BASELINES[self._args.advantage]
+        return baseline if training or baseline.in_evaluation is None else BASELINES[baseline.in_evaluation]
+
+    def gives_one_advantage_to_all(self, training: bool) -> bool:
+        """Whether all turns of an episode have one return, which is compared with other episodes': as in TRL."""
+        by_episode = self.baseline(training).by_episode is not None
+        return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
+
+    def estimate(
+        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+    ) -> Estimated:
+        group_size, scale, rewards = self._group_sizes[not training], self._args.scale_rewards, rollout.rewards
+        if self._args.multi_objective_aggregation == "normalize_then_sum":
+            weights = self._rewards.weights.to(rewards.device)
+            rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
+            group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
+        by_episode, std = functional.group_advantages(rewards, group_size, scale)
+        baseline = self.baseline(training)
+        if self.gives_one_advantage_to_all(training) and baseline.by_episode is not None:
+            by_episode, std = baseline.by_episode(rewards, group_size, scale)  # TRL's own arithmetic, to the bit
+            own = by_episode[rollout.first : rollout.first + len(rows)].tolist()
+            pairs = zip(rows, own, strict=True)
+            filled = [[replace(row, advantage=its) for row in its_rows] for its_rows, its in pairs]
+        else:
+            filled = self._compare(replace(rollout, rewards=rewards), rows, baseline, group_size, scale, training)
+        credited = {row.agent for its_rows in filled for row in its_rows if torch.as_tensor(row.advantage).any()}
+        return Estimated(filled, std, credited)
+
+    def _compare(
+        self,
+        rollout: Rollout,
+        rows: Sequence[Sequence[Row]],
+        baseline: Baseline,
+        group_size: int,
+        scale: str,
+        training: bool,
+    ) -> list[list[Row]]:
+        """Compare the returns of the turns of all processes."""
+        nodes = _by_episode(rollout)
+        if baseline.uses_candidates:
+            returns = [torch.tensor([worth for node in its for worth in node.returns]) for its in nodes]
+        else:
+            returns = self._returns(rollout, credit_rule(self._args, training))
+        samples = list(self._samples(rollout, rows, returns, nodes))
+        counts = self._processes.gather([len(samples)])
+        everywhere = self._processes.gather(samples)
+        start = sum(counts[: self._processes.index])
+        advantages = torch.zeros(0)
+        if everywhere:
+            episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
+            worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
+            table = Samples(episodes, agents, places, worth, group_size, len(self._names))
+            advantages = baseline.function(table, scale)
+        own = iter(advantages[start : start + len(samples)].tolist())
+        return [[replace(row, advantage=next(own)) for row in its_rows] for its_rows in rows]
+
+    def _returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
+        credits = self._credit.assign(rollout, credit)
+        if self._args.credit_kind == "returns":
+            return credits
+        pairs = zip(rollout.episodes, credits, strict=True)
+        return [functional.returns_to_go(c, torch.tensor(e.joint_steps()), self._args.gamma) for e, c in pairs]
+
+    def _samples(
+        self,
+        rollout: Rollout,
+        rows: Sequence[Sequence[Row]],
+        returns: Sequence[torch.Tensor],
+        nodes: Sequence[Sequence[Node]],
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """What each row is compared by: episode, agent, node and return."""
+        for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
+            places = (
+                [number for number, node in enumerate(nodes[index]) for _ in node.turns]
+                if rollout.nodes
+                else list(range(len(its_rows)))
+            )
+            for row, worth, place in zip(its_rows, its_returns.tolist(), places, strict=True):
+                yield rollout.first + index, self._names.index(row.agent), place, worth
+
+
+class CriticEstimator:
+    """
+    Advantages and value targets by GAE. Rows have their `old_values`, one row for each turn.
+
+    Args:
+        credit ([`CreditAssigner`]): rewards of turns.
+        level ([`Level`]): unit of advantages and values.
+        agents (`Sequence[AgentSpec]`): the team.
+        args ([`MARFTConfig`]): discounts and normalization.
+        metrics ([`Metrics`]): get the explained variance.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        credit: CreditAssigner,
+        level: Level,
+        agents: Sequence[AgentSpec],
+        args: MARFTConfig,
+        metrics: Metrics,
+        processes: Processes,
+    ):
+        self._credit, self._level, self._args = credit, level, args
+        self._metrics, self._processes = metrics, processes
+        self._names = [agent.name for agent in agents]
+        self._discounts = Discounts(args.gamma, args.gae_lambda, args.token_gamma, args.token_gae_lambda)
+
+    def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
+        return [list(episode.turns) for episode in rollout.episodes]
+
+    def estimate(
+        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+    ) -> Estimated:
+        credits = self._credit.assign(rollout, credit_rule(self._args, training))
+        filled: list[list[Row]] = []
+        for episode, its_rows, credit, last in zip(rollout.episodes, rows, credits, last_values, strict=True):
+            steps = torch.tensor(episode.joint_steps())
+            if self._args.credit_kind == "returns":  # every turn is the last of an episode of its own
+                alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
+                filled.append([row for its in alone for row in its])
+            else:
+                filled.append(self._gae(its_rows, credit, steps, last))
+        self._log([row for its_rows in filled for row in its_rows])
+        totals = self._moments([row for its_rows in filled for row in its_rows])
+        normalized = [[self._normalized(row, totals) for row in its_rows] for its_rows in filled]
+        return Estimated(normalized, None, self._credited(rollout, credits))
+
+    def _credited(self, rollout: Rollout, credits: Sequence[torch.Tensor]) -> set[str]:
+        """Agents any of whose turns has a return that is not 0: a critic's noise makes advantages of nothing."""
+        found = set()
+        for episode, credit in zip(rollout.episodes, credits, strict=True):
+            known = credit.nan_to_num(nan=0.0)
+            if self._args.credit_kind == "rewards":
+                known = functional.returns_to_go(known, torch.tensor(episode.joint_steps()), 1.0)
+            found |= {turn.agent for turn, worth in zip(episode.turns, known.tolist(), strict=True) if worth}
+        return found
+
+    def _gae(self, rows: Sequence[Row], rewards: torch.Tensor, steps: torch.Tensor, last_value: float) -> list[Row]:
+        """Rows with advantages before normalization, one per value, and with value targets."""
+        values = [row.old_values for row in rows if row.old_values is not None]
+        advantages, targets = self._level.estimate(rewards, values, steps, self._discounts, last_value)
+        return [
+            replace(row, advantage=advantage, value_targets=target)
+            for row, advantage, target in zip(rows, advantages, targets, strict=True)
+        ]
+
+    def _moments(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Moments `(N, 3)` of the advantages that the policy loss counts, of all agents or of each."""
+        by_agent = self._args.normalize_advantages == "agent"
+        names: list[Any] = list(self._names) if by_agent else [None]
+        totals = torch.zeros(len(names), 3, dtype=torch.float64)
+        for index, name in enumerate(names):
+            mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
+            values = [torch.as_tensor(self._advantage_of(row)).reshape(-1) for row in mine]
+            known = [its[~its.isnan()] for its in values]
+            if known:
+                totals[index] = functional.moments(torch.cat(known))
+        return self._processes.sum(totals)
+
+    def _normalized(self, row: Row, totals: torch.Tensor) -> Row:
+        """A row whose advantage is standardized; 0 where nothing scored the turn."""
+        how = self._args.normalize_advantages
+        advantage = torch.as_tensor(self._advantage_of(row), dtype=torch.float32)
+        total = totals[self._names.index(row.agent) if how == "agent" else 0]
+        if how != "none" and total[0] > 0:
+            advantage = functional.standardized(advantage, total)
+        advantage = advantage.nan_to_num(nan=0.0)
+        return replace(row, advantage=advantage if advantage.dim() else advantage.item())
+
+    def _advantage_of(self, row: Row) -> float | torch.Tensor:
+        return self._level.advantage(torch.as_tensor(row.advantage), len(row.completion_ids))
+
+    def _log(self, rows: Sequence[Row]) -> None:
+        known = [row for row in rows if row.num_value_targets]
+        totals = torch.zeros(3, 3, dtype=torch.float64)
+        if known:
+            targets = torch.cat([row.value_targets for row in known if row.value_targets is not None])
+            values = torch.cat([row.old_values for row in known if row.old_values is not None])
+            totals = torch.stack([functional.moments(one) for one in (targets, targets - values, values)])
+        totals = self._processes.sum(totals)
+        if totals[0, 0] == 0:
+            return
+        self._metrics.add("critic/explained_variance", functional.explained_variance(totals[0], totals[1]))
+        self._metrics.add("critic/target_mean", (totals[0, 1] / totals[0, 0]).item())
+        self._metrics.add("critic/value_mean", (totals[2, 1] / totals[2, 0]).item())
+
+
+def _by_episode(rollout: Rollout) -> list[list[Node]]:
+    nodes: list[list[Node]] = [[] for _ in rollout.episodes]
+    for node in rollout.nodes:
+        nodes[node.episode].append(node)
+    return nodes

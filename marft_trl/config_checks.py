@@ -1,0 +1,363 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What the training arguments may be, alone and together. Every check runs when a config is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from .advantages.baselines import BASELINES
+from .hints import did_you_mean
+from .learning.critic import CRITICS
+from .learning.levels import LEVELS
+
+
+ACTION_LOGPROBS = ("sum", "token", "word")
+CREDITS = ("equal", "step_discount", "per_step", "counterfactual")
+CREDIT_KINDS = ("rewards", "returns")
+NORMALIZATIONS = ("batch", "agent", "none")
+VALUE_LOSSES = ("huber", "squared")
+UPDATE_ORDERS = ("joint", "sequential", "resampled")
+CANDIDATE_REWARDS = ("episode", "turn")
+CONTINUATIONS = ("best", "sampled")
+CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+SCALES = ("group", "batch", "none")
+
+# Loss types that give every turn the same weight, whatever its length; `luspo` weighs by length on purpose.
+_LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
+
+_AT_LEAST_ZERO = (
+    *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
+    *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
+    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
+)
+_ABOVE_ZERO = (
+    *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
+    *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
+    "sequential_clip",
+    *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
+    *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
+    *("workflow_timeout", "max_unscored_batches"),
+)
+_SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
+_INTEGERS = (
+    *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
+    *("max_tool_calls", "max_tool_output_length"),
+)
+_INTEGERS_OR_NONE = (
+    *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
+    *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
+)
+_NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
+# What `None` means where it is worth saying.
+_NONE_MEANS = {
+    "value_clip": "no clipping",
+    "sequential_clip": "no clipping",
+    "target_kl": "no early stop",
+    "workflow_timeout": "no limit",
+    "max_unscored_batches": "no limit",
+}
+
+# Fields that do nothing unless another one has a certain value.
+_DEPENDENT = [
+    ("action_logprob", "level", "action"),
+    ("normalize_advantages", "advantage", "gae"),
+    ("counterfactual_samples", "credit", "counterfactual"),
+    ("turn_candidates", "advantage", "turn"),
+    ("continue_from", "advantage", "turn"),
+    ("candidate_reward", "advantage", "turn"),
+    ("sequential_clip", "update_order", "sequential"),
+    ("credit_discount", "credit", "step_discount"),
+    ("own_reward_weight", "credit", "per_step"),
+    ("critic_learning_rate", "advantage", "gae"),
+    ("critic_max_grad_norm", "advantage", "gae"),
+    ("value_clip", "advantage", "gae"),
+    ("value_loss", "advantage", "gae"),
+    ("gae_lambda", "advantage", "gae"),
+    ("token_gamma", "advantage", "gae"),
+    ("token_gae_lambda", "advantage", "gae"),
+    ("token_gamma", "level", "token"),
+    ("token_gae_lambda", "level", "token"),
+    ("gamma", "credit_kind", "rewards"),
+    ("gae_lambda", "credit_kind", "rewards"),
+]
+
+
+def check_numbers(args: Any) -> None:
+    """
+    Raise for numbers out of range: negative or NaN coefficients, discounts over 1.
+
+    Raises:
+        ValueError: names the field, the value and the range.
+    """
+    for name in (*_NEEDED, *_INTEGERS_OR_NONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO):
+        value = getattr(args, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number and (value is not None or name in _NEEDED):
+            raise ValueError(f"`{name}` must be a number, got {value!r}.")
+        if name in (*_INTEGERS, *_INTEGERS_OR_NONE) and value is not None and not isinstance(value, int):
+            raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    ranges = [
+        (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
+        (_ABOVE_ZERO, lambda value: value > 0, "above 0"),
+        (_SHARES, lambda value: 0 <= value <= 1, "in [0, 1]"),
+    ]
+    for names, holds, bound in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                instead = f", or None for {_NONE_MEANS[name]}" if name in _NONE_MEANS else ""
+                raise ValueError(f"`{name}` must be a finite number {bound}{instead}; got {value!r}.")
+    for weight in args.reward_weights or []:
+        if not math.isfinite(weight):
+            raise ValueError(f"`reward_weights` must be finite numbers, got {args.reward_weights!r}.")
+
+
+def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
+    """Raise unless the value is among the known ones; the message has the nearest."""
+    known = list(known)
+    if value in known:
+        return
+    if None in known and str(value).lower() in ("none", ""):
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
+    hint = did_you_mean(value, [name for name in known if name is not None])
+    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
+
+
+def check_choices(args: Any) -> None:
+    """
+    Raise for unknown names.
+
+    Raises:
+        ValueError: names the field, the known values and the nearest of them.
+    """
+    choices: dict[str, tuple] = {
+        "advantage": (*BASELINES, "gae"),
+        "level": tuple(LEVELS),
+        "action_logprob": ACTION_LOGPROBS,
+        "critic": (None, *CRITICS),
+        "credit": CREDITS,
+        "credit_kind": CREDIT_KINDS,
+        "normalize_advantages": NORMALIZATIONS,
+        "value_loss": VALUE_LOSSES,
+        "update_order": UPDATE_ORDERS,
+        "candidate_reward": CANDIDATE_REWARDS,
+        "continue_from": CONTINUATIONS,
+        "context_overflow": CONTEXT_OVERFLOWS,
+        "loss_type": LOSS_TYPES,
+        "scale_rewards": SCALES,
+        "importance_sampling_level": ("token", "sequence"),
+        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    }
+    for name, known in choices.items():
+        check_choice(name, getattr(args, name), known)
+
+
+def check_combinations(args: Any) -> None:
+    """
+    Raise for settings that make no sense together.
+
+    Raises:
+        ValueError: names both fields and what to set instead.
+    """
+    refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)
+    for name, other, needed in _DEPENDENT:
+        is_set = name in args.given and getattr(args, name) != type(args).__dataclass_fields__[name].default
+        if is_set and getattr(args, other) != needed:
+            is_open = not (
+                other == "credit_kind" and args.credit == "counterfactual"
+            )  # whose returns are not added up
+            fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
+            )
+
+
+def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
+    generations = args.num_generations
+    is_lone = args.generation_batch_size == 1
+    normalizes = args.advantage == "gae" and args.level == "action" and args.normalize_advantages != "none"
+    baseline = BASELINES.get(args.advantage)
+    compares = baseline is not None and baseline.needs_group
+    return [
+        (
+            args.advantage == "gae" and args.critic is None,
+            "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.",
+        ),
+        (
+            args.advantage != "gae" and args.critic is not None,
+            f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
+            "`advantage='gae'`, or leave `critic` out.",
+        ),
+        (
+            args.critic is None and args.critic_warmup_steps > 0,
+            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None.",
+        ),
+        (
+            compares and generations == 1,
+            f"`num_generations` (1) needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
+            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations=2` or more.",
+        ),
+        (
+            baseline is not None and baseline.uses_candidates and args.turn_candidates < 2,
+            f"`advantage='turn'` compares candidates for a turn with one another, but `turn_candidates` is "
+            f"{args.turn_candidates}. Set 2 or more.",
+        ),
+        (
+            is_lone and (args.advantage == "batch" or normalizes),
+            "With one episode in a generation batch (`per_device_train_batch_size` 1) there is nothing to compare it "
+            f"with, so with `advantage={args.advantage!r}` nothing would be learned. Raise "
+            "`per_device_train_batch_size`"
+            + (", or set `normalize_advantages='none'`." if args.advantage == "gae" else "."),
+        ),
+        (
+            0 < args.max_steps < args.critic_warmup_steps,
+            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is more than `max_steps` ({args.max_steps}): no "
+            "agent would ever learn. Lower it, or raise `max_steps`.",
+        ),
+    ]
+
+
+def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
+    by_token = args.advantage == "gae" and args.level == "token"
+    return [
+        (
+            args.level == "action" and args.loss_type not in _LOSSES_OF_ACTIONS,
+            f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
+            f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+        ),
+        (
+            args.level == "action" and args.importance_sampling_level == "sequence",
+            "`importance_sampling_level='sequence'` is `level='action'` with `action_logprob='token'`: set these, and "
+            "leave `importance_sampling_level` out.",
+        ),
+        (
+            by_token and args.importance_sampling_level == "sequence",
+            "`advantage='gae'` at `level='token'` gives every token an advantage, but "
+            "`importance_sampling_level='sequence'` has one ratio for all. Set `level='action'`.",
+        ),
+        (
+            by_token and (args.loss_type == "vespo" or args.off_policy_mask_threshold is not None),
+            "`loss_type='vespo'` and `off_policy_mask_threshold` need one advantage per turn, but `advantage='gae'` "
+            "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
+        ),
+        (
+            args.level == "action" and args.beta > 0 and args.use_bias_correction_kl,
+            "`use_bias_correction_kl` at `level='action'` would weigh the KL of every token by the ratio of the whole "
+            "turn, which is not bounded. Leave it out.",
+        ),
+        (
+            args.level == "action" and args.top_entropy_quantile < 1.0,
+            f"`top_entropy_quantile={args.top_entropy_quantile}` trains some tokens of a turn, but at "
+            "`level='action'` a turn is one action. Set `level='token'`, or leave it out.",
+        ),
+        (
+            not args.use_policy_ratio and args.target_kl is not None,
+            "`target_kl` measures the policy ratio, which `use_policy_ratio=False` leaves out. Leave one of them out.",
+        ),
+        (
+            args.level == "action" and args.off_policy_mask_threshold is not None,
+            "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
+        ),
+    ]
+
+
+def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
+    group_like = args.advantage in ("group", "agent")
+    return [
+        (
+            args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
+            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
+            "'group', 'agent' and 'turn'. Leave it out.",
+        ),
+        (
+            args.credit == "counterfactual" and args.credit_kind == "rewards",
+            "`credit='counterfactual'` compares the whole outcome for every turn, so adding it up over turns "
+            "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
+        ),
+        (
+            args.advantage == "turn" and args.credit in ("step_discount", "counterfactual"),
+            f"`advantage='turn'` scores each candidate of a turn, which leaves nothing for `credit={args.credit!r}` "
+            "to divide. Use `credit='equal'` or `'per_step'`.",
+        ),
+        (
+            args.advantage == "turn" and args.credit_kind == "rewards",
+            "`advantage='turn'` has the return of every candidate, so `credit_kind='rewards'` does not apply. Leave "
+            "it out.",
+        ),
+        (
+            args.multi_objective_aggregation == "normalize_then_sum" and not (group_like and args.credit == "equal"),
+            "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
+            f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
+            f"`credit={args.credit!r}`.",
+        ),
+    ]
+
+
+def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
+    micro_steps = args.steps_per_generation * args.num_iterations
+    is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
+    one_by_one = args.update_order != "joint"
+    return [
+        (
+            args.target_kl is not None and is_on_policy,
+            f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
+            f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
+            "policy has not moved. Raise one of them, or leave `target_kl` out.",
+        ),
+        (
+            one_by_one and args.agent_iteration_interval > 0,
+            f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
+            "both say who learns when. Leave one of them out.",
+        ),
+        (
+            0 < args.max_steps <= args.agent_iteration_interval,
+            f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
+            f"({args.max_steps}) to the second agent. Lower it, or raise `max_steps`.",
+        ),
+        (
+            one_by_one and micro_steps % args.gradient_accumulation_steps != 0,
+            f"`update_order={args.update_order!r}` needs every agent to have whole optimizer steps on a generation "
+            f"batch: `steps_per_generation * num_iterations` ({micro_steps}) has to be a multiple of "
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
+        ),
+        (
+            args.update_order == "sequential" and args.advantage == "turn",
+            "`update_order='sequential'` multiplies ratios along an episode, but with `advantage='turn'` most rows "
+            "are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
+        ),
+        (
+            args.sync_ref_model and args.beta == 0.0,
+            "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
+            "`beta` to a number above 0.",
+        ),
+        (
+            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
+            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
+        ),
+    ]
+
+
+def check_supported(args: Any) -> None:
+    """
+    Raise for settings of [`~trl.GRPOConfig`] that a team cannot honour.
+
+    Raises:
+        ValueError: names the setting, why, and what to set instead.
+    """
+    refused = {
+        "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),
+        "use_transformers_continuous_batching": (
+            args.use_transformers_continuous_batching,
+            "it keeps one policy for all requests. Set it to False.",
+        ),
+    }
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")

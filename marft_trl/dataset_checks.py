@@ -1,0 +1,161 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Checks of datasets and prompts, before the first generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl import is_conversational
+
+
+# What the trainer itself passes to reward functions; a dataset column of such a name would collide with it.
+REWARD_ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns", "earned"),
+    "environments",
+)
+# What functions that score single turns get besides.
+TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")
+_SCAN_ROWS = 1000
+# The prompt of a row whose environment says what the task is, as in TRL
+PLACEHOLDER = [{"role": "user", "content": ""}]
+
+
+def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> None:
+    """
+    Raise unless every dataset can be trained or evaluated on.
+
+    Args:
+        train_dataset (`Dataset` or `IterableDataset`):
+            As passed to the trainer.
+        eval_dataset (`Dataset`, `IterableDataset`, `dict` or `None`):
+            As passed to the trainer.
+        prompts_per_generation (`int`):
+            Distinct prompts that one generation batch needs.
+
+    Raises:
+        TypeError: not a dataset.
+        ValueError: no prompts, too few of them, or a row whose prompt cannot be used.
+    """
+    if train_dataset is None:
+        raise ValueError(
+            "`train_dataset` is required unless an `environment_factory` is provided. Pass a dataset with a `prompt` "
+            "column."
+        )
+    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
+        )
+    check_dataset(train_dataset, "train_dataset")
+    enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
+    count = len(train_dataset) if enough is None else sum(1 for _ in enough)
+    if count < prompts_per_generation:
+        raise ValueError(
+            f"`train_dataset` has {count} prompts, but one generation batch needs "
+            f"{prompts_per_generation} (`generation_batch_size / num_generations`), so not a single step would be "
+            "trained. Add prompts, or lower `per_device_train_batch_size` or `steps_per_generation`."
+        )
+    for name, dataset in named_sets(eval_dataset).items():
+        check_dataset(dataset, name)
+
+
+def named_sets(eval_dataset) -> dict[str, Any]:
+    """The evaluation sets by the names they have in messages."""
+    if isinstance(eval_dataset, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    return {} if eval_dataset is None else {"eval_dataset": eval_dataset}
+
+
+def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
+    """Raise unless the dataset has a usable `prompt` in every row (in its first row, when it is streamed)."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`.")
+    columns = column_names(dataset)
+    if columns is None:
+        raise ValueError(f"`{what}` is empty: it has no rows to take prompts from.")
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"`{what}` is empty: it has 0 rows to take prompts from (columns: {columns}).")
+    if "prompt" not in columns:
+        raise ValueError(
+            f"`{what}` has no column `prompt`; it has {columns}. Rename the column that holds the prompts: "
+            "`dataset.rename_column('question', 'prompt')`."
+        )
+    collisions = sorted(set(columns) & set(TURN_ARGUMENTS))
+    if collisions:
+        raise ValueError(
+            f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from "
+            "the trainer. Rename the columns."
+        )
+    rows = islice(dataset, 1) if isinstance(dataset, IterableDataset) else _prompts(dataset)
+    check_prompts(rows, what, start=0)
+
+
+def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
+    """Names of the columns; `None` for a stream without a single row."""
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    first = next(iter(dataset), None)
+    return None if first is None else list(first)
+
+
+def _prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
+    only = dataset.select_columns("prompt")
+    for start in range(0, len(only), _SCAN_ROWS):
+        for prompt in only[start : start + _SCAN_ROWS]["prompt"]:
+            yield {"prompt": prompt}
+
+
+def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None = None) -> None:
+    """
+    Raise at the first row whose prompt is missing, empty, or of another kind than the first one's.
+
+    Args:
+        rows (`Iterable[dict]`):
+            Rows with a `prompt`.
+        what (`str`):
+            Name of the dataset, for the message.
+        start (`int`, *optional*):
+            Position of the first row in the dataset, where it is known.
+    """
+    first_kind = None
+    for offset, row in enumerate(rows):
+        where = f"row {start + offset} of `{what}`" if start is not None else f"a row of `{what}`"
+        if "prompt" not in row:
+            raise ValueError(f"There is no `prompt` in {where}; it has {sorted(row)}.")
+        kind = _kind_of(row["prompt"], where)
+        first_kind = first_kind or kind
+        if kind != first_kind:
+            raise ValueError(
+                f"The prompt in {where} is {kind}, while the first one is {first_kind}. Use one kind throughout: "
+                "strings, or lists of messages."
+            )
+
+
+def _kind_of(prompt: object, where: str) -> str:
+    if prompt is None:
+        raise ValueError(f"The prompt in {where} is None. Remove the row: `dataset.filter(lambda r: r['prompt'])`.")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(
+                f"The prompt in {where} is empty. Remove the row: `dataset.filter(lambda r: r['prompt'].strip())`."
+            )
+        return "text"
+    if not isinstance(prompt, list):
+        raise TypeError(
+            f"The prompt in {where} is a {type(prompt).__name__}; it must be a string or a list of messages."
+        )
+    if not prompt or not is_conversational({"prompt": prompt}):
+        raise ValueError(
+            f"The prompt in {where} is a list, but not one of messages with `role` and `content`: {str(prompt)[:80]}."
+        )
+    for message in prompt:
+        if message["content"] is None or (message["content"] == "" and prompt != PLACEHOLDER):
+            raise ValueError(f"The prompt in {where} has a {message['role']!r} message without content.")
+        if not isinstance(message["content"], str):
+            raise ValueError(
+                f"The prompt in {where} has a {message['role']!r} message whose content is not text. Vision-language "
+                "prompts are not supported."
+            )
+    return "a list of messages"

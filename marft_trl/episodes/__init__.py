@@ -1,0 +1,19 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Episodes: the record of what happened, the handle that a workflow holds, and what runs many of them at once."""
+
+from .live import LiveEpisode
+from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Seen, Turn, joint_steps, rounds
+
+
+__all__ = [
+    "TOOL",
+    "Completion",
+    "EndOfEpisode",
+    "Episode",
+    "Feedback",
+    "LiveEpisode",
+    "Seen",
+    "Turn",
+    "joint_steps",
+    "rounds",
+]

@@ -1,0 +1,282 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs many episodes at once: workflows in, finished episodes out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ..event_loop import run_coroutine
+from .live import Ask, LiveEpisode, Setting
+from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
+from .rerun import Found, Rerun
+
+
+# Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
+# runs on at once; only `asyncio.gather` and futures need a round or two to start or resume what they hold.
+_QUIET_ROUNDS = 4
+# Seconds between two looks at what else an episode may be waiting for
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+# Seconds that a cancelled workflow has for cleaning up
+_LAST_WORDS = 1.0
+
+
+class Runs(Protocol):
+    """What can be run: a workflow."""
+
+    async def run(self, episode: LiveEpisode) -> None:
+        """Run one episode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """
+    A turn that an episode is waiting for.
+
+    Args:
+        episode ([`LiveEpisode`]): the episode.
+        ask ([`Ask`]): what its workflow asks for.
+        waiter (`asyncio.Future`): gets the turn.
+        fed (`int`): number of turns that had gone into the environment when it was asked for.
+        by_reference (`bool`): whether the reference of the agent is to take the turn.
+    """
+
+    episode: LiveEpisode
+    ask: Ask
+    waiter: asyncio.Future[Turn]
+    fed: int = 0
+    by_reference: bool = False
+
+    @property
+    def agent(self) -> str:
+        return self.ask.agent
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        return self.ask.seen
+
+    @property
+    def after(self) -> Turn | None:
+        return self.ask.after
+
+    @property
+    def functions(self) -> tuple[Callable, ...]:
+        return self.ask.functions
+
+    def completed(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
+        """
+        A completion with a text.
+
+        Args:
+            text (`str`): the text.
+            seen (`Sequence[Turn | Feedback]`, *optional*, defaults to what was asked for): items that were shown.
+            fields: other fields of the [`Completion`].
+        """
+        return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
+
+    def turn(self, completion: Completion) -> Turn:
+        """The turn that the request gets with a completion, as the next one of its episode."""
+        return Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.ask.is_final)
+
+
+# Answers requests, in order. An `EndOfEpisode` in place of a completion ends that episode.
+Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
+
+
+class EpisodeError(RuntimeError):
+    """A workflow failed; the message names the episode, its prompt and the workflow."""
+
+
+def collect(
+    workflow: Runs,
+    rows: Sequence[dict[str, Any]],
+    setting: Setting,
+    answer: Answer,
+    reruns: Sequence[Rerun] | None = None,
+    patience: float | None = None,
+) -> list[Episode]:
+    """
+    Run the workflow once on every row, all at once.
+
+    Whenever every live episode waits for a turn, the waiting requests are handed over together, in the order of the
+    episodes, so that agents and parallel branches share batches.
+
+    Args:
+        workflow ([`Workflow`]):
+            Decides who acts next and what each sees.
+        rows (`Sequence[dict]`):
+            Dataset rows with a `prompt`; each becomes one episode.
+        setting ([`Setting`]):
+            Names of the agents, the functions that they may call, and the limits of these calls.
+        answer (`Callable`):
+            Turns requests into completions, in order.
+        reruns (`Sequence[Rerun]`, *optional*):
+            For each row, a recorded episode whose turns are taken where they fit. They cost no generation.
+        patience (`float`, *optional*):
+            Seconds that an episode waits for a function that it has called, or for anything else that is neither a
+            turn nor a tool. Defaults to no limit.
+
+    Returns: one finished episode per row, in order.
+
+    Raises:
+        EpisodeError: the workflow raised, hangs, or ended without a single turn.
+    """
+    return run_coroutine(_collect, workflow, rows, setting, answer, reruns, patience)
+
+
+async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Episode]:
+    waiting: list[Request] = []
+
+    async def speak(episode: LiveEpisode, ask: Ask) -> Turn:
+        waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        waiting.append(Request(episode, ask, waiter, fed=episode.num_fed))
+        return await waiter
+
+    episodes = [LiveEpisode(row, index, speak, setting) for index, row in enumerate(rows)]
+    is_over = asyncio.Event()
+    tasks = [asyncio.ensure_future(_run_one(workflow, episode, is_over)) for episode in episodes]
+    watch = _Watch(workflow, patience)
+    try:
+        while not all(task.done() for task in tasks):
+            await _settle(tasks, waiting, episodes, watch)
+            failed = next((task for task in tasks if task.done() and task.exception()), None)
+            if failed is not None:
+                failed.result()  # raises
+            # A branch that ended its episode has cancelled what other branches of it were waiting for
+            live = [one for one in waiting if not one.waiter.done() and not tasks[one.episode.index].done()]
+            batch = sorted(live, key=lambda request: (request.episode.index, request.ask.order))
+            waiting.clear()
+            _answer_all(batch, answer, reruns)
+        for task in tasks:
+            task.result()
+    finally:
+        is_over.set()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
+        for task in tasks:
+            _ = task.cancelled() or (task.done() and task.exception())  # else asyncio complains of it
+    return [episode.record() for episode in episodes]
+
+
+async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
+    try:
+        await workflow.run(episode)
+    except EndOfEpisode as end:
+        episode.overflowed = True
+        if not episode.turns:
+            raise EpisodeError(
+                f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}"
+            ) from None
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # it was us
+            raise
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
+            f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}"
+        ) from error
+    if not episode.turns:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
+            f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`."
+        )
+
+
+async def _settle(tasks, waiting, episodes, watch) -> None:
+    """Run the loop until every live episode waits for a turn, or one has failed."""
+    quiet, pause = 0, _SHORTEST_PAUSE
+    watch.begin()
+    while True:
+        known = len(waiting)
+        await asyncio.sleep(0)
+        quiet = quiet + 1 if len(waiting) == known else 0
+        if quiet < _QUIET_ROUNDS:
+            continue
+        # Tools of one branch are waited for, so that batches do not depend on how long they take
+        blocked = {request.episode.index for request in waiting if not request.episode.busy}
+        elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
+        if not elsewhere or any(task.done() and task.exception() for task in tasks):
+            return
+        watch.look(episodes, elsewhere)
+        # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
+        await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
+
+
+class _Watch:
+    """Tells episodes that hang from ones that wait. Tools have limits of their own."""
+
+    def __init__(self, workflow: Runs, patience: float | None):
+        self._workflow = workflow
+        self._patience = patience
+        # What has been waited for, with the first look at it: functions, and episodes that wait for something else
+        self._since: dict[Any, float] = {}
+
+    def begin(self) -> None:
+        self._since.clear()  # the time of generation does not count
+
+    def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
+        """
+        Look at episodes that wait for something that is no turn.
+
+        Args:
+            episodes (`Sequence[LiveEpisode]`): all of them.
+            elsewhere (`Sequence[int]`): which of them wait.
+
+        Raises:
+            EpisodeError: one has waited for too long.
+        """
+        if self._patience is None:
+            return
+        now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
+        found: dict[Any, tuple[LiveEpisode, str, float]] = {}
+        for episode in (episodes[index] for index in elsewhere):
+            for call in episode.calling:
+                found[call] = episode, f"`{call.name}`", self._patience
+            if not episode.busy and not episode.calling:
+                what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
+                # While calls of others are answered it may wait for its turn to call, though not for ever
+                found[state, answered] = episode, what, self._patience
+                found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
+        self._since = {awaited: self._since.get(awaited, now) for awaited in found}
+        for awaited, (episode, what, patience) in found.items():
+            if now - self._since[awaited] > patience:
+                raise EpisodeError(
+                    f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                    f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
+                    f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
+                    "a larger `workflow_timeout`."
+                )
+
+
+def _answer_all(batch: Sequence[Request], answer: Answer, reruns: Sequence[Rerun] | None) -> None:
+    """Answer a wave of requests, from recordings where there are some, so that turns keep the recorded order."""
+    found: list[Found | None] = [None] * len(batch)
+    batch = list(batch)
+    for position, request in enumerate(batch if reruns is not None else ()):
+        rerun = reruns[request.episode.index]  # type: ignore[index]
+        found[position], by_reference = rerun.find(request.agent, request.seen)
+        batch[position] = replace(request, by_reference=by_reference)
+    asked = [request for request, known in zip(batch, found, strict=True) if known is None]
+    answers = iter(answer(asked)) if asked else iter(())
+    for request, known in zip(batch, found, strict=True):
+        if known is None:
+            completion = next(answers)
+        else:
+            rerun = reruns[request.episode.index]  # type: ignore[index]
+            completion = rerun.completion(known, len(request.episode.turns), request.seen)
+        if isinstance(completion, EndOfEpisode):
+            request.waiter.set_exception(completion)
+            continue
+        turn = request.turn(completion)
+        request.episode.add(turn, request.seen)
+        request.waiter.set_result(turn)
+
+
+def _brief(prompt: str | Messages, limit: int = 80) -> str:
+    text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

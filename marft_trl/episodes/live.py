@@ -1,0 +1,420 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The episode that is running: what a workflow holds. It makes the record."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ..event_loop import in_thread, one_at_a_time
+from ..tools import ToolLimits, call_tools, tool_name
+from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
+
+
+class Ask(NamedTuple):
+    """
+    A turn that a workflow asks for.
+
+    Args:
+        agent (`str`): name of the agent.
+        seen (`tuple[Turn | Feedback, ...]`): turns and feedback to show it.
+        functions (`tuple[Callable, ...]`): functions that it may call.
+        after ([`Turn`], *optional*): the turn of the same agent that called functions and that it goes on from.
+        order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
+        is_final (`bool`): whether the agent speaks no further, even if the turn calls functions.
+    """
+
+    agent: str
+    seen: tuple[Seen, ...]
+    functions: tuple[Callable, ...] = ()
+    after: Turn | None = None
+    order: int = 0
+    is_final: bool = True
+
+
+class Speak(Protocol):
+    """Takes a turn for a running episode. The collector supplies it."""
+
+    async def __call__(self, episode: LiveEpisode, ask: Ask) -> Turn: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function that an episode waits for."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """
+    What all episodes of a team have in common.
+
+    Args:
+        agents (`tuple[str, ...]`): names of the agents, in order.
+        tools (`Mapping[str, Sequence[Callable]]`): functions that each agent may call in its turns.
+        limits ([`ToolLimits`]): limits of calls of tools.
+        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+    """
+
+    agents: tuple[str, ...]
+    tools: Mapping[str, Sequence[Callable]] = dataclasses.field(default_factory=dict)
+    limits: ToolLimits = dataclasses.field(default_factory=ToolLimits)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class LiveEpisode:
+    """
+    One run of the workflow on one prompt, as the workflow sees it.
+
+    Args:
+        row (`dict`):
+            The dataset row, with a `prompt`.
+        index (`int`):
+            Position of the episode in its batch.
+        speak ([`Speak`]):
+            Takes a turn.
+        setting ([`Setting`]):
+            The team.
+
+    Attributes:
+        prompt (`str` or `list[dict]`): the `prompt` of the row.
+        agents (`tuple[str, ...]`): names of the agents of the team, in order.
+        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+        turns (`list[Turn]`): turns so far.
+        feedback (`list[Feedback]`): texts of environments and tools so far.
+        history (`list[Turn | Feedback]`): turns and feedback together, in the order in which they came.
+        limits ([`ToolLimits`]): limits of calls of tools.
+        environment (`Any`): the environment that it is played in, which reward functions get. Set by the workflow.
+        overflowed (`bool`): whether it is ended because the model's window is full.
+        busy (`int`): number of its branches that wait for tools or for functions in a thread.
+        calling (`list[Call]`): functions that it has called and waits for.
+        answered_calls (`int`): number of functions that have come back.
+    """
+
+    def __init__(self, row: dict[str, Any], index: int, speak: Speak, setting: Setting):
+        self.row, self.index = row, index
+        self.prompt: str | Messages = row["prompt"]
+        self.agents, self.aliases = setting.agents, setting.aliases
+        self.turns: list[Turn] = []
+        self.feedback: list[Feedback] = []
+        self.environment: Any = None
+        self.overflowed = False
+        self.busy = 0
+        self.calling: list[Call] = []
+        self.answered_calls = 0
+        self.limits = setting.limits
+        self._speak, self._tools = speak, setting.tools
+        self._asked: list[tuple[Seen, ...]] = []
+        self.history: list[Seen] = []
+        self._fed: list[int] = []
+        self._earned: Counter[int] = Counter()
+        self._horizon: Horizon | None = None
+        self._counts: Counter[str] = Counter()
+        self._answer: Turn | None = None
+        # Results of tools that are back before those of other branches; number of requests; final turns
+        self._returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = []
+        self._orders = 0
+        self._final_turns: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        # asyncio writes out what its tasks return, and every turn names all that it was shown
+        return f"LiveEpisode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
+
+    def record(self) -> Episode:
+        """The episode as far as it has come, as frozen data."""
+        return Episode(
+            self.prompt,
+            self.row,
+            self.index,
+            turns=tuple(self.turns),
+            answer=self.answer,
+            feedback=tuple(self.feedback),
+            history=tuple(self.history),
+            asked=tuple(self._asked),
+            fed=tuple(self._fed),
+            earned=tuple(self._earned[turn.index] for turn in self.turns),
+            horizon=self._horizon,
+            counts=Counter(self._counts),
+            overflowed=self.overflowed,
+            environment=self.environment,
+            final_turns=dict(self._final_turns),
+        )
+
+    @property
+    def num_fed(self) -> int:
+        """Number of turns that have gone into the environment."""
+        return len(self._fed)
+
+    async def turn(
+        self,
+        agent: str,
+        sees: Sequence[Seen] | None = None,
+        tools: Sequence[Callable] | None = None,
+        rounds: int | None = None,
+    ) -> Turn:
+        """
+        Let an agent speak and wait for what it says. Where it calls tools it speaks again with their results, until it
+        calls none; each time is a turn of its own, and the last one is returned. Those before it are shown to nobody
+        else, unless named in `sees`.
+
+        Args:
+            agent (`str`):
+                Name of the agent.
+            sees (`Sequence[Turn]`, *optional*):
+                Earlier turns of this episode, and feedback, to show it, in this order. All so far unless given.
+            tools (`Sequence[Callable]`, *optional*):
+                Methods of an environment that it may call in this turn, besides the tools of its spec. Turns that come
+                later depend on a turn that called one.
+            rounds (`int`, *optional*):
+                How often it may go on after results of tools, where that is less than the limits allow.
+
+        Raises:
+            ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
+        """
+        seen = tuple(self._seen(agent, sees, "turn"))
+        self._horizon = None  # it goes on after all
+        of_environment = list(tools or ())
+        functions = (*self._tools.get(agent, ()), *of_environment)
+        self._orders += 1
+        ask = Ask(agent, seen, functions, order=self._orders)
+        if not functions:
+            return await self._speak(self, ask)
+        return await self._with_tools(ask, of_environment, rounds)
+
+    async def _with_tools(self, ask: Ask, of_environment: list[Callable], rounds: int | None) -> Turn:
+        """Let an agent speak, and again after its calls, until it calls nothing or may not any more."""
+        most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
+        left, number, called, was_refused = self.limits.calls, 0, [], False
+        turn = await self._speak(self, ask._replace(is_final=number >= most))
+        while turn.audience is not None:  # it calls functions and may go on from their results
+            was_refused = left <= 0
+            said = await self._call_tools(turn, ask.functions, of_environment, max(left, 0), ask.order)
+            called.append(turn.index)
+            left, number = left - len(turn.tool_calls), number + 1
+            # Once told that no calls are left, an agent speaks for the last time
+            ask = ask._replace(seen=(*ask.seen, turn, *said), after=turn, is_final=was_refused or number >= most)
+            turn = await self._speak(self, ask)
+        self._final_turns |= dict.fromkeys(called, turn.index)
+        return turn
+
+    async def _call_tools(
+        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int, order: int
+    ) -> list[Feedback]:
+        """
+        Run what a turn asks for; the results, as feedback for its agent. Branches that call tools at the same time go
+        on together, so that nothing depends on how long tools take.
+        """
+        self.busy += 1
+        try:
+            results = await call_tools(functions, turn.tool_calls, self.limits, left, of_environment)
+        except BaseException:
+            self._is_back()
+            raise
+        self.count("tools/calls", len(results))
+        for result in results:
+            if result.problem is not None:
+                self.count("tools/failures")
+                self.count(f"tools/{result.problem}")
+        names = {tool_name(function) for function in functions}
+        said = [  # what a model made up is no name: templates render names as their own text
+            Feedback(one.text, TOOL, tool=one.name if one.name in names else "unknown", audience=turn.agent)
+            for one in results
+        ]
+        went_in = {tool_name(function) for function in of_environment} & {result.name for result in results}
+        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
+        self._returned.append((order, turn.index if went_in else None, said, noted))
+        self._is_back()
+        return await noted
+
+    def _is_back(self) -> None:
+        """Once the tools of all branches are back, take down what they gave, in the order of the turns' requests."""
+        self.busy -= 1
+        if self.busy:
+            return
+        returned, self._returned = sorted(self._returned, key=lambda one: one[0]), []
+        for _, index, said, noted in returned:
+            if index is not None:
+                self._fed.append(index)
+            results = [self._note(one) for one in said]
+            # Soon, not now: else the branch that is back last would go on first
+            asyncio.get_running_loop().call_soon(_settle, noted, results)
+
+    def _note(self, said: Feedback) -> Feedback:
+        said = dataclasses.replace(said, index=len(self.feedback))
+        self.feedback.append(said)
+        self.history.append(said)
+        return said
+
+    async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+        """
+        Call a function of one's own. One that is not asynchronous runs in a thread, after those of other episodes and
+        in the same thread as they; other episodes go on meanwhile, and branches of this one that call something at
+        the same time go on together, so that nothing depends on how long it takes.
+
+        Returns: what it returns, awaited if it is asynchronous.
+        """
+        if inspect.iscoroutinefunction(function):
+            return await self._called(function, function(*arguments, **named))
+        self._orders += 1
+        order = self._orders
+        self.busy += 1
+        try:
+            async with one_at_a_time():
+                job = in_thread(functools.partial(function, *arguments, **named), "environments")
+                value, error = await self._called(function, job)
+        except BaseException:
+            self._is_back()
+            raise
+        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
+        self._returned.append((order, None, [], noted))
+        self._is_back()
+        await noted
+        if error is not None:
+            raise error
+        if inspect.isawaitable(value):  # an asynchronous function behind a decorator
+            return await self._called(function, value)
+        return value
+
+    async def _called(self, function: Callable, outcome: Awaitable) -> Any:
+        """Await an outcome, and let it be seen of which function."""
+        call = Call(_name_of(function))
+        self.calling.append(call)
+        try:
+            return await outcome
+        finally:
+            self.calling.remove(call)
+            self.answered_calls += 1
+
+    def observe(
+        self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"
+    ) -> Feedback | None:
+        """
+        Record that turns went into an environment (or a tool) and what it answered. Turns asked for from now on depend
+        on them, and see the feedback unless told otherwise.
+
+        Args:
+            text (`str`, *optional*):
+                What the environment says. With `None` or an empty text there is nothing to show.
+            after (`Sequence[Turn]`, *optional*):
+                The turns that went into it.
+            reward (`float`, *optional*, defaults to `0.0`):
+                What it gives for them: earned by the last of these turns.
+            source (`str`, *optional*, defaults to `"environment"`):
+                Name under which agents are shown the text.
+
+        Returns: the [`Feedback`], to be named in `sees`; `None` if there is no text.
+
+        Raises:
+            ValueError: a turn of another episode, a reward that is not finite, or a reward for no turn.
+        """
+        self._check_own(after, "observe", Turn)
+        if reward and not after:
+            raise ValueError(f"`episode.observe` got the reward {reward!r} and no turn that earned it: set `after=`.")
+        if after:
+            self.earn(after[-1], reward)
+        self._fed += [turn.index for turn in after]
+        if not text:
+            return None
+        if not isinstance(text, str):
+            raise TypeError(f"What {source!r} says has to be a text, got {text!r} of type {type(text).__name__}.")
+        return self._note(Feedback(text, source))
+
+    def earn(self, turn: Turn, reward: float) -> None:
+        """
+        Give a turn a reward of its own, on top of what reward functions give the episode.
+
+        Raises:
+            ValueError: the reward is not a finite number, or the turn is not one of this episode.
+        """
+        self._check_own([turn], "earn", Turn)
+        try:
+            value = float(reward)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
+        if not math.isfinite(value):
+            raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
+        self._earned[turn.index] += value  # type: ignore[assignment]  # a Counter of floats
+
+    def count(self, name: str, by: float = 1) -> None:
+        """Count something for the metrics: `workflow/<name>` is its mean over episodes."""
+        self._counts[name] += by  # type: ignore[assignment]
+
+    def cut(self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None) -> None:
+        """
+        Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
+        next and adds it to the return; without a critic it changes nothing.
+
+        Args:
+            agent (`str`):
+                Name of the agent that would have acted next.
+            sees (`Sequence[Turn]`, *optional*):
+                Turns and feedback it would have been shown. All so far unless given.
+            tools (`Sequence[Callable]`, *optional*):
+                Methods of an environment that it could have called.
+        """
+        functions = (*self._tools.get(agent, ()), *(tools or ()))
+        self._horizon = Horizon(agent, tuple(self._seen(agent, sees, "cut")), functions)
+
+    def add(self, turn: Turn, seen: Sequence[Seen]) -> None:
+        """Append a finished turn. Called by what runs the episode, not by workflows."""
+        self.turns.append(turn)
+        self.history.append(turn)
+        self._asked.append(tuple(seen))
+
+    def _seen(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
+        if agent not in self.agents:
+            raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
+        if sees is None:
+            return [item for item in self.history if item.audience in (None, agent)]
+        self._check_own(sees, f"{method}({agent!r})")
+        return list(sees)
+
+    def _check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
+        for item in seen:
+            if not isinstance(item, kind):
+                feedback = "" if kind is Turn else ", and feedback"
+                raise TypeError(
+                    f"`episode.{method}` takes turns, as returned by `episode.turn`{feedback}; got a "
+                    f"{type(item).__name__}."
+                )
+            known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
+            if item.index >= len(known) or known[item.index] is not item:
+                raise ValueError(
+                    f"`episode.{method}` got a turn of {item.agent!r} from another episode. "
+                    "Keep turns in local variables of `run`, not on the workflow: one workflow object runs many "
+                    "episodes at once."
+                )
+
+    @property
+    def answer(self) -> Turn | None:
+        """The turn that answers for the team: the one set by the workflow, else the last one."""
+        if self._answer is not None:
+            return self._answer
+        return self.turns[-1] if self.turns else None
+
+    @answer.setter
+    def answer(self, turn: Turn) -> None:
+        if not isinstance(turn, Turn):
+            raise TypeError(
+                f"`episode.answer` has to be a turn, as returned by `episode.turn`; got a {type(turn).__name__}. "
+                "Rewards score the tokens of a turn, so a text made by the workflow cannot answer."
+            )
+        self._check_own([turn], "answer", Turn)
+        self._answer = turn
+
+
+def _settle(noted: asyncio.Future, results: list[Feedback]) -> None:
+    if not noted.done():  # else its branch was cancelled
+        noted.set_result(results)
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

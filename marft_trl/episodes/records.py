@@ -1,0 +1,323 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The record of what happened: turns, feedback and episodes as frozen data. Nothing here needs torch or a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..hints import did_you_mean
+from ..tools import ToolCall
+
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """
+    One action: one generation by one agent, with the observation it was made from.
+
+    Args:
+        agent (`str`):
+            Name of the agent that spoke.
+        text (`str`):
+            What it said, without control tokens: what reward functions and workflows read.
+        index (`int`):
+            Position among the turns of its episode.
+        sees (`tuple[int, ...]`):
+            Positions of the earlier turns that were shown to it. Over an episode this is the dependency function *D*
+            of the Flex-POMDP.
+        observation (`str` or `list[dict]`):
+            What it was shown, before tokenization: plain text or chat messages.
+        prompt_ids (`tuple[int, ...]`):
+            The observation in tokens.
+        completion_ids (`tuple[int, ...]`):
+            The tokens as sampled. They are never re-tokenized. May be empty.
+        raw_text (`str`):
+            As `text`, with sampled control tokens spelled out and the closing end-of-sequence token left off: what
+            teammates are shown.
+        truncated (`bool`):
+            Whether the turn ran into its length limit instead of ending by itself.
+        hears (`tuple[int, ...]`):
+            Positions, among the feedback of its episode, of what was shown to it.
+        fed (`int`):
+            How many entries of its episode's `fed` had gone into the environment when it was asked for: it depends on
+            those turns, whether or not it was shown them.
+        tool_calls (`tuple[ToolCall, ...]`):
+            Functions that it asks for.
+        without_calls (`str`, *optional*):
+            For a turn that calls functions, the text before the calls, which is shown to teammates.
+        audience (`str`, *optional*):
+            The one agent that is shown it where a workflow does not say what is seen: a turn that called tools, which
+            only its own agent went on from. `None`: everybody.
+        logps (`Sequence[float]`, *optional*):
+            Log-probabilities of the sampled tokens, where generation has kept them.
+    """
+
+    agent: str
+    text: str
+    index: int
+    sees: tuple[int, ...] = ()
+    observation: str | Messages = field(default="", repr=False)
+    prompt_ids: Sequence[int] = field(default=(), repr=False)
+    completion_ids: Sequence[int] = field(default=(), repr=False)
+    raw_text: str = None  # type: ignore[assignment]  # set below
+    truncated: bool = False
+    hears: tuple[int, ...] = ()
+    fed: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
+    without_calls: str | None = None
+    audience: str | None = None
+    logps: Sequence[float] | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        if self.raw_text is None:
+            object.__setattr__(self, "raw_text", self.text)
+        for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @classmethod
+    def of(cls, completion: Completion, agent: str, index: int, fed: int = 0, is_final: bool = False) -> Turn:
+        """
+        The turn that an agent takes with a completion.
+
+        Args:
+            completion ([`Completion`]): what was generated.
+            agent (`str`): name of the agent.
+            index (`int`): position of the turn in its episode.
+            fed (`int`, *optional*, defaults to `0`): number of turns that had gone into the environment before it.
+            is_final (`bool`, *optional*, defaults to `False`): whether the agent speaks no further, even if the
+                completion calls functions. A turn that calls functions and is not final is shown to its own agent
+                only.
+        """
+        waits = bool(completion.tool_calls) and not is_final
+        return cls(
+            agent,
+            completion.text,
+            index=index,
+            sees=tuple(item.index for item in completion.seen if isinstance(item, Turn)),
+            observation=completion.observation,
+            prompt_ids=completion.prompt_ids,
+            completion_ids=completion.completion_ids,
+            raw_text=completion.text if completion.raw_text is None else completion.raw_text,
+            truncated=completion.truncated,
+            hears=tuple(item.index for item in completion.seen if not isinstance(item, Turn)),
+            fed=fed,
+            tool_calls=tuple(completion.tool_calls),
+            without_calls=completion.without_calls,
+            audience=agent if waits else None,
+            logps=completion.logps,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """
+    What an environment or a tool says. Agents are shown it like a teammate's words.
+
+    Args:
+        text (`str`): what it says.
+        agent (`str`): name of the source, shown in the place of an agent's.
+        index (`int`): position among the feedback of its episode.
+        tool (`str`, *optional*): the function whose result it is.
+        audience (`str`, *optional*): the one agent that is shown it where a workflow does not say what is seen.
+    """
+
+    text: str
+    agent: str = "environment"
+    index: int = 0
+    tool: str | None = None
+    audience: str | None = None
+
+    @property
+    def raw_text(self) -> str:
+        return self.text
+
+
+# What an agent can be shown: turns of agents, and feedback of an environment.
+Seen = Turn | Feedback
+# The name under which results of tools are shown to agents other than the one that called.
+TOOL = "tool"
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """
+    What was generated for a request, before it has a place in an episode. A [`Turn`] is made from it once.
+
+    Args:
+        text (`str`): without control tokens.
+        seen (`Sequence[Turn | Feedback]`): turns and feedback that were shown.
+        raw_text (`str`, *optional*, defaults to `text`): with sampled control tokens spelled out.
+        observation (`str` or `list[dict]`): what was shown, before tokenization.
+        prompt_ids (`Sequence[int]`): the observation in tokens.
+        completion_ids (`Sequence[int]`): tokens as sampled.
+        truncated (`bool`): whether it ran into its length limit.
+        tool_calls (`Sequence[ToolCall]`): functions that it asks for.
+        without_calls (`str`, *optional*): the text before the calls.
+        logps (`Sequence[float]`, *optional*): log-probabilities of the sampled tokens.
+    """
+
+    text: str
+    seen: Sequence[Seen] = ()
+    raw_text: str | None = None
+    observation: str | Messages = field(default="", repr=False)
+    prompt_ids: Sequence[int] = field(default=(), repr=False)
+    completion_ids: Sequence[int] = field(default=(), repr=False)
+    truncated: bool = False
+    tool_calls: Sequence[ToolCall] = ()
+    without_calls: str | None = None
+    logps: Sequence[float] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, turn: Turn, seen: Sequence[Seen]) -> Completion:
+        """The completion of a recorded turn, for an episode in which `seen` are the items that it was made from."""
+        names = ("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls")
+        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "logps")}
+        return cls(seen=tuple(seen), **fields)
+
+
+class Horizon(NamedTuple):
+    """
+    Where a horizon cut an episode.
+
+    Args:
+        agent (`str`): name of the agent that would have acted next.
+        seen (`tuple[Turn | Feedback, ...]`): turns and feedback that it would have been shown.
+        functions (`tuple[Callable, ...]`): functions that it could have called.
+    """
+
+    agent: str
+    seen: tuple[Seen, ...]
+    functions: tuple[Callable, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Episode:
+    """
+    The record of one run of a workflow on one prompt. `K` turns.
+
+    Args:
+        prompt (`str` or `list[dict]`): the `prompt` of the dataset row.
+        row (`dict`): the whole dataset row.
+        index (`int`): position of the episode in its batch.
+        turns (`tuple[Turn, ...]`): turns of all agents, in order.
+        answer ([`Turn`], *optional*): the turn that answers for the team; `None` if there is no turn yet.
+        feedback (`tuple[Feedback, ...]`): texts of environments and tools, in order.
+        history (`tuple[Turn | Feedback, ...]`): turns and feedback together, in the order in which they came.
+        asked (`tuple[tuple[Turn | Feedback, ...], ...]`): for each turn the items that the workflow asked to show,
+            whether or not they fitted into the model's window.
+        fed (`tuple[int, ...]`): positions of the turns that went into the environment, in that order.
+        earned (`tuple[float, ...]`): reward that each turn earned in the workflow, `K` numbers.
+        horizon ([`Horizon`], *optional*): where a horizon cut the episode.
+        counts (`Mapping[str, float]`): numbers that the workflow counted, for the metrics; 0 for names that it did
+            not.
+        overflowed (`bool`): whether the episode was ended because the model's window was full.
+        environment (`Any`): the environment that it was played in, or `None`.
+        final_turns (`Mapping[int, int]`): for each turn that called tools and that its agent went on from, the
+            position of the turn that the agent ended with.
+    """
+
+    prompt: str | Messages
+    row: dict[str, Any]
+    index: int
+    turns: tuple[Turn, ...] = ()
+    answer: Turn | None = None
+    feedback: tuple[Feedback, ...] = ()
+    history: tuple[Seen, ...] = ()
+    asked: tuple[tuple[Seen, ...], ...] = ()
+    fed: tuple[int, ...] = ()
+    earned: tuple[float, ...] = ()
+    horizon: Horizon | None = None
+    counts: Mapping[str, float] = field(default_factory=Counter)
+    overflowed: bool = False
+    environment: Any = None
+    final_turns: Mapping[int, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # Every turn names all that it was shown
+        return f"Episode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
+
+    def final_turn_of(self, turn: Turn) -> Turn | None:
+        """
+        The turn that an agent ended with, for a turn that called tools; other turns are final themselves. `None` if
+        the agent has not ended yet.
+        """
+        if not turn.tool_calls or turn.audience is None:
+            return turn
+        index = self.final_turns.get(turn.index)
+        return self.turns[index] if index is not None and self.turns[turn.index] is turn else None
+
+    def joint_steps(self) -> list[int]:
+        """Index of the joint step of each turn, see [`joint_steps`]."""
+        return joint_steps(self.turns, self.fed)
+
+    def rounds(self) -> list[int]:
+        """Index of the joint action of each turn, see [`rounds`]."""
+        return rounds(self.turns)
+
+
+class EndOfEpisode(BaseException):
+    """
+    Raised inside a workflow, out of `episode.turn`, to end its episode with the turns it has: an observation no longer
+    fits the model's window and the policy is to end the episode. Not an `Exception`, so that a workflow's own error
+    handling does not swallow it.
+    """
+
+
+def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
+    """The error text for an agent name that the team does not have, with the nearest one that it has."""
+    hint = did_you_mean(name, known)
+    return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"
+
+
+def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:
+    """
+    The joint step of each turn, 0, 1, ...: turns that do not depend on one another act simultaneously.
+
+    A turn comes one step after the latest turn it sees or that had gone into its environment. In a chain every turn is
+    a step of its own; two solvers that both see the planner alone share step 1.
+
+    Args:
+        turns (`Sequence[Turn]`): turns of an episode.
+        fed (`Sequence[int]`, *optional*): positions of the turns that went into the environment, in that order.
+    """
+    steps: list[int] = []
+    latest_fed = [-1]  # for each number of entries of `fed` the latest step among them
+    for turn in turns:
+        while len(latest_fed) <= turn.fed:
+            latest_fed.append(max(latest_fed[-1], steps[fed[len(latest_fed) - 1]]))
+        steps.append(1 + max((steps[index] for index in turn.sees), default=-1))
+        steps[-1] = max(steps[-1], 1 + latest_fed[turn.fed])
+    return steps
+
+
+def rounds(turns: Sequence[Turn]) -> list[int]:
+    """
+    The joint action that each turn is part of, 0, 1, ...: one turn of each agent, as in algorithms for teams that act
+    once per step of an environment. A chain of agents is one joint action, though its turns are joint steps of their
+    own. A new one begins where turns have gone into the environment and where an agent speaks again; a turn that calls
+    tools and the one that goes on from the results are one.
+
+    Args:
+        turns (`Sequence[Turn]`): turns of an episode.
+    """
+    found: list[int] = []
+    spoken: Counter[str] = Counter()  # turns of each agent since turns last went into the environment
+    calling: dict[str, int] = {}  # rounds of turns whose agents go on from results
+    first = fed = 0
+    for turn in turns:
+        if turn.agent in calling:
+            fed = turn.fed  # what its call changed is no new step of the environment
+        elif turn.fed != fed:
+            first, fed = max(found, default=-1) + 1, turn.fed
+            spoken.clear()
+        found.append(calling.pop(turn.agent, first + spoken[turn.agent]))
+        if turn.tool_calls and turn.audience is not None:
+            calling[turn.agent] = found[-1]
+        else:
+            spoken[turn.agent] += 1
+    return found

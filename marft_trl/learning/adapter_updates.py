@@ -1,0 +1,269 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Optimizer steps of adapters: parameter groups, one reduction, clipping, and what stops or steers an update."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+
+from .. import functional
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..processes import Processes
+from ..run_metrics import Metrics
+from ..trainer.trl_seams import TrlState
+from ..weights.policies import Policies
+from . import gradients
+from .critic import Critic
+
+
+logger = get_logger(__name__)
+
+# Updates in a row that may be skipped for gradients that are not finite before training stops.
+MAX_SKIPPED_UPDATES = 5
+
+
+class Divergence:
+    """Sums over the micro-batches of an optimizer step, by adapter: of the divergence and of entropies."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, adapter: str, log_ratios: torch.Tensor, entropies: torch.Tensor) -> None:
+        """Add the log-ratios and token entropies `(N,)` that a micro-batch of an adapter counts."""
+        kl = functional.approximate_kl(log_ratios.detach().double())
+        entropies = entropies.detach().double()
+        sums = [kl.sum(), kl.new_tensor(kl.numel()), entropies.sum(), kl.new_tensor(entropies.numel())]
+        self._sums[adapter] = self.of(adapter) + torch.stack(sums).cpu()
+
+    def of(self, adapter: str) -> torch.Tensor:
+        """Sum and number of divergences, sum and number of entropies, `(4,)`."""
+        return self._sums.get(adapter, torch.zeros(4, dtype=torch.float64))
+
+    def clear(self) -> None:
+        """Begin the next optimizer step."""
+        self._sums.clear()
+
+
+class AdapterUpdates:
+    """
+    The optimizer steps of a team, adapter by adapter.
+
+    Args:
+        policies ([`Policies`]): adapters and which of them are trained.
+        critic ([`Critic`], *optional*): its parts are trained beside the adapters.
+        agents (`Sequence[AgentSpec]`): the team; agents may have learning rates of their own.
+        args ([`MARFTConfig`]): clipping, `target_kl`, entropy control.
+        metrics ([`Metrics`]): get norms, divergences and skipped updates.
+        processes ([`Processes`]): gradients are averaged over them.
+        state ([`TrlState`]): optimizer steps so far, and TRL's entropy coefficient.
+        accelerator ([`~accelerate.Accelerator`]): scaling of gradients.
+    """
+
+    def __init__(
+        self,
+        policies: Policies,
+        critic: Critic | None,
+        agents: Sequence[AgentSpec],
+        args: MARFTConfig,
+        metrics: Metrics,
+        processes: Processes,
+        state: TrlState,
+        accelerator: Accelerator,
+    ):
+        self._policies, self._critic, self._agents, self._args = policies, critic, agents, args
+        self._metrics, self._processes, self._state, self._accelerator = metrics, processes, state, accelerator
+        self.divergence = Divergence()
+        self._is_open = False
+        self._spoke: set[str] = set()  # adapters with a row on any process since the last update
+        self._skipped_in_a_row: dict[str, int] = defaultdict(int)
+        # By adapter: coefficient of the entropy bonus, and the entropy it was set by
+        self._entropy_control = dict.fromkeys(policies.trained, (state.entropy_coef, math.inf))
+
+    def trained_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Parameters of each trained adapter, and of each part of the critic, by name."""
+        trained = {adapter: self._policies.parameters(adapter) for adapter in self._policies.trained}
+        parts = {part: self._critic.parameters(part) for part in self._critic.parts} if self._critic else {}
+        return trained | parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"entropy_control": self._entropy_control, "skipped_in_a_row": dict(self._skipped_in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._entropy_control |= {name: tuple(pair) for name, pair in state.get("entropy_control", {}).items()}
+        self._skipped_in_a_row.update(state.get("skipped_in_a_row", {}))
+
+    # ---- The optimizer ----
+
+    def split_groups(self, optimizer: torch.optim.Optimizer, is_ours: bool) -> None:
+        """
+        Give every adapter and part of the critic a parameter group, in place.
+
+        Args:
+            optimizer (`torch.optim.Optimizer`): an optimizer over the parameters of the model.
+            is_ours (`bool`): whether the trainer made it. One that was passed is left as it is.
+
+        Raises:
+            ValueError: an optimizer that was passed lacks parameters that are to be trained.
+        """
+        adapters = self.trained_parameters()
+        if is_ours:
+            rates = {self._policies.adapter_of(agent.name): agent.learning_rate for agent in self._agents}
+            if self._critic is not None:
+                rate = self._args.critic_learning_rate
+                for part in self._critic.parts:
+                    gradients.add_group(optimizer, part, self._critic.heads[part].parameters(), rate)
+                    rates[part] = rate
+            gradients.split_groups(optimizer, adapters, rates)
+        missing = gradients.untrained(optimizer, adapters)
+        if missing:
+            raise ValueError(
+                f"The optimizer passed in `optimizers=` does not have the parameters of {missing}, so these adapters "
+                "would not train. Adapters are created by the trainer: leave `optimizers` out and set `optim`, "
+                "`learning_rate` and `AgentSpec(learning_rate=...)`, or pass a `PeftModel` that has the adapters."
+            )
+
+    # ---- The beginning and the end of an optimizer step ----
+
+    def note_adapters(self, adapters: Iterable[str]) -> None:
+        """Take note of adapters that have rows in the optimizer step, on any process."""
+        self._spoke |= set(adapters)
+
+    @contextlib.contextmanager
+    def micro_step(self, model: nn.Module) -> Iterator[None]:
+        """
+        Context manager of a micro-step. Backward passes reduce no gradient over processes: processes run different
+        numbers of micro-batches, so gradients are reduced once, when all of them are done. The first micro-step of an
+        optimizer step clears the gradients of value heads, since the Trainer clears those of the model alone.
+        """
+        if not self._is_open and self._critic is not None:
+            self._critic.heads.zero_grad(set_to_none=True)
+        self._is_open = True
+        with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
+            yield
+
+    def finish(self, is_update: bool) -> None:
+        """
+        End a micro-step. At the end of an optimizer step, gradients are reduced over processes, those of the adapters
+        that have had a row on any of them. The others have no gradient, so the optimizer leaves them out. Then updates
+        are stopped or steered.
+        """
+        if not is_update:
+            return
+        adapters = self.trained_parameters()
+        if self._processes.count > 1:
+            spoke = [adapter for adapter in adapters if adapter in self._spoke]
+            gradients.average_gradients(
+                [parameter for adapter in spoke for parameter in adapters[adapter].values()], self._processes.count
+            )
+        self._spoke.clear()
+        self._is_open = False
+        if self._args.target_kl is not None or self._args.use_adaptive_entropy:
+            self._steer(adapters)
+        self.divergence.clear()
+
+    def _steer(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
+        """Skip the updates of adapters that have moved too far, and adapt the entropy bonuses of the next step."""
+        names = self._policies.trained
+        totals = self._processes.sum(torch.stack([self.divergence.of(name) for name in names]))
+        for name, (kl_sum, kl_count, entropy_sum, tokens) in zip(names, totals.tolist(), strict=True):
+            if self._args.target_kl is not None and kl_count:
+                kl = kl_sum / kl_count
+                stopped = kl > self._args.target_kl
+                if stopped:
+                    gradients.drop_gradients(adapters[name])
+                for agent in self._policies.agents_of(name):
+                    self._metrics.add(f"agents/{agent}/approx_kl", kl)
+                    self._metrics.add(f"agents/{agent}/stopped_updates", float(stopped))
+            if self._args.use_adaptive_entropy and tokens:
+                self._adapt_entropy(name, entropy_sum / tokens)
+        if self._args.use_adaptive_entropy:  # the team's, under the names of TRL; with one agent they are its own
+            coefficients, entropies = zip(*self._entropy_control.values(), strict=True)
+            coefficient = sum(coefficients) / len(coefficients)
+            self._state.note_entropy(coefficient, sum(entropies) / len(entropies))
+            self._metrics.add("entropy_coef", coefficient)
+
+    def _adapt_entropy(self, adapter: str, entropy: float) -> None:
+        args = self._args
+        bounds = args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+        coefficient, _ = self._entropy_control[adapter]
+        coefficient = functional.adapted_entropy_coef(coefficient, entropy, args.entropy_target, *bounds)
+        self._entropy_control[adapter] = coefficient, entropy
+        for agent in self._policies.agents_of(adapter):
+            self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
+
+    def entropy_coef_of(self, adapter: str) -> float:
+        """Coefficient of the entropy bonus of an adapter in the present step."""
+        if not self._args.use_adaptive_entropy:
+            return self._state.entropy_coef
+        coefficient, entropy = self._entropy_control[adapter]
+        return coefficient if entropy <= self._args.entropy_target else 0.0
+
+    # ---- Clipping ----
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """
+        Clip each adapter by its own norm, and leave out of the update those whose gradient is not finite.
+
+        Args:
+            max_norm (`float`): largest norm of an adapter; infinite for no clipping.
+
+        Returns: the norm over all adapters of agents, before clipping.
+
+        Raises:
+            FloatingPointError: the gradient of an adapter was not finite several times in a row.
+        """
+        self._accelerator.unscale_gradients()
+        norms = []
+        for adapter, parameters in self.trained_parameters().items():
+            present = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+            if not present:
+                continue
+            is_policy = adapter in self._policies.trained
+            norm = gradients.clip_gradients(present, max_norm if is_policy else self._critic_max_norm)
+            if self._accelerator.scaler is None:  # with fp16, overflow is the gradient scaler's business
+                self._guard(adapter, norm, present)
+            if is_policy and norm.isfinite():
+                norms.append(norm)
+            for name in self._metric_names(adapter):
+                self._metrics.add(f"{name}/grad_norm", norm.item())
+        if len(norms) == 1:
+            return norms[0]
+        return torch.stack(norms).norm() if norms else torch.zeros(())
+
+    @property
+    def _critic_max_norm(self) -> float:
+        own = self._args.critic_max_grad_norm
+        return (self._args.max_grad_norm if own is None else own) or math.inf  # 0: no clipping, as for `max_grad_norm`
+
+    def _metric_names(self, adapter: str) -> list[str]:
+        return [f"agents/{agent}" for agent in self._policies.agents_of(adapter)] or ["critic"]
+
+    def _guard(self, adapter: str, norm: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
+        for name in self._metric_names(adapter):
+            self._metrics.add(f"{name}/skipped_updates", float(not norm.isfinite()))
+        if norm.isfinite():
+            self._skipped_in_a_row[adapter] = 0
+            return
+        gradients.drop_gradients(parameters)
+        self._skipped_in_a_row[adapter] += 1
+        agents = ", ".join(map(repr, self._policies.agents_of(adapter)))
+        whose = f"of the adapter {adapter!r} (agents {agents})" if agents else f"of the critic ({adapter!r})"
+        step = self._state.optimizer_step + 1
+        message = f"The gradient {whose} is not finite in step {step}; its update was skipped."
+        if self._skipped_in_a_row[adapter] >= MAX_SKIPPED_UPDATES:
+            raise FloatingPointError(
+                f"{message} This was the {MAX_SKIPPED_UPDATES}th time in a row, so training stops with the weights as "
+                "they are. Lower the learning rate, or look for rewards and log-probabilities that explode."
+            )
+        logger.warning(message)

@@ -1,0 +1,233 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Values of turns and tokens, and the loss of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .. import functional
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..processes import Processes
+from ..rollout.rollouts import Rollout
+from ..rollout.runner import EpisodeRunner
+from ..weights.policies import Policies
+from .critic import Critic
+from .data import MicroBatch, Row, Slice
+from .micro_batcher import MicroBatcher
+from .schedules import Schedule
+
+
+class ValueSums:
+    """Of the micro-batches of a step: sum of the critic's losses, number of clipped values, number of values."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add the three sums of a micro-batch."""
+        self._sums += sums.detach().double().cpu()
+
+    def metrics(self, processes: Processes) -> dict[str, float]:
+        """The metrics of all processes since the last call; none without a value."""
+        loss, clipped, count = processes.sum(self._sums).tolist()
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        return {"critic/value_loss": loss / count, "critic/clip_ratio": clipped / count} if count else {}
+
+
+class _Kept(NamedTuple):
+    """A pass of the critic that waits for its update: the part, the numbers of its rows, and their values `(B, V)`."""
+
+    part: str
+    numbers: list[int]
+    values: torch.Tensor
+
+
+class CriticLearner:
+    """
+    Asks the critic for values and trains it.
+
+    Args:
+        critic ([`Critic`]): predicts values.
+        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
+        runner ([`EpisodeRunner`]): builds the observations that horizons cut off.
+        policies ([`Policies`]): which adapter an agent acts with, and which references are the bare base.
+        agents (`Sequence[AgentSpec]`): the team.
+        schedule ([`Schedule`]): when new episodes are due.
+        args ([`MARFTConfig`]): loss and clipping of values, credit.
+        processes ([`Processes`]): the processes of the run.
+        share (`bool`): whether rows share what they have in common.
+    """
+
+    def __init__(
+        self,
+        critic: Critic,
+        batcher: MicroBatcher,
+        runner: EpisodeRunner,
+        policies: Policies,
+        agents: Sequence[AgentSpec],
+        schedule: Schedule,
+        args: MARFTConfig,
+        processes: Processes,
+        share: bool,
+    ):
+        self._critic, self._batcher, self._runner, self._policies = critic, batcher, runner, policies
+        self._specs = {agent.name: agent for agent in agents}
+        self._schedule, self._args, self._processes, self._share = schedule, args, processes, share
+        self._kept: list[_Kept] = []
+        # Values of the micro-batches that are about to be trained on, where they were kept
+        self._known: dict[MicroBatch, torch.Tensor] = {}
+
+    @property
+    def may_keep_passes(self) -> bool:
+        """
+        Whether the critic may learn from the very values that advantages are made of. Where rows serve one update, its
+        weights are then still those that gave the values, so a second pass would give the same. Not where memory is
+        short, or where turns are generated or scored between the values and the update.
+        """
+        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing:
+            return False
+        return self._schedule.generate_every == 1 and self._args.credit not in ("counterfactual", "per_step")
+
+    @property
+    def num_kept_passes(self) -> int:
+        """Number of passes that wait for the critic's update."""
+        return len(self._kept)
+
+    # ---- Values of a rollout ----
+
+    def with_values(
+        self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False
+    ) -> tuple[list[Row], list[float]]:
+        """
+        Args:
+            rollout ([`Rollout`]): what happened.
+            rows (`Sequence[Row]`): its training rows.
+            may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
+
+        Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode the value of
+        what would have been seen next where a horizon cut it, else 0.
+        """
+        beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
+        filled = self._fill([*rows, *beyond.values()], may_keep)
+        last_values = [0.0] * len(rollout.episodes)
+        for index, row in zip(beyond, filled[len(rows) :], strict=True):
+            last_values[index] = row.old_values[0].item() if row.old_values is not None else 0.0
+        return filled[: len(rows)], last_values
+
+    def num_features_of_reference(self, row: Row) -> int:
+        """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
+        is_base = self._policies.starts_as_base(row.agent)
+        return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
+
+    def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[int, Row]:
+        """By episode, a row without a completion for what would have been seen next where a horizon cut it."""
+        cut = [(index, one.horizon) for index, one in enumerate(rollout.episodes) if one.horizon is not None]
+        observations = self._runner.observe(
+            (self._specs[horizon.agent], rollout.episodes[index].prompt, horizon.seen, horizon.functions)
+            for index, horizon in cut
+        )
+        return {
+            index: Row(
+                agent=horizon.agent,
+                adapter=self._policies.adapter_of(horizon.agent),
+                prompt_ids=torch.tensor(observation.ids, dtype=torch.long),
+                completion_ids=torch.zeros(0, dtype=torch.long),
+                critic=self._critic.part_of(horizon.agent),
+                number=first_number + position,
+            )
+            for position, ((index, horizon), observation) in enumerate(zip(cut, observations, strict=True))
+        }
+
+    def _fill(self, rows: Sequence[Row], may_keep: bool) -> list[Row]:
+        known = [row for row in rows if row.features is not None]
+        unknown = [row for row in rows if row.features is None]
+        batches = [*self._by_part(known, keep_empty=True), *self._by_part(unknown, keep_empty=True)]
+        keeps = may_keep and self._fits(batches)
+        self.forget_passes()
+        filled: dict[int, Row] = {}
+        for batch in batches:
+            with torch.set_grad_enabled(keeps):
+                features = self._features(batch)
+                values = self._critic.values(batch.agent, features, [row.agent for row in batch.rows])
+            for row, its, states in zip(batch.rows, values.detach().cpu(), features.detach(), strict=True):
+                length = len(row.completion_ids)
+                count = self._critic.num_kept_features(length)
+                filled[row.number] = replace(
+                    row,
+                    old_values=its[: self._critic.num_values(length)].clone(),
+                    features=states[:count].cpu().clone() if count else row.features,
+                )
+            if keeps:
+                self._kept.append(_Kept(batch.agent, [row.number for row in batch.rows], values))
+        return [filled[row.number] for row in rows]
+
+    def forget_passes(self) -> None:
+        """Forget the passes that were kept for the critic's update."""
+        self._kept.clear()
+        self._known.clear()
+
+    def _fits(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether what backward needs of all micro-batches fits where that of one micro-batch fits."""
+        limit = self._batcher.max_tokens
+        return limit is not None and sum(batch.num_tokens for batch in batches) <= limit
+
+    def _by_part(self, rows: Sequence[Row], keep_empty: bool = False) -> Iterator[MicroBatch]:
+        return self._batcher.cut(rows, by=lambda row: row.critic, keep_empty=keep_empty)
+
+    def _features(self, batch: MicroBatch) -> torch.Tensor:
+        """What the head sees of the rows of a micro-batch `(B, V, H)`; kept features are computed once."""
+        known = [row.features for row in batch.rows if row.features is not None]
+        if len(known) == len(batch.rows):
+            return torch.nn.utils.rnn.pad_sequence(known, batch_first=True).to(self._processes.device)
+        prompts = [row.prompt_ids.tolist() for row in batch.rows]
+        completions = [row.completion_ids.tolist() for row in batch.rows]
+        return self._critic.features(batch.agent, prompts, completions, self._share)
+
+    # ---- Learning ----
+
+    def batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        """Micro-batches that the critic learns from, of rows with value targets. Those that were kept stay as cut."""
+        with_targets = {row.number: row for row in rows if row.num_value_targets}
+        kept, self._kept, self._known = self._kept, [], {}
+        if not with_targets or not with_targets.keys() <= {number for one in kept for number in one.numbers}:
+            return list(self._by_part(list(with_targets.values())))
+        for part, numbers, values in kept:
+            places = [place for place, number in enumerate(numbers) if number in with_targets]
+            if places:
+                batch = MicroBatch(part, [with_targets[numbers[place]] for place in places])
+                self._known[batch] = values[places]
+        return list(self._known)
+
+    def loss(self, batch: MicroBatch, slice_: Slice, accumulation_steps: int, sums: ValueSums) -> torch.Tensor:
+        """
+        Loss of the values of a micro-batch. Every value target of a part weighs the same, whichever slice or process
+        has it; together they make a mean over all of them.
+
+        Args:
+            batch ([`MicroBatch`]): rows with value targets, of one part.
+            slice_ ([`Slice`]): whose rows they are.
+            accumulation_steps (`int`): micro-steps of the optimizer step.
+            sums ([`ValueSums`]): gets the sums of the micro-batch.
+        """
+
+        def padded(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            present = [tensor for tensor in tensors if tensor is not None]
+            return torch.nn.utils.rnn.pad_sequence(present, batch_first=True).to(self._processes.device)
+
+        values = self._known.pop(batch, None)
+        if values is None:
+            values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
+        old, targets = padded([row.old_values for row in batch.rows]), padded([r.value_targets for r in batch.rows])
+        mask = padded([torch.ones(row.num_value_targets) for row in batch.rows])
+        values = values[:, : mask.size(1)]
+        clip = self._args.value_clip
+        losses = functional.value_losses(values, old, targets, clip, self._args.value_loss) * mask
+        clipped = ((values - old).abs() > (torch.inf if clip is None else clip)).float() * mask
+        sums.add(torch.stack([losses.detach().sum(), clipped.sum(), mask.sum()]))
+        share = self._processes.count / slice_.value_targets[batch.agent]
+        return losses.sum() * share / accumulation_steps

@@ -1,0 +1,142 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Gradients and optimizer groups by adapter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+# Elements that are reduced in one call. Adapters fit into one; a fully trained model is not copied all at once.
+_BUCKET = 2**26
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], world_size: int) -> None:
+    """
+    Average the gradients over processes, in place. A process without a gradient adds zeros, so no process has to know
+    which agents spoke on which.
+
+    Args:
+        parameters (`Iterable[torch.nn.Parameter]`): the same parameters in the same order on every process.
+        world_size (`int`): number of processes.
+    """
+    bucket: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and (bucket[0].dtype != parameter.grad.dtype or sum(g.numel() for g in bucket) > _BUCKET):
+            _average(bucket, world_size)
+            bucket = []
+        bucket.append(parameter.grad)
+    if bucket:
+        _average(bucket, world_size)
+
+
+def _average(gradients: list[torch.Tensor], world_size: int) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    torch.distributed.all_reduce(flat)
+    flat /= world_size
+    for gradient, averaged in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(averaged.view_as(gradient))
+
+
+def clip_gradients(parameters: Parameters, max_norm: float) -> torch.Tensor:
+    """
+    Clip the gradients of one adapter by their own norm, in place.
+
+    Args:
+        parameters (`Mapping[str, torch.nn.Parameter]`): parameters of the adapter.
+        max_norm (`float`): largest norm; infinite for no clipping.
+
+    Returns: the norm before clipping, a scalar.
+    """
+    return torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
+
+
+def drop_gradients(parameters: Parameters) -> None:
+    """Leave the adapter out of the next optimizer step: its weights and optimizer state stay as they are."""
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def split_groups(
+    optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters], learning_rates: Mapping[str, float | None]
+) -> None:
+    """
+    Split the optimizer's parameter groups by adapter, in place, before its first step.
+
+    Groups come in the order of the adapters' names, whatever the order of the agents, so that the state of an
+    optimizer (kept by position) finds its adapter again; the critic's come last, since the first one's learning rate
+    is what the Trainer logs.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            An optimizer over the parameters of all adapters.
+        adapters (`Mapping[str, Mapping[str, torch.nn.Parameter]]`):
+            Parameters of each trained adapter.
+        learning_rates (`Mapping[str, float | None]`):
+            Learning rate of each adapter, where it has its own.
+    """
+    groups = []
+    for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
+        own = {id(parameter) for parameter in adapters[adapter].values()}
+        for group in optimizer.param_groups:
+            parameters = [parameter for parameter in group["params"] if id(parameter) in own]
+            if parameters:
+                rate = learning_rates.get(adapter)
+                changed = {} if rate is None else {"lr": rate}
+                groups.append({**group, **changed, "params": parameters, "adapter": adapter})
+    optimizer.param_groups[:] = groups
+
+
+def add_group(
+    optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float
+) -> None:
+    """Add parameters that are not part of the model, without weight decay, before [`split_groups`]."""
+    optimizer.add_param_group({"params": list(parameters), "lr": learning_rate, "weight_decay": 0.0, "adapter": name})
+
+
+def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters]) -> list[str]:
+    """Adapters with a parameter that the optimizer does not have."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        adapter
+        for adapter, parameters in adapters.items()
+        if any(id(parameter) not in known for parameter in parameters.values())
+    ]
+
+
+@contextlib.contextmanager
+def checked_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager: loading a state into an optimizer raises unless it belongs to its parameter groups."""
+    hook = optimizer.register_load_state_dict_pre_hook(
+        lambda mine, saved: check_groups(saved["param_groups"], mine.param_groups)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:
+    """
+    Raise unless a saved optimizer state belongs to these parameter groups.
+
+    Raises:
+        ValueError: names the adapters of both.
+    """
+    theirs = [(group.get("adapter"), len(group["params"])) for group in saved]
+    mine = [(group.get("adapter"), len(group["params"])) for group in current]
+    if theirs != mine:
+        raise ValueError(
+            f"The optimizer state of the checkpoint belongs to {_count(theirs)}, but the team trains {_count(mine)}. "
+            "Resume with the agents, adapters and `peft_config` that the checkpoint was written with."
+        )
+
+
+def _count(groups: Sequence[tuple[str | None, int]]) -> str:
+    return ", ".join(f"{name!r} ({count} tensors)" for name, count in groups) or "nothing"

@@ -1,0 +1,277 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Log-probabilities and entropies, under the right adapter and temperature."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import PreTrainedModel
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..configs import MARFTConfig
+from ..processes import Processes
+from ..rollout.generator import Sampling
+from ..shared_prefix import forward
+from ..trainer.trl_seams import ScoringTemperature
+from ..weights.policies import Policies
+from .batching import Collator
+from .data import MicroBatch, Row
+from .micro_batcher import MicroBatcher
+
+
+logger = get_logger(__name__)
+
+# Makes of log-probabilities and entropies `(B, T)` those that TRL's loss is given
+Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class LogProbs:
+    """
+    Scores completions under the policies and references of agents.
+
+    Args:
+        model (`nn.Module`): the model as it is trained.
+        reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.
+        policies ([`Policies`]): switch adapters.
+        samplings (`Mapping[str, Sampling]`): how each agent samples; it is scored at the temperature that it samples
+            with.
+        temperature ([`ScoringTemperature`]): switches the temperature of the LM head.
+        plain (`Callable`): TRL's own pass, see [`trl_log_probs`].
+        passes ([`Passes`]): how rows go through the model.
+        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
+        collate ([`Collator`]): makes tensors of rows.
+        accelerator ([`~accelerate.Accelerator`]): precision, and the model without wrappers.
+        args ([`MARFTConfig`]): gradient checkpointing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: PreTrainedModel | None,
+        policies: Policies,
+        samplings: Mapping[str, Sampling],
+        temperature: ScoringTemperature,
+        plain: Callable[..., tuple[torch.Tensor, Any, Any]],
+        passes: Passes,
+        batcher: MicroBatcher,
+        collate: Collator,
+        accelerator: Accelerator,
+        args: MARFTConfig,
+    ):
+        self._model, self._reference, self._policies = model, reference, policies
+        self._samplings, self._temperature, self._plain = samplings, temperature, plain
+        self._passes, self._batcher, self._collate = passes, batcher, collate
+        self._accelerator, self._args = accelerator, args
+        self._transform: Transform | None = None
+
+    def activate(self, agent: str) -> None:
+        """Let an agent's adapter act and be scored at the agent's temperature."""
+        self._policies.activate(agent)
+        self._temperature.switch_to(self._samplings[agent].temperature)
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Context manager: nothing is kept for a backward pass, and gradients are not checkpointed."""
+        with torch.no_grad(), disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs):
+            yield
+
+    # ---- Steps that fill rows ----
+
+    def with_old(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with `old_per_token_logps` by the present policies, where they have none yet and are trained."""
+        missing = [row for row in rows if row.is_trained and row.old_per_token_logps is None]
+        found = {row.number: logps for row, logps, _ in self._score(missing, by_reference=False)}
+        return [replace(row, old_per_token_logps=found.get(row.number, row.old_per_token_logps)) for row in rows]
+
+    def with_reference(self, rows: Sequence[Row], num_features: Callable[[Row], int] = lambda row: 0) -> list[Row]:
+        """
+        Rows with `ref_per_token_logps`, where they are trained.
+
+        Args:
+            rows (`Sequence[Row]`): the rows.
+            num_features (`Callable`, *optional*): number of hidden states of the reference's pass that a row keeps as
+                `features`. Defaults to none.
+        """
+        filled = {}
+        for row, logps, hidden in self._score([row for row in rows if row.is_trained], by_reference=True):
+            count = num_features(row) if hidden is not None else 0
+            features = hidden[:count].cpu().clone() if hidden is not None and count else row.features
+            filled[row.number] = replace(row, ref_per_token_logps=logps, features=features)
+        return [filled.get(row.number, row) for row in rows]
+
+    def of_policy(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Log-probabilities `(L,)` of rows under the present policies."""
+        found = {row.number: logps for row, logps, _ in self._score(rows, by_reference=False)}
+        return [found[row.number] for row in rows]
+
+    def _score(
+        self, rows: Sequence[Row], by_reference: bool
+    ) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
+        """For each row its log-probabilities `(L,)` and, where they are known, its hidden states `(V, H)`."""
+        for batch in self._batcher.cut(rows):
+            tensors = self._collate(batch.rows)
+            ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+            mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
+            self.activate(batch.agent)
+            model = self._model
+            speaker: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if by_reference and self._reference is not None:
+                model = self._reference
+            elif by_reference:
+                speaker = self._policies.reference(batch.agent)
+            width = tensors["completion_ids"].size(1)
+            with speaker:
+                if self._passes.give_positions:
+                    logps, _, hidden = self._placed(model, ids, mask, width)
+                else:
+                    logps, hidden = self._plain(model, ids, mask, width)[0], [None] * len(batch.rows)
+            for row, its, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
+                yield row, its[: len(row.completion_ids)].clone(), states
+
+    # ---- What TRL's loss is given ----
+
+    @contextlib.contextmanager
+    def transformed(self, transform: Transform) -> Iterator[None]:
+        """Context manager: TRL's loss is given what `transform(logps, entropies)` makes of them."""
+        self._transform = transform
+        try:
+            yield
+        finally:
+            self._transform = None
+
+    def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """Log-probabilities, entropies and auxiliary loss, as `_get_per_token_logps_and_entropies` returns them."""
+        if self._passes.give_positions and self._transform is not None:
+            logps, entropies, _ = self._placed(model, input_ids, attention_mask, logits_to_keep)
+            aux_loss = None
+        else:
+            logps, entropies, aux_loss = self._plain(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if self._transform is not None:
+            logps, entropies = self._transform(logps, entropies)
+        return logps, entropies, aux_loss
+
+    def _placed(
+        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Log-probabilities and entropies `(B, T)` of completions, 0 where they are masked (entropies of a separate
+        reference too), and the hidden states `(B, V, H)` they were read from. Every row begins at position 0.
+
+        Args:
+            model (`nn.Module`): whose active adapter scores.
+            input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
+            width (`int`): `T`, columns of the completions.
+        """
+        base, is_there = self._base_of(model), attention_mask.bool()
+        prompts = [ids[its].tolist() for ids, its in zip(input_ids[:, :-width], is_there[:, :-width], strict=True)]
+        completions = [ids[its].tolist() for ids, its in zip(input_ids[:, -width:], is_there[:, -width:], strict=True)]
+        with self._accelerator.autocast():
+            hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
+            lengths = torch.tensor([len(completion) for completion in completions], device=hidden.device)
+            read = torch.arange(hidden.size(1), device=hidden.device) < lengths.unsqueeze(1)
+            tokens = torch.tensor([token for its in completions for token in its], device=hidden.device)
+            logps, entropies = forward.score(base, hidden[read], tokens.long())
+        empty = torch.zeros(input_ids.size(0), width, device=hidden.device)
+        logps = empty.masked_scatter(is_there[:, -width:], logps)
+        entropies = empty if entropies is None else empty.masked_scatter(is_there[:, -width:], entropies)
+        return logps, entropies, hidden
+
+    def _base_of(self, model: nn.Module) -> PreTrainedModel:
+        """The language model under the wrappers of accelerate and PEFT."""
+        model = self._accelerator.unwrap_model(model)
+        return model if model is self._reference or not self._policies.has_adapters else model.get_base_model()
+
+    # ---- Entropies ----
+
+    def entropies(self, batch: MicroBatch) -> torch.Tensor:
+        """Entropies of the tokens of a micro-batch that its loss counts `(N,)`."""
+        tensors = self._collate(batch.rows)
+        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+        mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
+        self.activate(batch.agent)
+        width = tensors["completion_ids"].size(1)
+        with disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs):
+            if self._passes.give_positions:
+                _, entropies, _ = self._placed(self._model, ids, mask, width)
+            else:
+                _, entropies, _ = self._plain(self._model, ids, mask, width, compute_entropy=True)
+        return entropies[tensors["completion_mask"].bool()].float()
+
+    @torch.no_grad()
+    def high_entropy_thresholds(
+        self, rows: Sequence[Row], quantile: float, processes: Processes
+    ) -> dict[str, torch.Tensor]:
+        """
+        For each agent whose rows fall into several micro-batches or processes, the entropy above which its tokens are
+        trained, so that the cut into micro-batches changes nothing. It takes another pass.
+
+        Args:
+            rows (`Sequence[Row]`): the rows of a slice that are trained now.
+            quantile (`float`): share of the tokens that is trained, `top_entropy_quantile`; 1 for all of them.
+            processes ([`Processes`]): the processes that have rows of the slice.
+        """
+        if quantile >= 1.0:
+            return {}
+        batches: dict[str, list[MicroBatch]] = {name: [] for name in self._samplings}
+        for batch in self._batcher.cut(rows):
+            batches[batch.agent].append(batch)
+        thresholds = {}
+        for agent, its in batches.items():
+            if processes.count == 1 and len(its) < 2:
+                continue
+            own = [torch.cat([self.entropies(batch) for batch in its]).tolist()] if its else []
+            everywhere = [value for of_process in processes.gather(own) for value in of_process]
+            if everywhere:
+                values = torch.tensor(everywhere, device=processes.device)
+                thresholds[agent] = torch.quantile(values, 1 - quantile)
+        return thresholds
+
+
+class Passes:
+    """
+    How rows go through a model: whether they share what they have in common, and whether they are given positions.
+
+    Args:
+        base ([`~transformers.PreTrainedModel`]): the language model, without wrappers.
+        args ([`MARFTConfig`]): `share_prefixes`, gradient checkpointing.
+        accelerator ([`~accelerate.Accelerator`]): precision.
+        has_aux_loss (`bool`): whether the routers of a mixture of experts have a loss of their own.
+    """
+
+    def __init__(self, base: PreTrainedModel, args: MARFTConfig, accelerator: Accelerator, has_aux_loss: bool):
+        self._base, self._accelerator = base, accelerator
+        self.share = args.share_prefixes and self._can_share(args, has_aux_loss)
+        # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
+        with accelerator.autocast():
+            needs_positions = not self.share and forward.needs_positions(base)
+        self.give_positions = self.share or (needs_positions and not has_aux_loss)
+
+    def _can_share(self, args: MARFTConfig, has_aux_loss: bool) -> bool:
+        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if reentrant and args.gradient_checkpointing is not False:
+            why: str | None = "reentrant checkpointing takes no gradient to keys and values that were computed before"
+        elif has_aux_loss:
+            why = "the routers' outputs of a mixture of experts are part of the loss"
+        else:
+            why = forward.why_not(self._base)
+        if why is not None:
+            logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
+        return why is None
+
+    def sample_what_they_score(self) -> bool:
+        """Whether generation computes what scoring computes, to the precision of float32 and without noise."""
+        base = self._base
+        settings = base.config.get_text_config().to_dict().items()
+        drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))
+        noisy = drops or any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+        weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
+        precise = self._accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
+        exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
+        return precise and exact and not noisy

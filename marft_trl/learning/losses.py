@@ -1,0 +1,215 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The loss of a slice: micro-batches of the critic and of the agents, each computed by TRL's loss or the critic's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..configs import MARFTConfig
+from ..processes import Processes
+from ..rollout.generator import Sampling
+from ..run_metrics import Metrics, StepMetrics
+from ..trainer.trl_seams import TrlLoss, TrlState
+from ..weights.policies import Policies
+from .adapter_updates import AdapterUpdates, Divergence
+from .batching import Collator, loss_weights
+from .critic_learner import CriticLearner, ValueSums
+from .data import MicroBatch, Slice
+from .levels import Level
+from .log_probs import LogProbs
+from .micro_batcher import MicroBatcher
+
+
+class Notes:
+    """
+    What the losses of a step leave behind beside gradients.
+
+    Args:
+        agents (`Sequence[str]`): names of the agents.
+        divergence ([`Divergence`], *optional*, defaults to an own one): sums that stop or steer the update.
+    """
+
+    def __init__(self, agents: Sequence[str], divergence: Divergence | None = None):
+        self.metrics = StepMetrics(agents)
+        self.divergence = divergence or Divergence()
+        self.values = ValueSums()
+
+
+class TeamLoss:
+    """
+    The losses of slices.
+
+    Args:
+        trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
+        log_probs ([`LogProbs`]): log-probabilities, and what TRL's loss is given of them.
+        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
+        collate ([`Collator`]): makes tensors of rows.
+        critic ([`CriticLearner`], *optional*): has losses of its own.
+        updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
+        policies ([`Policies`]): switch adapters.
+        level ([`Level`]): unit of the policy ratio.
+        samplings (`Mapping[str, Sampling]`): how each agent samples.
+        args ([`MARFTConfig`]): the loss.
+        beta (`float`): coefficient of the KL to the references.
+        has_aux_loss (`bool`): whether the routers of a mixture of experts have a loss of their own.
+        state ([`TrlState`]): the mode, and the micro-steps of an optimizer step.
+        metrics ([`Metrics`]): get the metrics of losses.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        trl_loss: TrlLoss,
+        log_probs: LogProbs,
+        batcher: MicroBatcher,
+        collate: Collator,
+        critic: CriticLearner | None,
+        updates: AdapterUpdates,
+        policies: Policies,
+        level: Level,
+        samplings: Mapping[str, Sampling],
+        args: MARFTConfig,
+        beta: float,
+        has_aux_loss: bool,
+        state: TrlState,
+        metrics: Metrics,
+        processes: Processes,
+    ):
+        self._trl_loss, self._log_probs, self._batcher, self._collate = trl_loss, log_probs, batcher, collate
+        self._critic, self._updates, self._policies, self._level = critic, updates, policies, level
+        self._samplings, self._agents = samplings, list(samplings)
+        self._args, self._state, self._metrics, self._processes = args, state, metrics, processes
+        self._metric_names = loss_metrics(args, beta, state.has_entropy_bonus, has_aux_loss)
+        self._notes = Notes(self._agents, updates.divergence)
+
+    def of_slice(
+        self,
+        model: nn.Module,
+        slice_: Slice,
+        learning: frozenset[str],
+        backward: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        """
+        The loss of a slice. All micro-batches but the last have had their backward pass when it returns.
+
+        Args:
+            model (`nn.Module`): the model as it is trained.
+            slice_ ([`Slice`]): rows of this process.
+            learning (`frozenset[str]`): adapters and parts of the critic that learn now.
+            backward (`Callable`): `backward(loss)` runs a backward pass.
+        """
+        self._updates.note_adapters(slice_.adapters & learning)
+        parts = self._parts(model, slice_, learning, self._notes)
+        if not parts:  # no agent of the slice learns on this process; others may have rows
+            return torch.zeros((), device=self._processes.device, requires_grad=True)
+        total = torch.zeros((), device=self._processes.device)
+        for loss_of_part in parts[:-1]:
+            loss = loss_of_part()
+            backward(loss)
+            total += loss.detach()
+        return parts[-1]() + total
+
+    @torch.no_grad()
+    def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
+        """The loss of an evaluation batch, apart from what training takes note of."""
+        notes = Notes(self._agents)
+        total = torch.zeros((), device=self._processes.device)
+        for loss in self._parts(model, slice_, learning, notes):
+            total += loss()
+        self._log(notes)
+        self._policies.activate(self._agents[0])
+        return total
+
+    def end_step(self, is_update: bool) -> None:
+        """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
+        self._log(self._notes)
+        self._policies.activate(self._agents[0])  # whoever uses the model next gets an agent, not the critic
+        if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
+            self._metrics.add("entropy_coef", self._state.entropy_coef)
+
+    def _log(self, notes: Notes) -> None:
+        found = notes.metrics.join(self._metric_names, self._processes)
+        if self._critic is not None:
+            found |= notes.values.metrics(self._processes)
+        for name, value in found.items():
+            self._metrics.add(name, value)
+
+    def _parts(
+        self, model: nn.Module, slice_: Slice, learning: frozenset[str], notes: Notes
+    ) -> list[Callable[[], torch.Tensor]]:
+        """The losses of the micro-batches of a slice, to be computed one after the other."""
+        trained = [row for row in slice_.rows if row.is_trained]
+        thresholds = self._log_probs.high_entropy_thresholds(
+            [row for row in trained if row.adapter in learning], self._args.top_entropy_quantile, self._processes
+        )
+        parts: list[Callable[[], torch.Tensor]] = []
+        # The critic comes first: its kept passes are gone before the policies need memory
+        if self._critic is not None:
+            steps = self._state.accumulation_steps
+            batches = [batch for batch in self._critic.batches(slice_.rows) if batch.agent in learning]
+            parts += [functools.partial(self._critic.loss, batch, slice_, steps, notes.values) for batch in batches]
+        for batch in self._batcher.cut(trained):
+            if batch.adapter in learning:
+                threshold = thresholds.get(batch.agent)
+                parts.append(functools.partial(self._of_batch, model, batch, slice_, threshold, notes))
+        return parts
+
+    def _of_batch(
+        self, model: nn.Module, batch: MicroBatch, slice_: Slice, threshold: torch.Tensor | None, notes: Notes
+    ) -> torch.Tensor:
+        """TRL's loss of the rows of one agent, with the weight that makes micro-batches and processes add up."""
+        args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
+        weights = loss_weights(batch, slice_, str(args.loss_type), self._processes.count, steps, self._level)
+        tensors = self._collate(batch.rows)
+        if not args.use_policy_ratio:  # then TRL takes the present policy for the one that sampled: a ratio of 1
+            tensors.pop("old_per_token_logps", None)
+        tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
+        self._log_probs.activate(batch.agent)
+        with self._log_probs.transformed(functools.partial(self._seen_by_trl, batch, tensors, notes.divergence)):
+            loss, metrics = self._trl_loss(
+                model,
+                tensors,
+                entropy_coef=self._updates.entropy_coef_of(batch.adapter) * weights.entropy,
+                max_completion_length=self._samplings[batch.agent].max_completion_length,
+                entropy_mask=None if threshold is None else functools.partial(_mask_above, threshold),
+            )
+        notes.metrics.add(batch.agent, metrics, self._level.weight(batch))
+        return loss * weights.loss
+
+    def _seen_by_trl(
+        self,
+        batch: MicroBatch,
+        inputs: dict[str, torch.Tensor],
+        divergence: Divergence,
+        logps: torch.Tensor,
+        entropies: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What TRL's loss is given of log-probabilities and entropies `(B, T)` at the level of the policy ratio."""
+        seen = self._level.seen_by_loss(logps, entropies, inputs, batch.rows)
+        divergence.add(batch.adapter, seen.log_ratios, entropies[inputs["completion_mask"].bool()])
+        if seen.old_logps is not None:
+            inputs["old_per_token_logps"] = seen.old_logps  # TRL reads them after this
+        return seen.logps, seen.entropies
+
+
+def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Mask of the tokens whose entropy is above a known threshold, in place of TRL's, over the micro-batch."""
+    return (entropies * mask.float() >= known) & mask.bool()
+
+
+def loss_metrics(args: MARFTConfig, beta: float, has_entropy_bonus: bool, has_aux_loss: bool) -> list[str]:
+    """Names of the metrics that TRL's loss adds under these settings, the same on every process."""
+    names = ["entropy"]
+    names += ["kl"] if beta != 0.0 else []
+    names += ["policy_loss"] if has_entropy_bonus else []
+    names += ["aux_loss"] if has_aux_loss else []
+    if args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        names += [f"clip_ratio/{metric}" for metric in ("low_mean", "high_mean", "region_mean")]
+        names += ["clip_ratio/low_min", "clip_ratio/high_max"]
+    names += ["cispo_clip_ratio"] if args.loss_type == "cispo" else []
+    names += ["vespo/phi_seq_mean"] if args.loss_type == "vespo" else []
+    return names

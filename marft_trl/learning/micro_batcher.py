@@ -1,0 +1,144 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""How many tokens go through the model at once, and whether gradients are checkpointed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import PreTrainedModel
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..configs import MARFTConfig
+from ..weights.policies import Policies
+from .batching import micro_batches
+from .data import MicroBatch, Row
+from .memory import ActivationCost, free_memory, head_size, measure_activations, optimizer_size, size_of
+
+
+logger = get_logger(__name__)
+
+# Of the free memory, what micro-batches may fill: the rest is for what is needed for a moment, and for fragments.
+_FILLED = 0.7
+
+
+class MicroBatcher:
+    """
+    Cuts rows into micro-batches that fit into the memory of the device.
+
+    Args:
+        model (`nn.Module`): the model as it is trained.
+        base ([`~transformers.PreTrainedModel`]): its language model, without wrappers.
+        policies ([`Policies`]): switch adapters.
+        args ([`MARFTConfig`]): limits of micro-batches, gradient checkpointing, the optimizer.
+        accelerator ([`~accelerate.Accelerator`]): device and precision.
+        share (`bool`): whether rows share what they have in common.
+        trained (`Callable`): `trained()` returns the tensors that are trained.
+        has_optimizer_state (`Callable`): `has_optimizer_state()` tells whether the optimizer has its memory already.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        base: PreTrainedModel,
+        policies: Policies,
+        args: MARFTConfig,
+        accelerator: Accelerator,
+        share: bool,
+        trained: Callable[[], Sequence[nn.Parameter]],
+        has_optimizer_state: Callable[[], bool],
+    ):
+        self._model, self._base, self._policies = model, base, policies
+        self._args, self._accelerator, self._share = args, accelerator, share
+        self._trained, self._has_optimizer_state = trained, has_optimizer_state
+        self.cost: ActivationCost | None = None  # measured on the first rows
+        self.max_tokens = args.max_tokens_per_micro_batch
+        self._room = math.inf
+
+    def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
+        """Micro-batches of one agent each; `options` are those of [`micro_batches`]."""
+        repeat = None
+        if self._share:
+            repeat = 0.0 if self.cost is None else self.cost.per_repeat / self.cost.of_token(self.is_checkpointing)
+        return micro_batches(rows, self._args.per_device_train_batch_size, self.max_tokens, repeat=repeat, **options)
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether gradients are checkpointed."""
+        return bool(self._args.gradient_checkpointing) or self._model.is_gradient_checkpointing
+
+    def fit(self, rows: Sequence[Row]) -> None:
+        """
+        Bound micro-batches by the memory that is free, before rows are trained on for the first time, and checkpoint
+        gradients if not even the longest row fits without. Settings of the training arguments stay as they are.
+        """
+        longest = max((row.length for row in rows), default=0)
+        if not longest:
+            return
+        if self.cost is None:
+            self.cost = self.measure(longest)
+            self._room = self.free_for_activations(sum(len(row.completion_ids) for row in rows))
+        limit, checkpointing = self.limits(longest, self.cost, self._room)
+        if checkpointing and not self.is_checkpointing:
+            logger.warning(
+                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for what the "
+                "backward pass keeps: gradients are checkpointed from now on."
+            )
+            self._checkpoint_gradients()
+        if self.max_tokens is None or checkpointing:
+            self.max_tokens = limit
+
+    def measure(self, length: int) -> ActivationCost:
+        """Cost of the tokens of rows of this length, measured on short rows."""
+        was_training = self._model.training
+        self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
+        self._base.train()
+        try:
+            # Dropout must not move the random numbers that training goes on with
+            with (
+                disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs),
+                self._accelerator.autocast(),
+                torch.random.fork_rng(),
+            ):
+                return measure_activations(self._base, length, self._share)
+        finally:
+            self._base.train(was_training)
+
+    def limits(self, longest: int, cost: ActivationCost, room: float) -> tuple[int, bool]:
+        """
+        Tokens of a micro-batch, and whether gradients have to be checkpointed.
+
+        Args:
+            longest (`int`): tokens of the longest row.
+            cost ([`ActivationCost`]): bytes of a token.
+            room (`float`): bytes that are free for activations.
+        """
+        limit = self._args.max_tokens_per_micro_batch
+        checkpointing = self.is_checkpointing
+        if self._args.gradient_checkpointing is None and not checkpointing:
+            checkpointing = max(longest, limit or 0) * cost.per_token > room
+        if limit is None:
+            fitting = max(room / cost.of_token(checkpointing), 1)
+            # A power of 2, so that other tenants of the device rarely change how rows are cut
+            limit = max(2 ** int(math.log2(fitting)), longest)
+        return limit, checkpointing
+
+    def free_for_activations(self, scored: int) -> float:
+        """Bytes that are free for activations when so many tokens are scored at once."""
+        device, vocabulary = self._accelerator.device, self._base.config.get_text_config().vocab_size
+        trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
+        awaited = 0 if self._has_optimizer_state() else size_of(trained) + optimizer_size(trained, optim)
+        return max(_FILLED * (free_memory(device) - awaited) - head_size(vocabulary, scored, device), 1.0)
+
+    def _checkpoint_gradients(self) -> None:
+        model = self._accelerator.unwrap_model(self._model)
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, **(self._args.gradient_checkpointing_kwargs or {})}
+        )
+        if self._policies.has_adapters:
+            model.enable_input_require_grads()

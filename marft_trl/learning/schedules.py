@@ -1,0 +1,119 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Who learns when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..configs import MARFTConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    Which adapters learn in a step, and when new episodes are due.
+
+    A micro-step is one call of `training_step`, `gradient_accumulation_steps` of which make an optimizer step. A phase
+    is what a generation batch is used for by one set of adapters: `steps_per_generation * num_iterations` micro-steps.
+
+    Args:
+        adapters (`tuple[str, ...]`): trained adapters, in team order.
+        phase (`int`): micro-steps of a phase.
+        interval (`int`): optimizer steps for which one adapter learns alone; 0 for no such interval.
+        order (`str`): `"joint"`, `"sequential"` or `"resampled"`.
+        warmup (`int`): optimizer steps in which no adapter learns.
+        seed (`int`): of the order of adapters in sequential updates.
+        critics (`tuple[str, ...]`): parts of the critic.
+    """
+
+    adapters: tuple[str, ...]
+    phase: int
+    interval: int = 0
+    order: str = "joint"
+    warmup: int = 0
+    seed: int = 0
+    critics: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
+        """
+        The schedule that the training arguments ask for.
+
+        Raises:
+            ValueError: they ask for taking turns, and there is one trained adapter alone.
+        """
+        if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
+            name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` lets agents learn in turn, but only the adapter {adapters[0]!r} is "
+                "trained. Give each agent an adapter of its own (`peft_config`), or leave the setting out."
+            )
+        return cls(
+            adapters=tuple(adapters),
+            phase=args.steps_per_generation * args.num_iterations,
+            interval=args.agent_iteration_interval,
+            order=args.update_order,
+            warmup=args.critic_warmup_steps,
+            seed=args.seed,
+        )
+
+    def with_critic(self, parts: Sequence[str]) -> Schedule:
+        """The schedule with a critic of these parts."""
+        return replace(self, critics=tuple(parts))
+
+    def is_due(self, micro_step: int) -> bool:
+        """Whether new episodes are due."""
+        return micro_step % self.generate_every == 0
+
+    @property
+    def phases(self) -> int:
+        """Phases of a generation batch."""
+        return len(self.adapters) if self.order == "sequential" else 1
+
+    @property
+    def generate_every(self) -> int:
+        """Micro-steps from one generation batch to the next."""
+        return self.phase * self.phases
+
+    def learning(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
+        """The adapters, and the parts of the critic, that learn in a step."""
+        policies = self._policies(micro_step, optimizer_step)
+        return policies | frozenset(self.critics) if self.critic_learns(micro_step, optimizer_step) else policies
+
+    @property
+    def everyone(self) -> frozenset[str]:
+        """All trained adapters and parts of the critic."""
+        return frozenset([*self.adapters, *self.critics])
+
+    def _policies(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
+        if optimizer_step < self.warmup:
+            return frozenset()
+        if self.interval:
+            return frozenset([self.adapters[optimizer_step // self.interval % len(self.adapters)]])
+        if self.order == "resampled":
+            return frozenset([self.adapters[micro_step // self.phase % len(self.adapters)]])
+        if self.order == "sequential":
+            return frozenset([self.order_of(micro_step)[self._phase_of(micro_step)]])
+        return frozenset(self.adapters)
+
+    def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
+        """Whether the critic does: in sequential updates on the first use of the episodes, else always."""
+        return optimizer_step < self.warmup or self._phase_of(micro_step) == 0
+
+    def just_updated(self, micro_step: int) -> str | None:
+        """The adapter whose phase on the present episodes ended with the last micro-step."""
+        phase = self._phase_of(micro_step)
+        if phase == 0 or micro_step % self.phase:
+            return None
+        return self.order_of(micro_step)[phase - 1]
+
+    def order_of(self, micro_step: int) -> list[str]:
+        """The adapters in the order of their phases, drawn anew for each generation batch."""
+        generator = torch.Generator().manual_seed(self.seed + micro_step // self.generate_every)
+        return [self.adapters[index] for index in torch.randperm(len(self.adapters), generator=generator)]
+
+    def _phase_of(self, micro_step: int) -> int:
+        return micro_step % self.generate_every // self.phase

@@ -1,0 +1,206 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The model card of a team."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..manifest import TeamManifest
+
+
+# Tags of every model card
+TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]
+PAPER = {
+    "title": "MARFT: Multi-Agent Reinforcement Fine-Tuning",
+    "id": "2504.16129",
+    "citation": """@article{liao2025marft,
+  title   = {{MARFT: Multi-Agent Reinforcement Fine-Tuning}},
+  author  = {Liao, Junwei and Wen, Muning and Wang, Jun and Zhang, Weinan},
+  journal = {arXiv preprint arXiv:2504.16129},
+  year    = {2025}
+}""",
+}
+
+_CARD = """---
+{{ card_data }}
+---
+
+# {{ model_name }}
+
+A team of {{ num_agents }} LLM agents, trained together with
+[marft_trl](https://pypi.org/project/marft-trl/){% if base_model %} on
+[{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}{% if dataset_name %} and the dataset
+[{{ dataset_name }}](https://huggingface.co/datasets/{{ dataset_name }}){% endif %}.
+
+## Agents
+
+{{ agents_table }}
+
+Workflow: `{{ workflow }}`
+
+{% if picture %}```mermaid
+{{ picture }}
+```
+
+{% endif %}{% if figures_table %}## Figures
+
+{{ figures_table }}
+
+{% endif %}{{ usage }}
+## Training
+
+Trained with MARFT, a method introduced in [{{ paper_title }}](https://huggingface.co/papers/{{ paper_id }}).
+
+{{ versions }}
+
+## Citation
+
+```bibtex
+{{ citation }}
+```
+"""
+
+_USE_TEAM = """## Use the team
+
+```python
+from marft_trl import Team
+
+team = Team.from_pretrained("{repo}"{model})
+print(team("..."))  # `team.run(prompts)` returns whole episodes
+```
+
+"""
+
+_USE_ADAPTERS = """## Use one agent with PEFT
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+{first} = PeftModel.from_pretrained(base, "{repo}", subfolder="{first}")
+```
+
+## Serve the team with vLLM
+
+Each agent is a model name of one server:
+
+```bash
+hf download {repo} --local-dir team
+vllm serve {base} --enable-lora --max-lora-rank {rank} \\
+  --lora-modules {modules}
+```
+
+`marft_team.json` holds the agents' system prompts and the workflow.
+
+"""
+
+_USE_POLICY = """## Use the policy alone
+
+All agents share one fully trained policy; `marft_team.json` holds their system prompts and the workflow.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+```
+
+"""
+
+
+def team_card(
+    manifest: TeamManifest,
+    model_name: str,
+    repo: str | None = None,
+    dataset_name: str | None = None,
+    tags: Sequence[str] = (),
+    figures: dict[str, float] | None = None,
+    max_rank: int = 16,
+    picture: str | None = None,
+) -> ModelCard:
+    """
+    The model card of a team.
+
+    Args:
+        manifest ([`TeamManifest`]):
+            The team.
+        model_name (`str`):
+            Headline.
+        repo (`str`, *optional*):
+            Hub id of the team.
+        dataset_name (`str`, *optional*):
+            Hub id of the training data.
+        tags (`Sequence[str]`, *optional*):
+            Tags of the card.
+        figures (`dict[str, float]`, *optional*):
+            Metrics to show.
+        max_rank (`int`, *optional*, defaults to `16`):
+            Largest rank of the adapters.
+        picture (`str`, *optional*):
+            The workflow as a Mermaid flowchart.
+    """
+    base = manifest.base_model
+    repo = repo or model_name
+    base_name = base or "path/to/the/base/model"
+    first = manifest.agents[0].adapter
+    modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
+    use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
+    given = "" if base or not manifest.adapters else f', model="{base_name}"'
+    card_data = ModelCardData(
+        base_model=base,
+        library_name="peft" if manifest.adapters else "transformers",
+        model_name=model_name,
+        pipeline_tag="text-generation",
+        tags=sorted({*tags, "generated_from_trainer"}),
+        datasets=dataset_name,
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_str=_CARD,
+        base_model=base,
+        model_name=model_name,
+        dataset_name=dataset_name,
+        num_agents=len(manifest.agents),
+        agents_table=_agents_table(manifest),
+        workflow=_workflow_line(manifest.workflow),
+        picture=picture,
+        figures_table=_figures_table(figures or {}),
+        usage=use.format(model=given, base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
+        paper_title=PAPER["title"],
+        paper_id=PAPER["id"],
+        citation=PAPER["citation"],
+        versions="\n".join(f"- {name}: {version(name)}" for name in ("marft-trl", "trl", "transformers", "peft")),
+    )
+
+
+def _agents_table(manifest: TeamManifest) -> str:
+    rows = ["| agent | adapter | trained | system prompt |", "|---|---|---|---|"]
+    for agent in manifest.agents:
+        adapter = manifest.adapters.get(agent.adapter)
+        folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"
+        trained = "yes" if adapter is None or adapter["trained"] else "no"
+        rows.append(f"| {agent.name} | {folder} | {trained} | {_cell(agent.system_prompt or '(none)')} |")
+    return "\n".join(rows)
+
+
+def _figures_table(figures: dict[str, float]) -> str:
+    if not figures:
+        return ""
+    rows = [f"| {name} | {value:.4g} |" for name, value in figures.items()]
+    return "\n".join(["| metric | value |", "|---|---|", *rows])
+
+
+def _workflow_line(workflow: dict[str, Any]) -> str:
+    settings = ", ".join(f"{key}={value!r}" for key, value in workflow.items() if key != "class" and value is not None)
+    return f"{workflow['class']}({settings})"
+
+
+def _cell(text: str, limit: int = 200) -> str:
+    one_line = " ".join(text.split()).replace("|", "\\|")
+    return one_line if len(one_line) <= limit else one_line[: limit - 3] + "..."

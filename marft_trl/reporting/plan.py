@@ -1,0 +1,309 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What a run will do, without doing it: agents, workflow, batches, memory, and what each agent is shown."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..episodes.collector import Request
+from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..learning.critic import Critic
+from ..learning.critic_learner import CriticLearner
+from ..learning.levels import Level
+from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
+from ..learning.micro_batcher import MicroBatcher
+from ..processes import Processes
+from ..rollout.generator import Sampling
+from ..rollout.prompts import Observation, Query
+from ..rollout.runner import EpisodeRunner
+from ..shared_prefix.prefixes import clusters
+from ..weights.policies import Policies
+from ..workflows import Workflow
+from ..workflows.base import turn_links
+from .transcripts import messages_as_text
+
+
+# Turns after which a rehearsal with made-up replies is ended: a loop may wait for words that never come.
+_LONGEST_REHEARSAL = 64
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """
+    An episode with made-up turns.
+
+    Args:
+        episode ([`Episode`]): its turns.
+        shown (`dict[str, Observation]`): what each agent was shown first.
+        prompts (`list[tuple[str, int, int]]`): for each turn its agent, how many tokens it would be shown if all turns
+            it sees were as long as they may be, and how many of them come before the first of these turns' words.
+    """
+
+    episode: Episode
+    shown: dict[str, Observation]
+    prompts: list[tuple[str, int, int]]
+
+
+class Planner:
+    """
+    Says what a run will do.
+
+    Args:
+        agents (`Sequence[AgentSpec]`): the team.
+        workflow ([`Workflow`]): decides who acts next and what each sees.
+        runner ([`EpisodeRunner`]): builds observations, and runs the workflow with made-up turns.
+        policies ([`Policies`]): adapters.
+        critic ([`Critic`], *optional*): its memory.
+        learner ([`CriticLearner`], *optional*): whether passes of the critic are kept.
+        level ([`Level`]): what the critic reads.
+        batcher ([`MicroBatcher`]): sizes of micro-batches.
+        model (`nn.Module`): the model without wrappers of data parallelism.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): counts tokens.
+        samplings (`Mapping[str, Sampling]`): lengths of turns.
+        aliases (`Mapping[str, str]`): names under which agents know one another.
+        args ([`MARFTConfig`]): sizes of batches.
+        window (`int`, *optional*): tokens that the model can attend to.
+        share (`bool`): whether rows share what they have in common.
+        processes ([`Processes`]): the processes of the run.
+        train_dataset: its first row is rehearsed.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[AgentSpec],
+        workflow: Workflow,
+        runner: EpisodeRunner,
+        policies: Policies,
+        critic: Critic | None,
+        learner: CriticLearner | None,
+        level: Level,
+        batcher: MicroBatcher,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        samplings: Mapping[str, Sampling],
+        aliases: Mapping[str, str],
+        args: MARFTConfig,
+        window: int | None,
+        share: bool,
+        processes: Processes,
+        train_dataset: Any,
+    ):
+        self._agents, self._workflow, self._runner, self._policies = list(agents), workflow, runner, policies
+        self._critic, self._learner, self._level, self._batcher = critic, learner, level, batcher
+        self._model, self._tokenizer, self._samplings, self._aliases = model, tokenizer, samplings, aliases
+        self._args, self._window, self._share, self._processes = args, window, share, processes
+        self._dataset = train_dataset
+
+    def plan(self) -> str:
+        """
+        What training will do, as text: the agents, who sees whom, the batches in episodes, turns and tokens, the
+        memory, and what each agent is shown on the first row of the dataset, with made-up replies of its teammates.
+        Nothing is generated or trained.
+        """
+        rehearsal = self.rehearse(next(iter(self._dataset)))
+        episode, shown = rehearsal.episode, rehearsal.shown
+        links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
+        parts = {
+            "Team": [self._describe(agent) for agent in self._agents],
+            f"Workflow: {type(self._workflow).__name__}": links or ["(nobody is shown another's words)"],
+            "Batches": self._describe_batches(rehearsal),
+            "Memory of a process, with every turn as long as it may be": str(self.memory_plan()).splitlines(),
+        }
+        lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
+        for agent in self._agents:
+            note = "" if agent.name in {turn.agent for turn in episode.turns} else " (not reached in the rehearsal)"
+            lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
+            lines += textwrap.indent(messages_as_text(shown[agent.name].content), "  ").splitlines()
+        return "\n".join(lines[1:])
+
+    def memory_plan(self) -> MemoryPlan:
+        """
+        The memory that this process needs, part by part, with every turn as long as it may be: counted, but for the
+        activations, whose size by token is measured on a few short rows.
+        """
+        adapters = [p for name in self._policies.names for p in self._policies.parameters(name).values()]
+        adapters = adapters if self._policies.has_adapters else []
+        critic = self._critic
+        of_critic = [p for part in critic.parts for p in critic.parameters(part).values()] if critic else []
+        apart = {id(tensor) for tensor in [*adapters, *of_critic]}
+        model = self._model
+        base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
+        trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
+        trained = list({id(p): p for p in trained}.values())
+        config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
+        prompts = self.rehearse(next(iter(self._dataset))).prompts
+        turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
+        cost = self._batcher.measure(turn)
+        return MemoryPlan(
+            base=size_of(base),
+            adapters=size_of(adapters),
+            critic=size_of(of_critic),
+            gradients=size_of(trained),
+            optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
+            activations=self._activations(prompts, turn, cost),
+            cache=cache_size(config, self._episodes_at_once(), turn, width),
+        )
+
+    def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
+        """
+        Bytes of the largest micro-batch: of an agent, or of the critic where it keeps its passes of all turns.
+
+        Args:
+            prompts (`Sequence[tuple[str, int, int]]`): for each turn its agent, tokens of its prompt, and how many of
+                them its group shares.
+            longest (`int`): tokens of the longest row.
+            cost ([`ActivationCost`]): of a token.
+        """
+        config, needed, limits = self._model.config.get_text_config(), [], []
+        for prompt in prompts:
+            tokens, repeated, scored = self._work_of(*prompt)
+            limit, checkpointing = self._batcher.limits(longest, cost, self._batcher.free_for_activations(scored))
+            share = min(limit / tokens, 1.0)
+            kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
+            needed.append(kept + head_size(config.vocab_size, round(share * scored), self._processes.device))
+            limits.append(0 if checkpointing else limit)
+        if self._learner is not None and self._learner.may_keep_passes:
+            needed.append(self._kept_by_critic(prompts, min(limits), cost))
+        return max(needed)
+
+    def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
+        """How many tokens an agent's turns compute, repeat and score."""
+        rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
+        same = same if self._share else 0
+        tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
+        return tokens, rows * same, rows * new
+
+    def _kept_by_critic(self, prompts: Sequence[tuple[str, int, int]], limit: int, cost: ActivationCost) -> int:
+        work = [self._work_of(*prompt) for prompt in prompts]
+        if sum(cost.size(tokens, repeated, False) for tokens, repeated, _ in work) > limit * cost.per_token:
+            return 0
+        reads_all = self._level.reads_completions  # else prompts alone
+        sizes = [cost.size(tokens - (not reads_all) * scored, repeated, False) for tokens, repeated, scored in work]
+        # A layer's worth on top is needed by one backward pass at a time
+        layers = self._model.config.get_text_config().num_hidden_layers
+        return round((sum(sizes) * layers + max(sizes)) / (layers + 1))
+
+    def _episodes_at_once(self) -> int:
+        return self._args.per_device_train_batch_size * self._args.steps_per_generation
+
+    def rehearse(self, row: dict[str, Any]) -> Rehearsal:
+        shown: dict[str, Observation] = {}
+        prompts: list[tuple[str, int, int]] = []
+
+        def answer(requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+            built = self._runner.observe(self._runner.query(one)._replace(after=None) for one in requests)
+            for request, observation in zip(requests, built, strict=True):
+                shown.setdefault(request.agent, observation)
+                prompts.append((request.agent, self._longest(observation), self._same(request, observation)))
+            if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
+                return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
+            return [one.completed(self._made_up(one.agent)) for one in requests]
+
+        with self._runner.rehearsing():
+            (episode,) = self._runner.run([row], answer)
+        rest = [agent for agent in self._agents if agent.name not in shown]
+        alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+        shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
+        return Rehearsal(episode, shown, prompts)
+
+    def _spec_of(self, name: str) -> AgentSpec:
+        return next(agent for agent in self._agents if agent.name == name)
+
+    def _made_up(self, agent: str) -> str:
+        return f"(what {self._aliases.get(agent, agent)} says)"
+
+    def _longest(self, observation: Observation) -> int:
+        """Tokens of an observation if the turns in it were as long as they may be."""
+        longer = 0
+        for item in observation.seen:
+            if isinstance(item, Turn):
+                made_up = len(self._tokenizer(item.text, add_special_tokens=False)["input_ids"])
+                longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
+        return len(observation.ids) + longer
+
+    def _same(self, request: Request, observation: Observation) -> int:
+        """How many tokens of what a request is shown do not depend on what teammates say."""
+        if not any(isinstance(item, Turn) for item in observation.seen):
+            return len(observation.ids) - 1
+        others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
+        query = Query(self._spec_of(request.agent), request.episode.prompt, others, request.functions)
+        (other,) = self._runner.observe([query])
+        (cluster, *_) = clusters([observation.ids, other.ids])
+        return cluster.length if len(cluster.rows) > 1 else 0
+
+    def links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
+        """Pairs of agents of which the second sees the first: as the workflow says, or as in a rehearsal."""
+        with self._runner.rehearsing():
+            pairs = self._workflow.links([agent.name for agent in self._agents])
+        if pairs or len(self._agents) == 1:
+            return pairs
+        try:
+            return turn_links((rehearsal or self.rehearse(next(iter(self._dataset)))).episode.turns)
+        except Exception:  # a picture is not worth a run
+            return []
+
+    def picture(self) -> str:
+        """The workflow as a Mermaid flowchart."""
+        with self._runner.rehearsing():
+            return self._workflow.mermaid([agent.name for agent in self._agents], self.links())
+
+    def _describe(self, agent: AgentSpec) -> str:
+        sampling = self._samplings[agent.name]
+        adapter = self._policies.adapter_of(agent.name)
+        weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
+        rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
+        trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
+        facts = [f"adapter {adapter}, {weights:,} weights", trained, f"temperature {sampling.temperature:g}"]
+        facts += [f"up to {sampling.max_completion_length} tokens"]
+        facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []
+        return f"{agent.name}: {'; '.join(facts)}"
+
+    def _describe_batches(self, rehearsal: Rehearsal) -> list[str]:
+        args, processes = self._args, self._processes.count
+        episodes = self._episodes_at_once() * processes
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+        turns = Counter(turn.agent for turn in rehearsal.episode.turns)
+        trained = {agent.name for agent in self._agents if agent.trainable}
+        rows = sum(turns[name] for name in trained)
+        lengths = [
+            (name, prompt + self._samplings[name].max_completion_length) for name, prompt, _ in rehearsal.prompts
+        ]
+        longest = sum(length for name, length in lengths if name in trained)
+        by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
+        length = _count(args.max_steps, "step") if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        return [
+            f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
+            f"{_count(episodes // args.num_generations, 'prompt')} x "
+            f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
+            f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
+            f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
+            f"{per_step * longest:,} tokens, with every turn as long as it may be",
+            *self._describe_window(lengths),
+            f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
+            + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
+            f"each episode is used {_count(args.num_iterations, 'time')}; {length}",
+        ]
+
+    def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
+        """A warning where a turn may outgrow the model's window."""
+        window = self._window
+        name, length = max(lengths, key=lambda one: one[1])
+        if window is None or length <= window:
+            return []
+        return [
+            f"TOO LONG: a turn of {name} may take {length:,} tokens with what it is shown, the model's window is "
+            f"{window:,}; context_overflow={self._args.context_overflow!r} says what happens then"
+        ]
+
+
+def _count(number: int, what: str, plural: str | None = None) -> str:
+    return f"{number} {what if number == 1 else plural or what + 's'}"

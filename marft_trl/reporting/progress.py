@@ -1,0 +1,147 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What a run says on the terminal: one short line for each log. Trackers and `log_history` have all metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.utils import is_rich_available
+
+
+# Of an agent's metrics, those in a line, with their names there
+_OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
+
+
+# Rewards of agents that differ by less, as a share, are those of the same episodes, weighted by other numbers of turns
+_SAME = 0.01
+
+
+class LogLine:
+    """
+    Makes a line of a log: step, the team's reward with its change since the last line, seconds of the step, and of
+    each agent its reward (where agents differ), its KL and the mean length of its turns.
+
+    Args:
+        agents (`Sequence[str]`): names of the agents.
+    """
+
+    def __init__(self, agents: Sequence[str]):
+        self._agents = list(agents)
+        self._last: dict[str, float] = {}  # rewards by the prefix of their metric
+
+    def __call__(self, logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
+        """The line, or `None` for a log that has no reward and is no end of a run."""
+        place = f"step {step:>{len(str(max_steps))}}/{max_steps}"
+        if "train_runtime" in logs:
+            return f"{place}  done in {logs['train_runtime']:.0f} s"
+        prefix = next((key.removesuffix("reward") for key in logs if _is_team_reward(key)), None)
+        if prefix is None:
+            return None
+        parts = [place, prefix.removesuffix("_").replace("_", " ")] if prefix else [place]
+        parts.append(self._reward(prefix, logs[f"{prefix}reward"]))
+        if prefix and _number(logs.get(f"{prefix}loss")) is not None:
+            parts.append(f"loss {logs[f'{prefix}loss']:.4g}")
+        if _number(logs.get("step_time")) is not None:
+            parts.append(f"{logs['step_time']:.1f} s")
+        rewards = [_number(logs.get(f"{prefix}agents/{name}/reward")) for name in self._agents]
+        known = [reward for reward in rewards if reward is not None]
+        differ = bool(known) and max(known) - min(known) > _SAME * max(map(abs, known))
+        parts += filter(None, (self._of_agent(prefix, name, logs, differ) for name in self._agents))
+        return "  ".join(parts)
+
+    def _reward(self, prefix: str, value: Any) -> str:
+        reward = _number(value)
+        if reward is None:
+            return "reward -"
+        change = f" ({reward - self._last[prefix]:+.3f})" if prefix in self._last else ""
+        self._last[prefix] = reward
+        return f"reward {reward:.3f}{change}"
+
+    def _of_agent(self, prefix: str, agent: str, logs: Mapping[str, Any], with_reward: bool) -> str:
+        values = {name: _number(logs.get(f"{prefix}agents/{agent}/{metric}")) for metric, name in _OF_AGENTS.items()}
+        if not with_reward:
+            values["reward"] = None
+        formats = {"reward": "{:.3f}", "kl": "{:.2g}", "length": "{:.0f}"}
+        said = [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
+        return f"{agent}: {', '.join(said)}" if said else ""
+
+
+def _is_team_reward(key: str) -> bool:
+    return key == "reward" or (key.startswith("eval_") and key.endswith("_reward") and "/" not in key)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+class TeamProgressCallback(ProgressCallback):
+    """
+    The progress bar of transformers, with a line for each log in place of all metrics.
+
+    Args:
+        agents (`Sequence[str]`, *optional*): names of the agents.
+    """
+
+    def __init__(self, agents: Sequence[str] = ()):
+        super().__init__()
+        self._line = LogLine(agents)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = self._line(logs or {}, state.global_step, state.max_steps)
+        if not state.is_world_process_zero or line is None:
+            return
+        if self.training_bar is not None:
+            self.training_bar.write(line)
+        else:
+            say(line)
+
+
+class TeamPrinterCallback(PrinterCallback):
+    """
+    A line for each log, without a progress bar.
+
+    Args:
+        agents (`Sequence[str]`, *optional*): names of the agents.
+    """
+
+    def __init__(self, agents: Sequence[str] = ()):
+        self._line = LogLine(agents)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = self._line(logs or {}, state.global_step, state.max_steps)
+        if state.is_local_process_zero and line is not None:
+            say(line)
+
+
+def say(line: str) -> None:
+    """Print a line; in colours where `rich` is installed and the output is a terminal."""
+    if is_rich_available():
+        from rich.console import Console
+
+        Console(soft_wrap=True, markup=False, emoji=False).print(line)
+    else:
+        print(line)
+
+
+def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
+    """
+    Put the team's callbacks in the place of those by which transformers prints every metric; others are users' own.
+
+    Args:
+        trainer ([`~transformers.Trainer`]): the trainer.
+        agents (`Sequence[str]`): names of the agents.
+    """
+    ours: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
+    for theirs in {type(one) for one in trainer.callback_handler.callbacks} & ours.keys():
+        trainer.remove_callback(theirs)
+        trainer.add_callback(ours[theirs](agents))
+
+
+def announce(agents: Sequence[str], accelerator: Accelerator) -> None:
+    """Say who is trained on how many processes. Launchers may start fewer processes than they were asked for."""
+    count = accelerator.num_processes
+    say(f"Training {', '.join(agents)} on {count} process{'es' if count > 1 else ''} ({accelerator.device.type})")

@@ -1,0 +1,343 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What a run reports: metrics of rollouts and evaluations, the completions table, transcripts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..configs import MARFTConfig
+from ..functional import nan_std
+from ..processes import Processes
+from ..randomness import UserRandomness
+from ..rollout.rollouts import Rollout
+from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
+from ..trainer.trl_seams import TrlRewards, TrlState
+from .evaluation import EvalMetric, measure_answers, summarize
+from .transcripts import Advantage, Transcript, html_page
+
+
+# Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.
+MAX_TRANSCRIPTS = 16
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+# Columns of the completions table that say where a turn stands
+TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
+
+
+class TableRow(NamedTuple):
+    """A turn in the completions table."""
+
+    prompt: Any
+    completion: str
+    rewards: Mapping[str, float | None]
+    advantage: float | None
+    columns: Mapping[str, Any]
+
+
+class TurnFacts(NamedTuple):
+    """
+    Numbers of a turn that processes exchange.
+
+    Args:
+        agent (`str`): name of the agent.
+        prompt_tokens, tokens (`int`): tokens of the observation and of the turn.
+        truncated (`bool`): whether it ran into its length limit.
+        episode (`int`): position of its episode among those of all processes.
+    """
+
+    agent: str
+    prompt_tokens: int
+    tokens: int
+    truncated: bool
+    episode: int
+
+
+class Reporter:
+    """
+    Reports rollouts and evaluations.
+
+    Args:
+        agents (`Sequence[str]`): names of the agents.
+        rewards ([`TrlRewards`]): names of the reward functions.
+        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): spells tokens out.
+        randomness ([`UserRandomness`]): random states of users' code.
+        args ([`MARFTConfig`]): what is logged and where.
+        metrics ([`Metrics`]): the metrics of the run.
+        state ([`TrlState`]): steps and tokens so far.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[str],
+        rewards: TrlRewards,
+        eval_metrics: Sequence[EvalMetric],
+        tokenizer: PreTrainedTokenizerBase,
+        randomness: UserRandomness,
+        args: MARFTConfig,
+        metrics: Metrics,
+        state: TrlState,
+        processes: Processes,
+    ):
+        self._agents, self._rewards, self._eval_metrics = list(agents), rewards, list(eval_metrics)
+        self._tokenizer, self._randomness, self._args = tokenizer, randomness, args
+        self._metrics, self._state, self._processes = metrics, state, processes
+        self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
+        self._transcripts: list[Transcript] = []
+        self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
+        state.fill_table((), (), (), {}, {})
+
+    # ---- Rollouts of training ----
+
+    def rollout(
+        self,
+        rollout: Rollout,
+        std: torch.Tensor | None,
+        advantages: Sequence[Sequence[Advantage]],
+        own_rewards: Sequence[Sequence[float]],
+        generated: Mapping[str, int],
+    ) -> None:
+        """
+        Report a rollout that is trained on: TRL's metrics for the team, and those of each agent.
+
+        Args:
+            rollout ([`Rollout`]): episodes with rewards.
+            std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
+            advantages (`Sequence`): for each episode of this process the advantage of its turns: a number, one for
+                each token, or `None` where there is no training row.
+            own_rewards (`Sequence[Sequence[float]]`): for each episode the own rewards of its turns; may be empty.
+            generated (`Mapping[str, int]`): `turns` and `tokens` of candidates and re-runs.
+        """
+        for index, name in enumerate(self._rewards.names):
+            scores = rollout.rewards_per_func[:, index]
+            self._metrics.add(f"rewards/{name}/mean", torch.nanmean(scores).item())
+            self._metrics.add(f"rewards/{name}/std", nan_std(scores).item())
+        self._metrics.add("reward", torch.nanmean(rollout.rewards).item())
+        self._metrics.add("reward_std", nan_std(rollout.rewards).item())
+        if std is not None and self._args.num_generations > 1:
+            self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
+        self._metrics.add("frac_unscored", rollout.rewards.isnan().float().mean().item())
+        self._report_turns(rollout, generated)
+        self._report_user_metrics()
+        self._clear("train")
+        self._tabulate(rollout, advantages, own_rewards)
+
+    def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
+        """Numbers and lengths of turns, of the team and of each agent."""
+        turns = self._processes.gather(
+            [
+                TurnFacts(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, rollout.first + e.index)
+                for e in rollout.episodes
+                for t in e.turns
+            ]
+        )
+        extra = self._processes.gather([dict(generated)])
+        for name in ("turns", "tokens") if any(extra) else ():
+            self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
+        self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
+        self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
+        self._metrics.set("num_tokens", self._state.num_tokens_seen)
+        for name, value in length_metrics([t.tokens for t in turns], [t.truncated for t in turns]).items():
+            self._metrics.add(name, value)
+        for agent in self._agents:
+            mine = [turn for turn in turns if turn.agent == agent]
+            if mine:
+                lengths = length_metrics([t.tokens for t in mine], [t.truncated for t in mine])
+                for name in lengths.keys() & AGENT_METRICS:
+                    self._metrics.add(f"agents/{agent}/{name}", lengths[name])
+            self._metrics.add(f"agents/{agent}/turns", len(mine) / len(rollout.rewards))
+            rewards = rollout.rewards[[turn.episode for turn in mine]] if mine else rollout.rewards[:0]
+            self._metrics.add(f"agents/{agent}/reward", torch.nanmean(rewards).item())
+
+    def _report_user_metrics(self) -> None:
+        """Values that reward functions passed to `log_metric`, averaged over processes."""
+        own = {name: (sum(values), len(values)) for name, values in self._state.take_user_metrics().items()}
+        everywhere = self._processes.gather([own])
+        for name in sorted({name for one in everywhere for name in one}):
+            totals = [one[name] for one in everywhere if name in one]
+            self._metrics.add(name, sum(total for total, _ in totals) / sum(count for _, count in totals))
+
+    # ---- Evaluation ----
+
+    def begin_evaluation(self) -> None:
+        """Forget what evaluations before this one have left."""
+        self._records = []
+        self._metrics.replace({})
+        self._clear("eval")
+
+    def evaluated(self, rollout: Rollout, rows: Sequence[dict[str, Any]], std: torch.Tensor | None) -> None:
+        """
+        Take note of a batch of an evaluation.
+
+        Args:
+            rollout ([`Rollout`]): episodes with rewards.
+            rows (`Sequence[dict]`): the dataset rows of this process.
+            std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
+        """
+        if std is not None:
+            self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
+        self._metrics.set("num_tokens", self._state.num_tokens_seen)
+        self._report_user_metrics()
+        self._tabulate(rollout)
+        records = [
+            {
+                "row": row,
+                "answer": episode.answer.text if episode.answer is not None else "",
+                "reward": _known(rollout.rewards[rollout.first + index]),
+                "rewards": self._rewards_of(rollout, index),
+                "turns": list(episode.turns),
+            }
+            for index, (row, episode) in enumerate(zip(rows, rollout.episodes, strict=True))
+        ]
+        self._records.extend(self._processes.gather(records))
+
+    def end_evaluation(self, dataset: Any, num_generations: int) -> dict[str, float]:
+        """
+        Metrics of the evaluation. TRL logs them as `eval_<name>` too, whatever the evaluation set is called.
+
+        Args:
+            dataset: the evaluation set. Processes repeat rows at the end to get equally many; the repetitions are left
+                out, except those of a stream, whose length is not known.
+            num_generations (`int`): episodes of a row.
+        """
+        records = self._records
+        with contextlib.suppress(TypeError):  # a stream has no length
+            records = records[: len(dataset) * num_generations]
+        if not records:
+            return {}
+        metrics = summarize(records, self._agents)
+        columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
+        columns["turns"] = [record["turns"] for record in records]
+        answers = [record["answer"] for record in records]
+        with self._randomness.theirs():
+            metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
+        metrics |= self._metrics.means()
+        self._metrics.replace({name: value for name, value in metrics.items() if value == value})
+        return metrics
+
+    # ---- The completions table and transcripts ----
+
+    def _rewards_of(self, rollout: Rollout, index: int) -> dict[str, float | None]:
+        scores = rollout.rewards_per_func[rollout.first + index]
+        return {name: _known(value) for name, value in zip(self._rewards.names, scores, strict=True)}
+
+    def _clear(self, mode: str) -> None:
+        self._table[mode].clear()
+        self._transcripts.clear()
+
+    def _tabulate(
+        self,
+        rollout: Rollout,
+        advantages: Sequence[Sequence[Advantage]] | None = None,
+        own_rewards: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """One row per turn into the completions table, one transcript per episode."""
+        extra = self._user_columns(len(rollout.episodes))
+        if not self._args.log_completions:
+            return
+        mode = self._metrics.mode
+        before = len(self._records) if mode == "eval" else 0
+        step = self._state.optimizer_step + (mode == "train")  # the one that they are trained in
+        table, transcripts = [], []
+        for index, episode in enumerate(rollout.episodes):
+            position, rewards = rollout.first + index, self._rewards_of(rollout, index)
+            of_turns = advantages[index] if advantages is not None else None
+            if position < self._transcripts_wanted:
+                title = f"step {step}, episode {before + position}"
+                tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
+                own = own_rewards[index] if own_rewards else None
+                transcripts.append(Transcript.of(episode, rewards, title, of_turns, tokens, own))
+            for turn in episode.turns:
+                place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
+                columns = dict(zip(TABLE_COLUMNS, place, strict=True))
+                columns |= {column: values[index] for column, values in extra.items()}
+                advantage = _mean(of_turns[turn.index]) if of_turns is not None else None
+                table.append(TableRow(turn.observation, turn.raw_text, rewards, advantage, columns))
+        self._table[mode] += self._processes.gather(table)
+        self._transcripts += self._processes.gather(transcripts)
+
+    def _user_columns(self, expected: int) -> dict[str, list]:
+        """Values that reward functions passed to `log_extra`: one value per episode of this process."""
+        extra = self._state.take_user_columns()
+        for column, values in extra.items():
+            if column in TABLE_COLUMNS:
+                raise ValueError(f"`log_extra({column!r}, ...)` would overwrite a column of the completions table.")
+            if len(values) != expected:
+                raise ValueError(
+                    f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "
+                    "function has to log one value per completion, once per call."
+                )
+        return extra
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token; bytes of a character that several tokens share are the first one's."""
+        texts = self._tokenizer.batch_decode([[index] for index in ids])
+        start = 0
+        while start < len(texts):
+            end = start + 1
+            while _UNKNOWN in texts[start] and end < len(texts) and _UNKNOWN in texts[end]:
+                end += 1
+            texts[start:end] = [self._tokenizer.decode(ids[start:end]), *[""] * (end - start - 1)]
+            start = end
+        return texts
+
+    @property
+    def _transcripts_wanted(self) -> int:
+        """Number of the latest episodes that are kept for people to read."""
+        count = self._args.num_completions_to_print
+        return MAX_TRANSCRIPTS if count is None else count
+
+    # ---- Logs ----
+
+    def before_log(self) -> None:
+        """Print and write transcripts, and set the completions table that TRL writes."""
+        if self._args.log_completions and self._processes.is_main:
+            count = self._args.num_completions_to_print
+            for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
+                print(transcript.as_text())
+            self._write_page()
+            self._transcripts.clear()  # the log at the end of training has none of its own
+        rows = [*self._table["train"], *self._table["eval"]]
+        names = list(dict.fromkeys(name for row in rows for name in row.columns))
+        self._state.fill_table(
+            [row.prompt for row in rows],
+            [row.completion for row in rows],
+            [row.advantage for row in rows],
+            rewards={name: [row.rewards[name] for row in rows] for name in (rows[0].rewards if rows else ())},
+            extra={name: [row.columns.get(name) for row in rows] for name in names},
+        )
+
+    def after_log(self) -> None:
+        """Forget the turns of an evaluation, which are written once."""
+        if self._metrics.mode == "eval":
+            self._clear("eval")
+
+    def _write_page(self) -> None:
+        if not self._transcripts:
+            return
+        step = self._state.optimizer_step
+        folder = Path(self._args.output_dir or ".") / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        page = html_page(self._transcripts, f"Episodes logged at step {step}")
+        (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
+
+
+def share_of_zeros(values: torch.Tensor) -> float:
+    """Share of values that are 0, up to rounding."""
+    return torch.isclose(values, torch.zeros_like(values)).float().mean().item()
+
+
+def _known(value: torch.Tensor) -> float | None:
+    return None if value.isnan() else value.item()
+
+
+def _mean(advantage: Advantage) -> float | None:
+    if isinstance(advantage, Sequence):
+        return sum(advantage) / len(advantage) if advantage else 0.0
+    return advantage

@@ -1,0 +1,163 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Generation beyond the episodes themselves: candidates for a turn, and re-runs with one turn changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..configs import MARFTConfig
+from ..episodes.collector import Request
+from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..episodes.rerun import Rerun
+from ..weights.policies import Policies
+from .reward_scorer import RewardScorer
+from .runner import EpisodeRunner
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """
+    The candidates for one turn.
+
+    Args:
+        episode (`int`): position of the episode on this process.
+        turns (`list[Turn]`): a turn for each candidate, sampled from one observation; the episode went on from one.
+        returns (`list[float]`): return of each; NaN where nothing scored it.
+    """
+
+    episode: int
+    turns: list[Turn]
+    returns: list[float]
+
+
+class Branches:
+    """
+    Candidates and re-runs.
+
+    Args:
+        runner ([`EpisodeRunner`]): runs episodes.
+        scorer ([`RewardScorer`]): scores re-runs and candidates.
+        policies ([`Policies`]): which agents are trained.
+        args ([`MARFTConfig`]): number of candidates and samples, and the rewards of candidates.
+    """
+
+    def __init__(self, runner: EpisodeRunner, scorer: RewardScorer, policies: Policies, args: MARFTConfig):
+        self._runner, self._scorer, self._policies, self._args = runner, scorer, policies, args
+        self._nodes: list[Node] = []
+        self._generated: Counter[str] = Counter()
+
+    def take_nodes(self) -> list[Node]:
+        """Take the candidates since the last call."""
+        nodes, self._nodes = self._nodes, []
+        return nodes
+
+    def take_generated(self) -> dict[str, int]:
+        """Take the numbers of `turns` and `tokens` that were generated since the last call."""
+        generated, self._generated = dict(self._generated), Counter()
+        return generated
+
+    # ---- Candidates ----
+
+    def answer_with_candidates(self, requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+        """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
+        count = self._args.turn_candidates
+        learns = [self._policies.is_trained(request.agent) for request in requests]
+        asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
+        completions = iter(self._runner.answer(asked))
+        drawn = [[next(completions) for _ in range(count if its else 1)] for its in learns]
+        candidates = [[one for one in its if isinstance(one, Completion)] for its in drawn]
+        branching = [index for index, its in enumerate(learns) if its and candidates[index]]
+        turns = {index: [requests[index].turn(one) for one in candidates[index]] for index in branching}
+        returns = self._returns(requests, candidates, turns)
+        chosen = [its[0] for its in drawn]
+        for index in branching:
+            self._nodes.append(Node(requests[index].episode.index, turns[index], returns[index]))
+            self._count(candidates[index][1:])
+            if self._args.continue_from == "best":
+                worth = torch.tensor(returns[index]).nan_to_num(nan=-torch.inf)
+                chosen[index] = candidates[index][int(worth.argmax())]
+        return chosen
+
+    def _returns(
+        self, requests: Sequence[Request], candidates: Sequence[list[Completion]], turns: dict[int, list[Turn]]
+    ) -> dict[int, list[float]]:
+        """
+        Return of each candidate: the reward of the episode completed from it, its own reward, or a mixture of both, by
+        the position of the request.
+        """
+        jobs = [(index, place) for index in turns for place in range(len(turns[index]))]
+        own_weight = self._args.own_reward_weight if self._args.credit == "per_step" else 0.0
+        worth = torch.zeros(len(jobs))
+        records = {index: requests[index].episode.record() for index in turns}
+        episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
+        if own_weight < 1 and self._args.candidate_reward == "turn":
+            worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
+        elif own_weight < 1:
+            skips = _pending_before(requests)
+            reruns = [
+                Rerun(
+                    records[index],
+                    candidate=(requests[index].agent, requests[index].seen, candidates[index][place]),
+                    skip=skips[index],
+                )
+                for index, place in jobs
+            ]
+            completed = self._run_again([episode.row for episode in episodes], reruns)
+            worth = (1 - own_weight) * self._scorer.of_episodes(completed)
+        if own_weight > 0:
+            worth = worth + own_weight * self._scorer.of_turns(episodes, flat)
+        returns: dict[int, list[float]] = {index: [] for index in turns}
+        for (index, _), value in zip(jobs, worth.tolist(), strict=True):
+            returns[index].append(value)
+        return returns
+
+    # ---- Re-runs ----
+
+    def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
+        """
+        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is sampled anew from the reference of
+        its agent and what depends on it is generated again; NaN for the turns of frozen agents.
+        """
+        samples = self._args.counterfactual_samples
+        rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
+        jobs = [
+            (index, turn.index)
+            for index, episode in enumerate(episodes)
+            for turn in episode.turns
+            if self._policies.is_trained(turn.agent)
+        ]
+        for sample in range(samples if jobs else 0):
+            reruns = [Rerun(episodes[index], changed=k) for index, k in jobs]
+            completed = self._run_again([episodes[index].row for index, _ in jobs], reruns)
+            for (index, k), reward in zip(jobs, self._scorer.of_episodes(completed), strict=True):
+                rewards[index][k, sample] = reward
+        return rewards
+
+    def _run_again(self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun]) -> list[Episode]:
+        def answer(requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+            completions = self._runner.answer(requests)
+            self._count(completions)
+            return completions
+
+        return self._runner.run(rows, answer, reruns)
+
+    def _count(self, completions: Sequence[Completion | EndOfEpisode]) -> None:
+        generated = [one for one in completions if isinstance(one, Completion)]
+        self._generated["turns"] += len(generated)
+        self._generated["tokens"] += sum(len(one.completion_ids) for one in generated)
+
+
+def _pending_before(requests: Sequence[Request]) -> list[int]:
+    """For each request, how many before it ask for the same turn of the same episode."""
+    seen: Counter[tuple] = Counter()
+    counts = []
+    for request in requests:
+        place = request.episode.index, request.agent, tuple((type(item), item.index) for item in request.seen)
+        counts.append(seen[place])
+        seen[place] += 1
+    return counts

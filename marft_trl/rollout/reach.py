@@ -1,0 +1,103 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Whether rewards reach the agents: opposed rewards cancel in the team's sum, and some agents may never get any."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+
+logger = get_logger(__name__)
+
+# Correlation of two agents' rewards below which they are warned of, and the episodes that it takes to tell
+_OPPOSED, _ENOUGH_EPISODES = -0.5, 8
+# Generation batches in a row after which an agent without a reward is warned of
+PATIENCE = 5
+
+
+class RewardReach:
+    """
+    Watches what agents earn and which advantages come of it. The team's reward is one number, the sum of what its
+    agents earn: agents whose rewards are opposed learn little from it, or nothing.
+
+    Args:
+        agents (`Sequence[str]`): names of the trained agents.
+    """
+
+    def __init__(self, agents: Sequence[str]):
+        self._in_a_row = dict.fromkeys(agents, 0)
+        self._warned: set[tuple[str, ...]] = set()
+        self._cancelled = 0  # episodes in a row whose rewards cancel
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"in_a_row": self._in_a_row, "warned": sorted(map(list, self._warned)), "cancelled": self._cancelled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._in_a_row |= state["in_a_row"]
+        self._warned, self._cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
+
+    def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
+        """
+        Look at what agents earned in the episodes of a batch.
+
+        Args:
+            earned (`Sequence[Mapping[str, float]]`): for each episode of all processes what each agent earned in it.
+            is_all (`bool`, *optional*, defaults to `True`): whether nothing else rewards the team.
+
+        Raises:
+            ValueError: nothing else rewards the team, and the rewards of agents cancel in every episode that earned
+                some, in at least eight episodes so far.
+        """
+        some = [its for its in earned if any(its.values())]
+        names = sorted({name for its in some for name, value in its.items() if value})
+        if len(names) < 2:
+            return
+        cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
+        self._cancelled = self._cancelled + len(some) if cancel else 0
+        if is_all and self._cancelled >= _ENOUGH_EPISODES:
+            raise ValueError(
+                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
+                f"{self._cancelled} episodes that earned some. The agents of a team learn from the sum, so none would "
+                "learn anything. Give the team a reward that does not cancel, or train one side and freeze the other "
+                "(`AgentSpec(trainable=False)`) with rewards for the trained side alone."
+            )
+        if len(some) < _ENOUGH_EPISODES:
+            return
+        values = torch.tensor([[its.get(name, 0.0) for its in some] for name in names], dtype=torch.float64)
+        for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
+            if (one, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
+                continue
+            correlation = torch.corrcoef(values[[i, j]])[0, 1].item()
+            if correlation < _OPPOSED:
+                self._warned.add((one, other))
+                logger.warning(
+                    f"THE REWARDS OF THE AGENTS {one!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
+                    f"{len(some)} episodes), but both learn from the team's sum, in which they cancel."
+                )
+
+    def note_advantages(self, have_some: Mapping[str, bool]) -> None:
+        """
+        Look at the advantages of a generation batch.
+
+        Args:
+            have_some (`Mapping[str, bool]`): for each trained agent whether any of its turns has an advantage that is
+                not 0, on any process.
+        """
+        if not any(have_some.values()):  # nothing to learn for anybody, which other metrics show
+            return
+        for name, has_some in have_some.items():
+            self._in_a_row[name] = 0 if has_some else self._in_a_row[name] + 1
+            if self._in_a_row[name] == PATIENCE and (name,) not in self._warned:
+                self._warned.add((name,))
+                logger.warning(
+                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row none of its "
+                    "turns had an advantage, or it did not speak, while other agents learned. Look at its turns in "
+                    "the transcripts (`log_completions=True`), at `credit` and `advantage`, and at whether the "
+                    "workflow lets it speak."
+                )

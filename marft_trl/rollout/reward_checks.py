@@ -1,0 +1,179 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Checks of reward functions before the first generation, and of every score that they return."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
+
+
+def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
+    """
+    Raise if a reward function cannot be called with what the datasets and the trainer have.
+
+    Args:
+        reward_funcs (`Sequence`):
+            Functions, models, or names of models.
+        train_dataset, eval_dataset:
+            As passed to the trainer, after [`check_datasets`].
+
+    Raises:
+        TypeError: not something that can score.
+        ValueError: no reward function, or one that needs a column the dataset does not have.
+    """
+    if not reward_funcs:
+        raise ValueError(
+            "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
+            "of functions, or a reward model), or an `environment_factory` whose environment defines a `get_reward` "
+            "method."
+        )
+    datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
+    columns = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
+    for func in reward_funcs:
+        if not isinstance(func, (str, nn.Module)) and not callable(func):
+            raise TypeError(
+                f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
+                f"{type(func).__name__}."
+            )
+        for name, its_columns in columns.items():
+            _check_arguments(func, name, its_columns)
+
+
+def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
+    """
+    Raise if a function that scores single turns needs what neither the dataset nor the trainer has.
+
+    Args:
+        functions (`Mapping[str, Sequence[Callable]]`): the functions of each agent.
+        train_dataset: as passed to the trainer, after [`check_datasets`].
+    """
+    columns = column_names(train_dataset) or []
+    for its_functions in functions.values():
+        for func in its_functions:
+            _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
+
+
+def _check_arguments(
+    func: Any, dataset: str, columns: Sequence[str], passed: Sequence[str] = REWARD_ARGUMENTS
+) -> None:
+    if isinstance(func, (str, nn.Module)):
+        return
+    available = {*columns, *passed} - {"prompt"}
+    missing = [name for name in _required_arguments(func) if name not in available]
+    if missing:
+        raise ValueError(
+            f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
+            f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
+            "give the argument a default."
+        )
+
+
+def _required_arguments(func: Callable) -> list[str]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
+def checked_reward(func):
+    """
+    A reward function whose results are checked before they count: one finite number or `None` per completion.
+
+    Models and names of models are returned as they are. The wrapper keeps the name of the function, hands it copies of
+    the lists, and is asynchronous if the function is.
+    """
+    if isinstance(func, (str, nn.Module)):
+        return func
+    name = get_callable_name(func)
+
+    async def later(**kwargs):
+        return check_scores(await func(**_copies(kwargs)), name, len(kwargs["prompts"]))
+
+    def now(**kwargs):
+        return check_scores(func(**_copies(kwargs)), name, len(kwargs["prompts"]))
+
+    wrapper: Callable = later if is_async_callable(func) else now
+    functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
+    wrapper.__name__ = wrapper.__qualname__ = name
+    return wrapper
+
+
+def _copies(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A function that sorts or clears its lists must not reach into the trainer's."""
+    copies = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    for key in ("prompts", "completions", "completion_ids", "turns"):
+        if key in copies:
+            copies[key] = [_copy(item) for item in copies[key]]
+    return copies
+
+
+def _copy(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    return [dict(part) if isinstance(part, dict) else part for part in item]
+
+
+def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
+    """
+    The scores as a list, after checking them.
+
+    Args:
+        scores (`list`, `tuple`, `numpy.ndarray` or `torch.Tensor`):
+            What a reward function returned.
+        name (`str`):
+            The function's name.
+        expected (`int`):
+            How many scores there have to be.
+
+    Raises:
+        TypeError: not a list, or an item that is not a number or `None`.
+        ValueError: another number of scores, or one that is NaN or infinite.
+    """
+    if isinstance(scores, (torch.Tensor, np.ndarray)):
+        if scores.ndim != 1:
+            raise TypeError(
+                f"The reward function `{name}` returned a {type(scores).__name__} of shape {tuple(scores.shape)}; it "
+                f"must have one dimension, one score for each of the {expected} completions."
+            )
+        scores = scores.tolist()
+    if not isinstance(scores, (list, tuple)):
+        raise TypeError(
+            f"The reward function `{name}` returned a {type(scores).__name__} ({str(scores)[:60]}); it must return a "
+            f"list with one number, or None, for each of the {expected} completions."
+        )
+    if len(scores) != expected:
+        raise ValueError(
+            f"The reward function '{name}' returned {len(scores)} rewards, but {expected} were expected (one per "
+            "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
+        )
+    return [_check_score(score, name, index) for index, score in enumerate(scores)]
+
+
+def _check_score(score: Any, name: str, index: int) -> float | None:
+    if score is None:
+        return None
+    if isinstance(score, (torch.Tensor, np.ndarray)) and score.size and np.prod(score.shape) == 1:
+        score = score.item()
+    if isinstance(score, (str, bytes)) or not isinstance(score, (bool, int, float, np.number, np.bool_)):
+        raise TypeError(
+            f"The reward function `{name}` returned {score!r} of type {type(score).__name__} for completion {index}; "
+            "it must be a number, or None where the function does not apply."
+        )
+    if not math.isfinite(score) or abs(score) > torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"The reward function `{name}` returned {float(score)!r} for completion {index}. Training on it would "
+            "destroy the weights or silence its group. Return a finite number, or None to leave the completion out."
+        )
+    return float(score)

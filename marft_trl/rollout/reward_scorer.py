@@ -1,0 +1,123 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Rewards of episodes, re-runs and single turns, by TRL's reward code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from trl import is_conversational
+
+from ..episodes.records import Episode, Turn
+from ..functional import team_rewards
+from ..randomness import UserRandomness
+from .reward_checks import checked_reward
+
+
+class RewardFunctions(Protocol):
+    """The reward functions of a trainer, see [`TrlRewards`]. `F` functions."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Their weights, `(F,)`."""
+
+    def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
+        """Rewards `(E, F)` of the completions of all processes."""
+
+    def locally(self, functions: Sequence[Callable] | None = None) -> AbstractContextManager[None]:
+        """Context manager: rewards are those of this process, by other functions if some are given."""
+
+
+class RewardScorer:
+    """
+    Scores episodes, and single turns outside of the one call per generation batch.
+
+    Args:
+        rewards ([`RewardFunctions`]): the reward functions of the team.
+        of_agents (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
+        randomness ([`UserRandomness`]): random states of users' code.
+    """
+
+    def __init__(
+        self, rewards: RewardFunctions, of_agents: Mapping[str, Sequence[Callable]], randomness: UserRandomness
+    ):
+        self._rewards, self._randomness = rewards, randomness
+        self._of_agents = {name: [checked_reward(func) for func in its] for name, its in of_agents.items()}
+
+    def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
+        """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
+        return self._score([as_row(episode) for episode in episodes], [_answer_of(episode) for episode in episodes])
+
+    def of_team(self, per_func: torch.Tensor) -> torch.Tensor:
+        """Weighted sum `(E,)` of rewards `(E, F)`, NaN where nothing scored an episode."""
+        return team_rewards(per_func, self._rewards.weights.to(per_func.device))
+
+    def of_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
+        """The team's reward `(E,)` for episodes of this process, NaN where nothing scored one."""
+        if not episodes:
+            return torch.zeros(0)
+        with self._rewards.locally():
+            return self.of_team(self.of_batch(episodes)).cpu()
+
+    def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
+        """
+        Reward `(N,)` of each turn: the sum of its agent's functions, NaN where none applied or the agent has none. A
+        turn that called tools is scored by the final turn that came of it, not by its call.
+
+        Args:
+            episodes (`Sequence[Episode]`): the episode of each turn.
+            turns (`Sequence[Turn]`): turns of these episodes, or candidates for one.
+        """
+        rewards = torch.full((len(turns),), torch.nan)
+        finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
+        for agent, functions in self._of_agents.items():
+            mine = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
+            if not mine or not functions:
+                continue
+            rows = [_turn_row(episodes[index], turn) for index, turn in mine.items()]
+            with self._rewards.locally(functions):
+                per_func = self._score(rows, list(mine.values()))
+            rewards[list(mine)] = team_rewards(per_func, torch.ones(len(functions), device=per_func.device)).cpu()
+        return rewards
+
+    def as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
+        """
+        The team's reward `(N,)` for each turn as if it were the answer of its episode, which is not completed.
+
+        Args:
+            episodes (`Sequence[Episode]`): the episode of each turn.
+            turns (`Sequence[Turn]`): candidates for a turn of these episodes.
+        """
+        pairs = zip(episodes, turns, strict=True)
+        rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]
+        with self._rewards.locally():
+            return self.of_team(self._score(rows, turns)).cpu()
+
+    def _score(self, rows: Sequence[dict[str, Any]], answers: Sequence[Turn]) -> torch.Tensor:
+        """Rewards `(N, F)` of turns as answers to the prompts of dataset rows."""
+        prompts = [row["prompt"] for row in rows]
+        completions: list[Any] = [turn.text for turn in answers]
+        if is_conversational({"prompt": prompts[0]}):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        with self._randomness.theirs():
+            return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
+
+
+def as_row(episode: Episode) -> dict[str, Any]:
+    """The dataset row of an episode with what reward functions get beside it."""
+    own = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
+    return {**episode.row, **own}
+
+
+def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
+    has_ended = turn in episode.turns  # else a candidate
+    turns = list(episode.turns) if has_ended else [*episode.turns, turn]
+    return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": episode.answer if has_ended else None}
+
+
+def _answer_of(episode: Episode) -> Turn:
+    if episode.answer is None:
+        raise ValueError(f"Episode {episode.index} has no turn that could be scored.")
+    return episode.answer

@@ -1,0 +1,190 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Rollouts: the episodes of a batch with their rewards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configs import MARFTConfig
+from ..dataset_checks import check_prompts
+from ..episodes.records import Episode
+from ..processes import Processes
+from ..rewards import environment_reward
+from ..run_metrics import Metrics
+from ..trainer.trl_seams import TrlRewards
+from ..workflows import Workflow
+from .branches import Branches, Node
+from .reach import RewardReach
+from .reward_scorer import RewardScorer
+from .runner import EpisodeRunner
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """
+    Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions.
+
+    Args:
+        episodes (`list[Episode]`): of this process.
+        rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
+        rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
+        first (`int`): position of the first episode of this process among the `E`.
+        nodes (`list[Node]`): candidates, where several are sampled for a turn.
+    """
+
+    episodes: list[Episode]
+    rewards_per_func: torch.Tensor
+    rewards: torch.Tensor
+    first: int = 0
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def own_rewards(self) -> list[float]:
+        """Rewards of the episodes of this process."""
+        return self.rewards[self.first : self.first + len(self.episodes)].tolist()
+
+
+class Rollouts:
+    """
+    Runs the team on dataset rows and scores the episodes.
+
+    Args:
+        runner ([`EpisodeRunner`]): runs episodes.
+        branches ([`Branches`]): samples candidates, where the baseline compares them.
+        scorer ([`RewardScorer`]): scores episodes.
+        rewards ([`TrlRewards`]): names and weights of the reward functions.
+        workflow ([`Workflow`]): whether turns earn rewards in it.
+        reach ([`RewardReach`]): watches whether rewards reach the agents.
+        args ([`MARFTConfig`]): credit, limits.
+        uses_candidates (`bool`): whether training compares candidates for a turn.
+        uses_tools (`bool`): whether agents may call tools.
+        metrics ([`Metrics`]): get counts of the workflow and of the model's window.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        branches: Branches,
+        scorer: RewardScorer,
+        rewards: TrlRewards,
+        workflow: Workflow,
+        reach: RewardReach,
+        args: MARFTConfig,
+        uses_candidates: bool,
+        uses_tools: bool,
+        metrics: Metrics,
+        processes: Processes,
+    ):
+        self._runner, self._branches, self._scorer, self._rewards = runner, branches, scorer, rewards
+        self._workflow, self._reach, self._args = workflow, reach, args
+        self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
+        self._metrics, self._processes = metrics, processes
+        self._unscored_in_a_row = 0
+        self._counted: dict[str, set[str]] = {
+            "train": set(),
+            "eval": set(),
+        }  # names that workflows have counted so far
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        counted = {mode: sorted(names) for mode, names in self._counted.items()}
+        return {"unscored_in_a_row": self._unscored_in_a_row, "counted": counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._unscored_in_a_row = state["unscored_in_a_row"]
+        self._counted = {mode: set(names) for mode, names in state["counted"].items()}
+
+    def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
+        """
+        One episode for each row, with its rewards.
+
+        Args:
+            rows (`Sequence[dict]`): dataset rows of this process.
+            training (`bool`): whether they are trained on; else they are evaluated.
+
+        Raises:
+            ValueError: a row cannot be used, or rewards that nothing could be learned from.
+        """
+        check_prompts(rows, "the dataset")
+        self._runner.dropped_turns = 0
+        self._branches.take_generated()
+        branching = self._uses_candidates and training
+        episodes = self._runner.run(rows, self._branches.answer_with_candidates if branching else None)
+        self._log(episodes)
+        self._check_earned(episodes, training)
+        per_func = self._scorer.of_batch(episodes)
+        self._check_rewards(per_func, training)
+        first = self._processes.index * len(rows)
+        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._branches.take_nodes())
+
+    def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
+        if not self._workflow.earns and any(any(episode.earned) for episode in episodes):
+            raise ValueError(
+                f"Turns earned rewards inside the workflow `{type(self._workflow).__name__}`, but nothing would count "
+                "them, since its `earns` is False. Set `earns = True` on the class."
+            )
+        if self._workflow.earns and training and self._args.credit != "per_step":
+            weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
+            others = [name for name, weight in weights if weight and name != environment_reward.__name__]
+            earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
+            self._reach.check_earned(earned, is_all=not others)
+
+    def _log(self, episodes: Sequence[Episode]) -> None:
+        """Numbers that workflows counted, and turns that did not fit the window."""
+        counts: Counter[str] = Counter()
+        for episode in episodes:
+            counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})  # type: ignore[arg-type]
+        ended = sum(episode.overflowed for episode in episodes)
+        if self._uses_tools:
+            counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
+        own = (dict(counts), self._runner.dropped_turns, ended, len(episodes))
+        everywhere = self._processes.gather([own])
+        self._metrics.add("context/dropped_turns", float(sum(dropped for _, dropped, _, _ in everywhere)))
+        if self._args.context_overflow == "end_episode":
+            self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, _ in everywhere)))
+        total: Counter[str] = Counter()
+        for its_counts, *_ in everywhere:
+            total.update(its_counts)
+        count = sum(number for *_, number in everywhere)
+        names = self._counted[self._metrics.mode]
+        names |= set(total)
+        for name in sorted(names):  # 0 where it did not happen this time
+            self._metrics.add(name, total[name] / count)
+        if self._uses_tools:  # under TRL's names
+            calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
+            self._metrics.add("tools/call_frequency", calls / count)
+            self._metrics.add("tools/failure_frequency", failures / calls if calls else 0.0)
+
+    def _check_rewards(self, per_func: torch.Tensor, training: bool) -> None:
+        for index, (func, name) in enumerate(zip(self._rewards.functions, self._rewards.names, strict=True)):
+            if isinstance(func, nn.Module) and not per_func[:, index].isfinite().all():
+                raise ValueError(
+                    f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
+                    "destroy the weights or silence its group. Check its input length and dtype."
+                )
+        if not training:  # an evaluation says nothing of the batches of training
+            return
+        self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(per_func).all() else 0
+        most = self._args.max_unscored_batches
+        if most is not None and self._unscored_in_a_row >= most:
+            raise ValueError(
+                f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
+                f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
+                "learn from. At least one has to return a number for some of them."
+            )
+
+
+def _earned_by_agent(episode: Episode) -> dict[str, float]:
+    earned: dict[str, float] = {}
+    for turn, reward in zip(episode.turns, episode.earned, strict=True):
+        if reward:
+            earned[turn.agent] = earned.get(turn.agent, 0.0) + reward
+    return earned

@@ -1,0 +1,139 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Metrics of a run: those since the last log, and those of a slice, by agent."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from .processes import Processes
+
+
+# How TRL's metric of a micro-batch is joined with those of other micro-batches; all others are token means.
+_JOINS = {"clip_ratio/low_min": "min", "clip_ratio/high_max": "max"}
+
+
+# Of TRL's figures, those that are also reported for each agent.
+AGENT_METRICS = frozenset(
+    {
+        *("entropy", "kl", "policy_loss", "clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean"),
+        *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
+    }
+)
+
+
+class Metrics:
+    """
+    Metrics of a run since the last log, in the dictionary that TRL logs and clears.
+
+    Args:
+        store (`dict[str, dict[str, list[float]]]`): values by mode (`"train"` or `"eval"`) and name.
+        is_training (`Callable`): `is_training()` tells which mode it is.
+    """
+
+    def __init__(self, store: dict[str, dict[str, list[float]]], is_training: Callable[[], bool]):
+        self._store, self._is_training = store, is_training
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`."""
+        return "train" if self._is_training() else "eval"
+
+    def add(self, name: str, value: float) -> None:
+        """Add a value; the values of a name are averaged when they are logged."""
+        self._store[self.mode][name].append(value)
+
+    def set(self, name: str, value: float) -> None:
+        """Set the value of a name, in place of those added before."""
+        self._store[self.mode][name] = [value]
+
+    def means(self) -> dict[str, float]:
+        """Means of the values that are not NaN, by name."""
+        known = {name: [value for value in its if value == value] for name, its in self._store[self.mode].items()}
+        return {name: sum(values) / len(values) for name, values in known.items() if values}
+
+    def replace(self, values: Mapping[str, float]) -> None:
+        """Set all names at once; those that are not among the values are forgotten."""
+        self._store[self.mode].clear()
+        self._store[self.mode].update({name: [value] for name, value in values.items()})
+
+
+class StepMetrics:
+    """
+    Metrics of the micro-batches of one slice, by agent.
+
+    Args:
+        agents (`Sequence[str]`):
+            Names of the agents.
+    """
+
+    def __init__(self, agents: Sequence[str]):
+        self._agents = list(agents)
+        self._values: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+
+    def add(self, agent: str, metrics: dict[str, list[float]], num_tokens: int) -> None:
+        """Take over what TRL's loss appended to its metrics for one micro-batch."""
+        for name, values in metrics.items():
+            for value in values:
+                if value is not None and not math.isnan(value):
+                    self._values[agent, name].append((value, num_tokens))
+
+    def join(self, names: Sequence[str], processes: Processes) -> dict[str, float]:
+        """
+        Join over micro-batches and processes.
+
+        Args:
+            names (`Sequence[str]`):
+                Metrics to join, the same on every process.
+            processes ([`Processes`]):
+                The processes to join over.
+
+        Returns: `name` for the team and `agents/<agent>/name` for each agent that had tokens.
+        """
+        sums = torch.zeros(len(self._agents), len(names), 2, dtype=torch.float64)
+        extremes = torch.full((len(self._agents), len(names)), -math.inf, dtype=torch.float64)
+        for a, agent in enumerate(self._agents):
+            for n, name in enumerate(names):
+                sign = -1.0 if _JOINS.get(name) == "min" else 1.0
+                for value, weight in self._values[agent, name]:
+                    sums[a, n] += torch.tensor([value * weight, weight], dtype=torch.float64)
+                    extremes[a, n] = max(extremes[a, n].item(), sign * value)
+        self._values.clear()
+        sums, extremes = processes.sum(sums), processes.max(extremes)
+        joined: dict[str, float] = {}
+        for n, name in enumerate(names):
+            for a, agent in enumerate(self._agents):
+                if name in AGENT_METRICS and sums[a, n, 1] > 0:
+                    joined[f"agents/{agent}/{name}"] = self._figure(name, sums[a, n], extremes[a, n])
+            if sums[:, n, 1].sum() > 0:
+                joined[name] = self._figure(name, sums[:, n].sum(dim=0), extremes[:, n].max())
+        return joined
+
+    @staticmethod
+    def _figure(name: str, total: torch.Tensor, extreme: torch.Tensor) -> float:
+        if name in _JOINS:
+            return extreme.item() * (-1.0 if _JOINS[name] == "min" else 1.0)
+        return (total[0] / total[1]).item()
+
+
+def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
+    """
+    TRL's figures of completions.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each turn.
+        truncated (`Sequence[bool]`): whether it ran into its limit.
+    """
+    ended = [length for length, is_truncated in zip(lengths, truncated, strict=True) if not is_truncated] or [0]
+    return {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": sum(truncated) / len(truncated),
+        "completions/mean_terminated_length": sum(ended) / len(ended),
+        "completions/min_terminated_length": float(min(ended)),
+        "completions/max_terminated_length": float(max(ended)),
+    }

@@ -1,0 +1,262 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+The fast forward: what rows have in common at their beginning is computed once, and nothing is scored that is not read.
+
+Why it is exact. In a causal transformer the hidden state of a token depends on the tokens up to it, their positions
+and the weights. Rows that begin with the same tokens therefore have the same hidden states there, and what comes
+after reads only the keys and values of the beginning. So the beginning goes through the model once; its keys and
+values are repeated over the rows, in front of their own; positions count on, and padding between is masked. The
+gradients of all rows add up in the shared keys and values, as they would in the weights. What differs is the order of
+sums, that is, the last bits. Under dropout, rows that share a beginning share its noise.
+
+The LM head is TRL's, called on the positions that are scored and no others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..trainer.trl_seams import checkpointing_with_caches, fused_head
+from .prefixes import Cluster, plan_passes
+
+
+class KeptLayer(DynamicLayer):
+    """Keeps the keys and values of one pass, with their gradients. A layer that is run again changes nothing."""
+
+    is_initialized: bool
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0  # nothing comes before the pass
+
+
+class RepeatedLayer(DynamicLayer):
+    """Puts kept keys and values in front of those of a pass: for row `i` those of `index[i]`."""
+
+    def __init__(self, kept: KeptLayer, index: torch.Tensor):
+        super().__init__()
+        self.keys, self.values, self.index, self.is_initialized = kept.keys, kept.values, index, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        keys, values = self.keys.index_select(0, self.index), self.values.index_select(0, self.index)
+        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+
+
+class SharedPass(NamedTuple):
+    """
+    What came of the rest of `B` rows after the beginnings that they share.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(B, S, H)`): states of the rest, padded on the right.
+        starts (`list[int]`): where in each row the rest begins.
+        width (`int`): columns of the shared beginnings, which are padded on the left.
+        cache ([`~transformers.Cache`]): of the class of layers that was asked for.
+    """
+
+    hidden: torch.Tensor
+    starts: list[int]
+    width: int
+    cache: Cache
+
+
+def hidden_states(
+    backbone: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
+) -> torch.Tensor:
+    """
+    The hidden states that predict the tokens of completions; of an empty one, that of the prompt's last token.
+
+    Args:
+        backbone (`nn.Module`): a causal transformer without its head.
+        prompts (`Sequence[Sequence[int]]`): token ids of `B` prompts, none empty.
+        completions (`Sequence[Sequence[int]]`): token ids of what follows each.
+        share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
+
+    Returns: `(B, V, H)`, `V` the longest completion or 1. Row `i` has `max(len(completions[i]), 1)` states; what comes
+    after them is to be ignored.
+    """
+    device = next(backbone.parameters()).device
+    counts = [max(len(completion), 1) for completion in completions]
+    rows = [
+        [*prompt, *completion[: count - 1]]
+        for prompt, completion, count in zip(prompts, completions, counts, strict=True)
+    ]
+    groups = plan_passes(prompts, [count - 1 for count in counts]) if share else []
+    if groups:
+        with checkpointing_with_caches(backbone):
+            hidden, starts, *_ = shared_pass(backbone, rows, groups, RepeatedLayer)
+    else:
+        ids, mask = padded(rows, device)
+        positions = torch.arange(ids.size(1), device=device).expand_as(ids)
+        output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        hidden, starts = output.last_hidden_state, [0] * len(rows)
+    first = [len(row) - count - start for row, count, start in zip(rows, counts, starts, strict=True)]
+    index = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(max(counts), device=device)
+    index = index.clamp(max=hidden.size(1) - 1)
+    return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
+
+
+def shared_pass(
+    backbone: nn.Module,
+    rows: Sequence[Sequence[int]],
+    groups: Sequence[Cluster],
+    layer_class: Callable[[KeptLayer, torch.Tensor], RepeatedLayer],
+) -> SharedPass:
+    """
+    Two passes: the beginnings that rows share, and the rest of each row after its beginning.
+
+    Args:
+        backbone (`nn.Module`): a causal transformer without its head.
+        rows (`Sequence[Sequence[int]]`): token ids.
+        groups (`Sequence[Cluster]`): a partition of the rows.
+        layer_class (`Callable`): the class of the cache's layers in the second pass.
+    """
+    device = next(backbone.parameters()).device
+    starts, index = [0] * len(rows), [0] * len(rows)
+    for number, group in enumerate(groups):
+        for row in group.rows:
+            starts[row], index[row] = group.length, number
+    kept, kept_mask = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
+    which = torch.tensor(index, device=device)
+    cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
+    ids, mask = padded([row[start:] for row, start in zip(rows, starts, strict=True)], device)
+    output = backbone(
+        input_ids=ids,
+        attention_mask=torch.cat([kept_mask[which], mask], dim=1),
+        position_ids=torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(ids.size(1), device=device),
+        past_key_values=cache,
+        use_cache=False,  # of our own making, not another one
+    )
+    return SharedPass(output.last_hidden_state, starts, kept_mask.size(1), cache)
+
+
+def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cache, torch.Tensor]:
+    """Keys and values of prefixes, padded on the left, and the mask `(G, W)` of what is not padding."""
+    ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
+    cache = Cache(layer_class_to_replicate=KeptLayer)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    backbone(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=False)
+    return cache, mask
+
+
+def padded(
+    rows: Sequence[Sequence[int]], device: torch.device, side: str = "right"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of token ids as a batch `(B, S)`, padded with 0, and the mask of what is not padding."""
+    width = max(map(len, rows))
+    gaps = [[0] * (width - len(row)) for row in rows]
+    ones = [[1] * len(row) for row in rows]
+
+    def joined(parts: Sequence[Sequence[int]]) -> torch.Tensor:
+        pairs = zip(parts, gaps, strict=True)
+        lists = [[*part, *gap] if side == "right" else [*gap, *part] for part, gap in pairs]
+        return torch.tensor(lists, dtype=torch.long, device=device)
+
+    return joined(rows), joined(ones)
+
+
+# Logits that TRL's head holds at once on a CPU: more than fit its caches take twice the time.
+_LOGITS_AT_ONCE = 2**22
+
+
+def scored_at_once(vocabulary: int, device: torch.device) -> int:
+    """Positions that go through the LM head together; on a GPU they are cut further by its kernel."""
+    return max(_LOGITS_AT_ONCE // vocabulary, 1) if device.type == "cpu" else 4096
+
+
+def score(
+    model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Log-probabilities and, where the head gives them, entropies `(N,)` with the fused LM head that TRL puts on a model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): a causal language model with the head.
+        hidden (`torch.Tensor` of shape `(N, H)`): the states that predict the tokens.
+        tokens (`torch.Tensor` of shape `(N,)`): token ids.
+    """
+    if not len(tokens):  # connected to the model, so that backward runs
+        nothing = hidden.sum(dim=-1).float()
+        return nothing, nothing
+    size = scored_at_once(model.config.get_text_config().vocab_size, hidden.device)
+    parts = [fused_head(model, *part) for part in zip(hidden.split(size), tokens.split(size), strict=True)]
+    logps = torch.cat([part.log_probs[0] for part in parts]).float()
+    if parts[0].entropy is None:
+        return logps, None
+    return logps, torch.cat([part.entropy[0] for part in parts]).float()
+
+
+@torch.no_grad()
+def why_not(model: PreTrainedModel) -> str | None:
+    """
+    Why the fast forward cannot serve a model, or `None` if it can: it is tried on a few tokens, so that a model whose
+    cache or positions work another way is found out whatever its family.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers ({', '.join(sorted(kinds))}) whose state is not a list of keys and values"
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # by layer type, in some models
+    ropes = {str(one.get("rope_type")) for one in parts} & {"dynamic", "longrope"}
+    if ropes:
+        return f"its positions are encoded by the length of the whole row (rope_type={sorted(ropes)})"
+    if getattr(config, "output_router_logits", False):
+        return "its routers' outputs are part of the loss"
+    ids = [token % config.vocab_size for token in range(5, 14)]
+    prompts, completions = [ids, [*ids[:7], ids[0]], ids[3:]], [ids[:1], ids[2:6], ids[:3]]
+    was_training = model.training
+    model.eval()
+    try:
+        shared = hidden_states(model.base_model, prompts, completions)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            alone = torch.tensor([[*prompt, *completion[:-1]]], device=shared.device)
+            states = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, -len(completion) :]
+            error = _error(shared[row, : len(completion)], states)
+            if not error < (1e-3 if states.dtype == torch.float32 else 0.1):
+                return f"its hidden states come out otherwise when rows share what they have in common ({error:.1e})"
+    except Exception as problem:
+        return f"it cannot run with keys and values that were computed before ({type(problem).__name__}: {problem})"
+    finally:
+        model.train(was_training)
+    return None
+
+
+@torch.no_grad()
+def needs_positions(model: PreTrainedModel) -> bool:
+    """Whether padding in front of a row moves it unless its positions are given, as where they are learned (GPT-2)."""
+    backbone, device = model.base_model, next(model.parameters()).device
+    if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
+        return False
+    row = [token % model.config.get_text_config().vocab_size for token in range(5, 14)]
+    ids, mask = padded([row, row + row], device, side="left")
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def last(ids: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return backbone(input_ids=ids, use_cache=False, **given).last_hidden_state[0, -len(row) :]
+
+    was_training = model.training
+    model.eval()
+    try:
+        alone = last(ids[:1, -len(row) :])
+        left_out = _error(last(ids, attention_mask=mask), alone)
+        rounding = _error(last(ids, attention_mask=mask, position_ids=positions), alone)
+    except Exception:  # it takes more than tokens, which TRL's pass may have
+        return False
+    finally:
+        model.train(was_training)
+    return left_out > 10 * rounding + 0.05  # half precision comes to 0.01
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).float().norm() / expected.float().norm()).item()

@@ -1,0 +1,189 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""From dataset rows to training data: the story of a generation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..advantages.credit import CreditAssigner
+from ..advantages.estimators import Estimator
+from ..configs import MARFTConfig
+from ..learning.batching import count_rows, cut_slices, together, weigh
+from ..learning.critic import Critic
+from ..learning.critic_learner import CriticLearner
+from ..learning.data import Row, Slice
+from ..learning.log_probs import LogProbs
+from ..learning.micro_batcher import MicroBatcher
+from ..learning.schedules import Schedule
+from ..processes import Processes
+from ..reporting.reporter import Reporter
+from ..reporting.transcripts import Advantage
+from ..rollout.branches import Branches
+from ..rollout.reach import RewardReach
+from ..rollout.rollouts import Rollout, Rollouts
+from ..weights.policies import Policies
+
+
+class Evaluated(NamedTuple):
+    """
+    An evaluation batch.
+
+    Args:
+        rollout ([`Rollout`]): episodes with rewards.
+        slice ([`Slice`]): their rows, for the loss.
+        std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
+    """
+
+    rollout: Rollout
+    slice: Slice
+    std: torch.Tensor | None
+
+
+class Experience:
+    """
+    Makes slices of training rows out of dataset rows.
+
+    Args:
+        rollouts ([`Rollouts`]): episodes with rewards.
+        branches ([`Branches`]): counts what was generated beside the episodes.
+        credit ([`CreditAssigner`]): has the own rewards of turns.
+        estimator ([`Estimator`]): advantages.
+        log_probs ([`LogProbs`]): log-probabilities.
+        batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
+        critic ([`Critic`], *optional*): which part values an agent.
+        learner ([`CriticLearner`], *optional*): values.
+        policies ([`Policies`]): adapters.
+        reporter ([`Reporter`]): reports rollouts.
+        reach ([`RewardReach`]): watches whether rewards reach the agents.
+        schedule ([`Schedule`]): trained adapters.
+        args ([`MARFTConfig`]): sizes of batches.
+        beta (`float`): coefficient of the KL to the references.
+        needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
+        share (`bool`): whether rows share what they have in common, so that groups stay together.
+        group_sizes (`tuple[int, int]`): episodes of a prompt in training and in evaluation.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        branches: Branches,
+        credit: CreditAssigner,
+        estimator: Estimator,
+        log_probs: LogProbs,
+        batcher: MicroBatcher,
+        critic: Critic | None,
+        learner: CriticLearner | None,
+        policies: Policies,
+        reporter: Reporter,
+        reach: RewardReach,
+        schedule: Schedule,
+        args: MARFTConfig,
+        beta: float,
+        needs_old: bool,
+        share: bool,
+        group_sizes: tuple[int, int],
+        processes: Processes,
+    ):
+        self._rollouts, self._branches, self._credit, self._estimator = rollouts, branches, credit, estimator
+        self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
+        self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
+        self._args, self._beta, self._needs_old, self._share = args, beta, needs_old, share
+        self._group_sizes, self._processes = group_sizes, processes
+
+    def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
+        """Episodes for the dataset rows of a generation batch, as slices of training rows."""
+        rollout = self._rollouts.run(inputs, training=True)
+        rows, std, credited = self._estimated(rollout, training=True)
+        self._reach.note_advantages(self._have_advantages(credited))
+        advantages = advantages_by_turn(rollout, rows)
+        own_rewards, generated = self._credit.take_own_rewards(), self._branches.take_generated()
+        self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
+        order = torch.randperm(len(rows))  # the one draw that TRL makes here
+        if self._share:
+            first, size = self._processes.index * len(rows), self._group_sizes[0]
+            order = together(order, [(first + index) // size for index in range(len(rows))])
+        return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
+
+    def for_evaluation(self, inputs: Sequence[dict[str, Any]]) -> Evaluated:
+        """Episodes for the dataset rows of an evaluation batch, as one slice, under the rules of training."""
+        rollout = self._rollouts.run(inputs, training=False)
+        rows, std, _ = self._estimated(rollout, training=False)
+        (slice_,) = self._weighed([[row for its_rows in rows for row in its_rows]])
+        return Evaluated(rollout, slice_, std if self._group_sizes[1] > 1 else None)
+
+    def _estimated(self, rollout: Rollout, training: bool) -> tuple[list[list[Row]], torch.Tensor | None, set[str]]:
+        """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
+        turns = self._estimator.turns(rollout, training)
+        rows = self._rows(rollout, turns, training)
+        last_values: list[float] = []
+        if training:
+            self._batcher.fit(rows)
+        may_keep = training and self._learner is not None and self._learner.may_keep_passes
+        with self._log_probs.scoring():
+            if self._needs_old and training:
+                rows = self._log_probs.with_old(rows)
+            if self._beta != 0.0 and self._learner is not None:
+                rows = self._log_probs.with_reference(rows, self._learner.num_features_of_reference)
+            elif self._beta != 0.0:
+                rows = self._log_probs.with_reference(rows)
+            if self._learner is not None:
+                rows, last_values = self._learner.with_values(rollout, rows, may_keep)
+        filled = iter(rows)
+        by_episode = [[next(filled) for _ in its] for its in turns]
+        return self._estimator.estimate(rollout, by_episode, training, last_values)
+
+    def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
+        """A training row for each turn or candidate, in the order of the episodes."""
+        rows: list[Row] = []
+        for index, (episode, its_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
+            rounds = episode.rounds()
+            for turn in its_turns:
+                is_spoken = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
+                rows.append(
+                    Row(
+                        agent=turn.agent,
+                        adapter=self._policies.adapter_of(turn.agent),
+                        prompt_ids=torch.tensor(turn.prompt_ids, dtype=torch.long),
+                        completion_ids=torch.tensor(turn.completion_ids, dtype=torch.long),
+                        counts=not (self._args.mask_truncated_completions and turn.truncated),
+                        episode=index,
+                        is_trained=self._policies.is_trained(turn.agent),
+                        round=rounds[turn.index] if is_spoken else 0,  # a candidate is in none
+                        number=len(rows),
+                        words=max(len(turn.text.split()), 1),
+                        critic=self._critic.part_of(turn.agent) if self._critic is not None else None,
+                        old_per_token_logps=torch.tensor(turn.logps) if training and turn.logps is not None else None,
+                    )
+                )
+        return rows
+
+    def _have_advantages(self, credited: set[str]) -> dict[str, bool]:
+        """For each trained agent whether a turn of it on any process has an advantage, or with a critic a return."""
+        names = [name for adapter in self._schedule.adapters for name in self._policies.agents_of(adapter)]
+        flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
+        return dict(zip(names, (flags > 0).tolist(), strict=True))
+
+    def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
+        adapters, parts = self._policies.names, self._critic.parts if self._critic is not None else []
+        counts = self._processes.sum(count_rows(slices, adapters, parts))
+        return weigh(slices, adapters, counts, parts)
+
+
+def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[Advantage]]:
+    """For each episode the advantages of its turns, for people; `None` without a row."""
+    by_turn: list[list[Advantage]] = []
+    for episode, its_rows in zip(rollout.episodes, rows, strict=True):
+        of_ids = {
+            (row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())): row for row in its_rows
+        }
+        found = [of_ids.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids))) for t in episode.turns]
+        by_turn.append([None if row is None else _plain(row.advantage) for row in found])
+    return by_turn
+
+
+def _plain(advantage: float | torch.Tensor) -> float | list[float]:
+    return advantage.tolist() if isinstance(advantage, torch.Tensor) else advantage

@@ -1,0 +1,499 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The objects that a trainer is composed of, and their wiring. Each has named inputs and its own state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from ..advantages.baselines import BASELINES
+from ..advantages.credit import CreditAssigner
+from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..learning.adapter_updates import AdapterUpdates
+from ..learning.batching import Collator
+from ..learning.critic import Critic
+from ..learning.critic_learner import CriticLearner
+from ..learning.levels import Level
+from ..learning.log_probs import LogProbs, Passes
+from ..learning.losses import TeamLoss
+from ..learning.micro_batcher import MicroBatcher
+from ..learning.schedules import Schedule
+from ..learning.sequential import SequentialFactors
+from ..processes import Processes
+from ..randomness import UserRandomness
+from ..reporting.evaluation import EvalMetric
+from ..reporting.model_card import TAGS
+from ..reporting.plan import Planner
+from ..reporting.reporter import Reporter
+from ..rollout.branches import Branches
+from ..rollout.generator import Generator, Sampling
+from ..rollout.prompts import PromptBuilder, is_plain
+from ..rollout.reach import RewardReach
+from ..rollout.reward_scorer import RewardScorer
+from ..rollout.rollouts import Rollouts
+from ..rollout.runner import EpisodeRunner
+from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.views import View
+from ..run_metrics import Metrics
+from ..weights.fingerprints import describe_base
+from ..weights.policies import Policies
+from ..workflows import Workflow
+from . import setup
+from .checkpointing import Checkpoints, Stateful
+from .experience import Experience
+from .team_files import TeamFiles
+from .trl_seams import (
+    ScoringTemperature,
+    TrlEngine,
+    TrlLoss,
+    TrlPrompts,
+    TrlRewards,
+    TrlState,
+    trl_log_probs,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """
+    The objects of a trainer, in the order in which a step uses them.
+
+    Args:
+        state ([`TrlState`]): position in the run, and the training rows in use.
+        processes ([`Processes`]): the processes of the run.
+        metrics ([`Metrics`]): metrics since the last log.
+        runner ([`EpisodeRunner`]): runs episodes; has the prompts and the generator.
+        scorer ([`RewardScorer`]): rewards of episodes and turns.
+        branches ([`Branches`]): candidates and re-runs.
+        rollouts ([`Rollouts`]): episodes with rewards.
+        experience ([`Experience`]): from dataset rows to training data.
+        batcher ([`MicroBatcher`]): micro-batches that fit into memory.
+        passes ([`Passes`]): how rows go through the model.
+        log_probs ([`LogProbs`]): log-probabilities.
+        critic ([`CriticLearner`], *optional*): values and their loss.
+        loss ([`TeamLoss`]): losses of slices.
+        updates ([`AdapterUpdates`]): optimizer steps.
+        sequential ([`SequentialFactors`]): factors of sequential updates.
+        reporter ([`Reporter`]): metrics, tables, transcripts.
+        planner ([`Planner`]): what the run will do.
+        files ([`TeamFiles`]): manifest and model card.
+        checkpoints ([`Checkpoints`]): state of a resumed run.
+        seeds (`random.Random`): seeds of samples that none is given for.
+    """
+
+    state: TrlState
+    processes: Processes
+    metrics: Metrics
+    runner: EpisodeRunner
+    scorer: RewardScorer
+    branches: Branches
+    rollouts: Rollouts
+    experience: Experience
+    batcher: MicroBatcher
+    passes: Passes
+    log_probs: LogProbs
+    critic: CriticLearner | None
+    loss: TeamLoss
+    updates: AdapterUpdates
+    sequential: SequentialFactors
+    reporter: Reporter
+    planner: Planner
+    files: TeamFiles
+    checkpoints: Checkpoints
+    seeds: random.Random
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """
+    A team and how it is trained, after the checks of `setup`.
+
+    Args:
+        args ([`MARFTConfig`]): training arguments.
+        agents (`list[AgentSpec]`): the team.
+        workflow ([`Workflow`]): decides who acts next and what each sees.
+        policies ([`Policies`]): the adapters on the base.
+        critic ([`Critic`], *optional*): predicts values.
+        schedule ([`Schedule`]): which adapters learn in a step.
+        anonymous (`str`, *optional*): kind of the anonymous ablation.
+        level ([`Level`]): unit of the policy ratio.
+        view (`Callable`): observations of agents as messages.
+        turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
+        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
+        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+    """
+
+    args: MARFTConfig
+    agents: list[AgentSpec]
+    workflow: Workflow
+    policies: Policies
+    critic: Critic | None
+    schedule: Schedule
+    anonymous: str | None
+    level: Level
+    view: View
+    turn_rewards: Mapping[str, Sequence[Callable]]
+    eval_metrics: Sequence[EvalMetric]
+    aliases: Mapping[str, str]
+
+
+def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
+    """
+    The parts of a trainer whose parent's constructor has run.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): has the model, the reward functions and the accelerator.
+        choices ([`Choices`]): the team and how it is trained.
+    """
+    builder = _Builder(trainer, choices)
+    scorer, reach, branches, rollouts = builder.rewards()
+    batcher, log_probs, learner, loss, updates, sequential = builder.learning()
+    reporter, planner = builder.reporting(batcher, learner)
+    owners: dict[str, Stateful] = {
+        "user_randomness": builder.randomness,
+        "rollouts": rollouts,
+        "reach": reach,
+        "updates": updates,
+        "sequential": sequential,
+    }
+    return Parts(
+        state=builder.state,
+        processes=builder.processes,
+        metrics=builder.metrics,
+        runner=builder.runner,
+        scorer=scorer,
+        branches=branches,
+        rollouts=rollouts,
+        experience=builder.experience(rollouts, branches, scorer, log_probs, batcher, learner, reporter, reach),
+        batcher=batcher,
+        passes=builder.passes,
+        log_probs=log_probs,
+        critic=learner,
+        loss=loss,
+        updates=updates,
+        sequential=sequential,
+        reporter=reporter,
+        planner=planner,
+        files=builder.files(planner),
+        checkpoints=Checkpoints(
+            state=builder.state,
+            owners=owners,
+            schedule=choices.schedule,
+            model=trainer.model,
+            ref_model=trainer.ref_model,
+            policies=choices.policies,
+            critic=choices.critic,
+            agents=choices.agents,
+            anonymous=choices.anonymous,
+            args=choices.args,
+        ),
+        seeds=random.Random(choices.args.seed),  # noqa: S311
+    )
+
+
+def make_generator(
+    trainer: GRPOTrainer, choices: Choices, samplings: dict[str, Sampling], share: bool, records: bool
+) -> Generator:
+    """
+    The engine of generation. A further engine gets its line here.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): has the model.
+        choices ([`Choices`]): the team.
+        samplings (`dict[str, Sampling]`): how each agent samples.
+        share (`bool`): compute what observations have in common once.
+        records (`bool`): keep log-probabilities of what is sampled.
+    """
+    general = Sampling.of(AgentSpec("solo"), choices.args).as_generation_kwargs()
+    return TransformersGenerator(TrlEngine(trainer, general), choices.policies, samplings, share, records)
+
+
+class _Builder:
+    """The parts that other parts share, and the groups of parts that are built from them."""
+
+    def __init__(self, trainer: GRPOTrainer, choices: Choices):
+        args = choices.args
+        self._trainer, self._choices, self._args = trainer, choices, args
+        self.state, self.processes = TrlState(trainer), Processes(trainer.accelerator)
+        self.metrics = Metrics(self.state.metrics, lambda: self.state.is_training)
+        self._functions = TrlRewards(trainer)
+        self._trl_prompts = TrlPrompts(trainer)
+        self._tokenizer = self._trl_prompts.tokenizer
+        self._uses_tools = bool(choices.workflow.functions) or any(agent.tools for agent in choices.agents)
+        if self._uses_tools:
+            trainer.chat_template = setup.prepare_tools(self._tokenizer, choices.agents, choices.workflow)
+        self._names = [agent.name for agent in choices.agents]
+        self._samplings = {agent.name: Sampling.of(agent, args) for agent in choices.agents}
+        self._base = _base_of(trainer, choices.policies)
+        self._temperature = ScoringTemperature(
+            [self._base] if trainer.ref_model is None else [self._base, trainer.ref_model],
+            [sampling.temperature for sampling in self._samplings.values()],
+            default=trainer.temperature,
+            head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
+        )
+        self.passes = Passes(self._base, args, trainer.accelerator, trainer.aux_loss_enabled)
+        # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
+        self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
+        self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
+        self._group_sizes = trainer.num_generations, trainer.num_generations_eval
+        self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
+        self.runner = self._runner()
+
+    def _runner(self) -> EpisodeRunner:
+        trainer, choices, args = self._trainer, self._choices, self._args
+        records = self._needs_old and self.passes.sample_what_they_score()
+        prompts = PromptBuilder(
+            self._tokenizer,
+            tokenize=self._trl_prompts.tokenize,
+            view=choices.view,
+            chat_template_kwargs=trainer.chat_template_kwargs,
+            plain=is_plain(choices.agents, self._uses_tools),
+            window=setup.context_window(trainer.model),
+            reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
+            overflow=args.context_overflow,
+            chat_template=trainer.chat_template,
+            ends=trainer.eos_token_ids,
+            aliases=choices.aliases,
+        )
+        return EpisodeRunner(
+            choices.agents,
+            choices.workflow,
+            prompts,
+            make_generator(trainer, choices, self._samplings, self.passes.share, records),
+            self._tokenizer,
+            ends=trainer.eos_token_ids,
+            randomness=self.randomness,
+            limits=setup.tool_limits(args),
+            uses_tools=self._uses_tools,
+            aliases=choices.aliases,
+            patience=args.workflow_timeout,
+        )
+
+    def rewards(self) -> tuple[RewardScorer, RewardReach, Branches, Rollouts]:
+        choices, args = self._choices, self._args
+        scorer = RewardScorer(self._functions, choices.turn_rewards, self.randomness)
+        reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
+        branches = Branches(self.runner, scorer, choices.policies, args)
+        rollouts = Rollouts(
+            runner=self.runner,
+            branches=branches,
+            scorer=scorer,
+            rewards=self._functions,
+            workflow=choices.workflow,
+            reach=reach,
+            args=args,
+            uses_candidates=args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates,
+            uses_tools=self._uses_tools,
+            metrics=self.metrics,
+            processes=self.processes,
+        )
+        return scorer, reach, branches, rollouts
+
+    def learning(
+        self,
+    ) -> tuple[MicroBatcher, LogProbs, CriticLearner | None, TeamLoss, AdapterUpdates, SequentialFactors]:
+        trainer, choices, args = self._trainer, self._choices, self._args
+        accelerator = trainer.accelerator
+        updates = AdapterUpdates(
+            policies=choices.policies,
+            critic=choices.critic,
+            agents=choices.agents,
+            args=args,
+            metrics=self.metrics,
+            processes=self.processes,
+            state=self.state,
+            accelerator=accelerator,
+        )
+        batcher = MicroBatcher(
+            model=trainer.model,
+            base=self._base,
+            policies=choices.policies,
+            args=args,
+            accelerator=accelerator,
+            share=self.passes.share,
+            trained=lambda: [p for its in updates.trained_parameters().values() for p in its.values()],
+            has_optimizer_state=lambda: trainer.optimizer is not None and bool(trainer.optimizer.state),
+        )
+        collate = Collator(self._tokenizer.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
+        log_probs = LogProbs(
+            model=trainer.model,
+            reference=trainer.ref_model,
+            policies=choices.policies,
+            samplings=self._samplings,
+            temperature=self._temperature,
+            plain=trl_log_probs(trainer),
+            passes=self.passes,
+            batcher=batcher,
+            collate=collate,
+            accelerator=accelerator,
+            args=args,
+        )
+        learner = self._critic_learner(batcher)
+        loss = TeamLoss(
+            trl_loss=TrlLoss(trainer),
+            log_probs=log_probs,
+            batcher=batcher,
+            collate=collate,
+            critic=learner,
+            updates=updates,
+            policies=choices.policies,
+            level=choices.level,
+            samplings=self._samplings,
+            args=args,
+            beta=trainer.beta,
+            has_aux_loss=trainer.aux_loss_enabled,
+            state=self.state,
+            metrics=self.metrics,
+            processes=self.processes,
+        )
+        sequential = SequentialFactors(log_probs, choices.level, args.sequential_clip, self.metrics, self.processes)
+        return batcher, log_probs, learner, loss, updates, sequential
+
+    def _critic_learner(self, batcher: MicroBatcher) -> CriticLearner | None:
+        choices = self._choices
+        if choices.critic is None:
+            return None
+        choices.critic.heads.to(self._trainer.accelerator.device)
+        return CriticLearner(
+            critic=choices.critic,
+            batcher=batcher,
+            runner=self.runner,
+            policies=choices.policies,
+            agents=choices.agents,
+            schedule=choices.schedule,
+            args=self._args,
+            processes=self.processes,
+            share=self.passes.share,
+        )
+
+    def experience(
+        self,
+        rollouts: Rollouts,
+        branches: Branches,
+        scorer: RewardScorer,
+        log_probs: LogProbs,
+        batcher: MicroBatcher,
+        learner: CriticLearner | None,
+        reporter: Reporter,
+        reach: RewardReach,
+    ) -> Experience:
+        choices, args = self._choices, self._args
+        credit = CreditAssigner(
+            branches=branches,
+            scorer=scorer,
+            rewards=self._functions,
+            earns=choices.workflow.earns,
+            args=args,
+            metrics=self.metrics,
+            processes=self.processes,
+        )
+        return Experience(
+            rollouts=rollouts,
+            branches=branches,
+            credit=credit,
+            estimator=self._estimator(credit),
+            log_probs=log_probs,
+            batcher=batcher,
+            critic=choices.critic,
+            learner=learner,
+            policies=choices.policies,
+            reporter=reporter,
+            reach=reach,
+            schedule=choices.schedule,
+            args=args,
+            beta=self._trainer.beta,
+            needs_old=self._needs_old,
+            share=self.passes.share,
+            group_sizes=self._group_sizes,
+            processes=self.processes,
+        )
+
+    def _estimator(self, credit: CreditAssigner) -> Estimator:
+        choices = self._choices
+        if choices.critic is not None:
+            return CriticEstimator(credit, choices.level, choices.agents, self._args, self.metrics, self.processes)
+        return BaselineEstimator(
+            credit=credit,
+            rewards=self._functions,
+            agents=choices.agents,
+            policies=choices.policies,
+            args=self._args,
+            group_sizes=self._group_sizes,
+            processes=self.processes,
+        )
+
+    def reporting(self, batcher: MicroBatcher, learner: CriticLearner | None) -> tuple[Reporter, Planner]:
+        trainer, choices, args = self._trainer, self._choices, self._args
+        reporter = Reporter(
+            agents=self._names,
+            rewards=self._functions,
+            eval_metrics=choices.eval_metrics,
+            tokenizer=self._tokenizer,
+            randomness=self.randomness,
+            args=args,
+            metrics=self.metrics,
+            state=self.state,
+            processes=self.processes,
+        )
+        planner = Planner(
+            agents=choices.agents,
+            workflow=choices.workflow,
+            runner=self.runner,
+            policies=choices.policies,
+            critic=choices.critic,
+            learner=learner,
+            level=choices.level,
+            batcher=batcher,
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer=self._tokenizer,
+            samplings=self._samplings,
+            aliases=choices.aliases,
+            args=args,
+            window=setup.context_window(trainer.model),
+            share=self.passes.share,
+            processes=self.processes,
+            train_dataset=trainer.train_dataset,
+        )
+        return reporter, planner
+
+    def files(self, planner: Planner) -> TeamFiles:
+        trainer, choices = self._trainer, self._choices
+        has_adapters = choices.policies.has_adapters
+        configs = [trainer.model.peft_config[name] for name in choices.policies.names] if has_adapters else []
+        base = describe_base(
+            self._base,
+            self._tokenizer,
+            trainer.chat_template or self._tokenizer.chat_template,
+            revision=(self._args.model_init_kwargs or {}).get("revision"),
+        )
+        return TeamFiles(
+            agents=choices.agents,
+            workflow=choices.workflow,
+            policies=choices.policies,
+            critic=choices.critic,
+            generator=lambda: self.runner.generator,
+            view=lambda: self.runner.prompts.view,
+            base=base,
+            planner=planner,
+            max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
+            tags=TAGS,
+            repo=trainer.hub_model_id,
+            args=self._args,
+            anonymous=choices.anonymous,
+            chat_template_kwargs=trainer.chat_template_kwargs,
+            share=self.passes.share,
+            # Adapters generate outside of the wrapper that casts
+            mixed_precision="no" if has_adapters else trainer.accelerator.mixed_precision,
+        )
+
+
+def _base_of(trainer: GRPOTrainer, policies: Policies) -> PreTrainedModel:
+    """The language model under the wrappers of accelerate and PEFT."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if policies.has_adapters else model

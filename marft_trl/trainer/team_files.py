@@ -1,0 +1,171 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The files of a team beside its weights: the manifest, the critic's heads, the model card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..learning.critic import Critic
+from ..manifest import BaseModel, Inference, TeamManifest
+from ..reporting.model_card import team_card
+from ..reporting.plan import Planner
+from ..rollout.generator import Generator, general_settings, own_settings
+from ..rollout.views import View, team_view
+from ..tools import tool_name
+from ..weights.policies import Policies
+from ..workflows import Workflow
+from ..workflows.base import callable_name
+from .setup import tool_limits
+
+
+CARD_NAME = "README.md"
+_CARD_METRICS = ("reward", "eval_reward")
+_CARD_AGENT_METRICS = ("/reward", "/kl", "/mean_length")
+
+
+class TeamFiles:
+    """
+    Writes what makes adapters a team.
+
+    Args:
+        agents (`Sequence[AgentSpec]`): the team.
+        workflow ([`Workflow`]): decides who acts next and what each sees.
+        policies ([`Policies`]): adapters.
+        critic ([`Critic`], *optional*): its heads are saved too.
+        generator (`Callable`): `generator()` returns the present [`Generator`], whose settings are saved.
+        view (`Callable`): `view()` returns the present view.
+        base ([`BaseModel`]): the base, as the manifest has it.
+        planner ([`Planner`]): who is shown to whom.
+        max_rank (`int`): largest rank of the adapters; 0 without LoRA.
+        tags (`Sequence[str]`): tags of the model card.
+        repo (`str`, *optional*): Hub id of the team.
+        args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
+        anonymous (`str`, *optional*): kind of the anonymous ablation.
+        chat_template_kwargs (`Mapping[str, Any]`): passed on to the chat template.
+        share (`bool`): whether rows share what they have in common.
+        mixed_precision (`str`): of the forward passes of generation.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[AgentSpec],
+        workflow: Workflow,
+        policies: Policies,
+        critic: Critic | None,
+        generator: Callable[[], Generator],
+        view: Callable[[], View],
+        base: BaseModel,
+        planner: Planner,
+        max_rank: int,
+        tags: Sequence[str],
+        repo: str | None,
+        args: MARFTConfig,
+        anonymous: str | None,
+        chat_template_kwargs: Mapping[str, Any],
+        share: bool,
+        mixed_precision: str,
+    ):
+        self._agents, self._workflow, self._policies, self._critic = list(agents), workflow, policies, critic
+        self._generator, self._view, self._base, self._planner = generator, view, base, planner
+        self._max_rank, self._tags, self._repo, self._args, self._anonymous = max_rank, tags, repo, args, anonymous
+        self._chat_template_kwargs, self._share = dict(chat_template_kwargs), share
+        self._mixed_precision = mixed_precision
+        self._written: dict[Path, list[Path]] = {}  # files of checkpoints, below their folder
+
+    def manifest(self) -> TeamManifest:
+        """The manifest: what the team needs to be run again with the settings it acts by."""
+        names = self._policies.names if self._policies.has_adapters else []
+        return TeamManifest(
+            agents=self._agents,
+            workflow=self._workflow.describe(),
+            adapters={name: {"folder": name, "trained": name in self._policies.trained} for name in names},
+            base=self._base,
+            inference=self._inference(),
+            anonymous=self._anonymous,
+        )
+
+    def _inference(self) -> Inference:
+        view, settings = self._view(), self._generator().settings
+        return Inference(
+            sampling={agent.name: own_settings(settings(agent.name)) for agent in self._agents},
+            generation=general_settings(settings(self._agents[0].name)),
+            share_prefixes=self._share,
+            mixed_precision=self._mixed_precision,
+            chat_template_kwargs=self._chat_template_kwargs,
+            context_overflow=self._args.context_overflow,
+            tools={agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions},
+            tool_limits=asdict(tool_limits(self._args)),
+            view=None if view is team_view else callable_name(view),
+            agent_views={one.name: callable_name(one.view) for one in self._agents if one.view is not None},
+            workflow_timeout=self._args.workflow_timeout,
+        )
+
+    def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
+        """Write the files of the team beside its weights, which are there already."""
+        self.manifest().save(folder)
+        if self._critic is not None:
+            self._critic.save(folder)
+        self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
+        if folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+            # What is there now is what belongs to a team; the state of the run is written after it
+            self._written[folder] = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+
+    def save_card(
+        self,
+        folder: Path,
+        log_history: Sequence[Mapping[str, Any]],
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write the model card into a folder."""
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        self.card(log_history, model_name or folder.name, dataset_name, tags).save(folder / CARD_NAME)
+
+    def card(
+        self,
+        log_history: Sequence[Mapping[str, Any]],
+        model_name: str,
+        dataset_name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> ModelCard:
+        """The model card with the latest metrics."""
+        latest: dict[str, float] = {}
+        for entry in log_history:
+            latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
+        shown = {
+            key: value
+            for key, value in latest.items()
+            if key in _CARD_METRICS
+            or (key.startswith(("agents/", "eval_agents/")) and key.endswith(_CARD_AGENT_METRICS))
+        }
+        return team_card(
+            self.manifest(),
+            model_name,
+            repo=self._repo,
+            dataset_name=dataset_name,
+            tags=[*tags, *self._tags],
+            figures=shown,
+            max_rank=self._max_rank,
+            picture=self._planner.picture(),
+        )
+
+    def copy_checkpoint(self, source: Path, target: Path) -> None:
+        """
+        Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files in
+        the root of the checkpoint; adapters lie in folders. The card of a checkpoint has the checkpoint's name and
+        stays.
+        """
+        for path in self._written.pop(source, []):
+            if str(path) != CARD_NAME:
+                (target / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / path, target / path)

@@ -1,0 +1,253 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""N policies on one base: one LoRA per adapter name, or one fully trained model shared by all agents."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate.logging import get_logger
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..agents import AgentSpec
+from ..trainer.trl_seams import without_adapter_name_warning
+
+
+logger = get_logger(__name__)
+
+# With these ways of initializing LoRA an adapter starts as the identity and the base is left as it is. Others, such as
+# "pissa", change the base weights, which belong to all agents.
+_IDENTITY_STARTS = (True, "gaussian", "orthogonal", "eva")
+
+
+def add_adapters(
+    model: PreTrainedModel | PeftModel,
+    agents: Sequence[AgentSpec],
+    peft_config: PeftConfig | None,
+    autocast_adapter_dtype: bool = True,
+) -> PreTrainedModel | PeftModel:
+    """
+    Give every adapter name of the team its adapter on the one base.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The base. In a `PeftModel`, an adapter with the name of an agent's is trained on, and adapters that are
+            missing start as copies of its adapter `default`.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of adapters whose agents bring none. `None` for all of them: no adapters, one shared policy.
+        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
+            Passed on to PEFT.
+
+    Raises:
+        ValueError: an adapter that cannot live beside others; the message names the agent.
+    """
+    if isinstance(model, PeftModel):
+        return _complete(model, agents, peft_config)
+    configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
+    if all(config is None for config in configs.values()):
+        _check_shared_policy(agents)
+        if len(agents) > 1:
+            logger.warning(
+                f"No `peft_config` was passed: the {len(agents)} agents share ONE policy, and all of its "
+                f"{model.num_parameters():,} weights are trained. Pass `peft_config=LoraConfig(...)` to give each "
+                "agent an adapter of its own."
+            )
+        return model
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "The model already carries adapter layers: PEFT puts them into the model it is given, so a model that was "
+            "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
+        )
+    for agent in agents:
+        check_adapter_config(agent, configs[agent.adapter], alone=len(configs) == 1)
+        _check_name_is_free(agent, model)
+    (first, config), *others = configs.items()
+    options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
+    with without_adapter_name_warning():
+        model = get_peft_model(model, copy.deepcopy(config), **options)
+        for name, config in others:
+            model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
+    return model
+
+
+def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
+    """Give adapters to the agents that have none in a model with adapters: of their config, or a copy of `default`."""
+    missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
+    configs = {name: agent.peft_config or peft_config for name, agent in missing.items()}
+    has_default = "default" in model.peft_config
+    known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
+    if known is not None:
+        raise ValueError(
+            f"Agent {known.name!r} brings a `peft_config`, but the model already has its adapter {known.adapter!r}. "
+            "Leave the config out to train on that adapter, or rename the agent."
+        )
+    if peft_config is not None and (not missing or has_default):
+        raise ValueError(
+            "The model is a `PeftModel` already and a `peft_config` was passed too"
+            + (", but no agent is new" if not missing else " beside its adapter 'default', which new agents copy")
+            + ". Merge and unload the adapter and pass the base model with the config, or leave the config out to "
+            "train on the adapters of the model."
+        )
+    for name, agent in missing.items():
+        if configs[name] is None and not has_default:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with the adapter {name!r}, which the model does not have; it has "
+                f"{sorted(model.peft_config)}. Pass `peft_config=LoraConfig(...)` to give new agents an adapter, name "
+                "the adapters of the model in the agents, or load one as 'default', which missing adapters start from."
+            )
+        if configs[name] is not None:
+            check_adapter_config(agent, configs[name], alone=False)
+        _check_name_is_free(agent, model.get_base_model())
+    for name in missing:
+        with without_adapter_name_warning():
+            model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
+        if configs[name] is None:
+            _copy_weights(model, "default", name)
+    if has_default:
+        model.set_adapter(agents[0].adapter)
+        model.delete_adapter("default")
+    for agent in agents:
+        check_adapter_config(agent, model.peft_config[agent.adapter], alone=True)
+    return model
+
+
+def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
+    for agent in agents:
+        if not agent.trainable or agent.learning_rate is not None:
+            raise ValueError(
+                f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
+                "`peft_config` all agents share one fully trained policy. Pass `peft_config=LoraConfig(...)` to give "
+                "each agent an adapter of its own, or leave the setting out."
+            )
+
+
+def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
+    """Raise unless an adapter of this config can live on the base, beside others unless it is `alone`."""
+    if config is None:
+        raise ValueError(
+            f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
+            "the trainer for the agents without one."
+        )
+    if not isinstance(config, PeftConfig):
+        raise TypeError(
+            f"`peft_config` must be a `peft.PeftConfig` such as `peft.LoraConfig(...)`, got {type(config).__name__} "
+            f"for agent {agent.name!r}."
+        )
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}: prompt learning methods cannot "
+            "live beside other adapters. Use `peft.LoraConfig(...)`."
+        )
+    if isinstance(config, LoraConfig):
+        ranks = [config.r, *(config.rank_pattern or {}).values()]
+        if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+            raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
+        start = config.init_lora_weights
+        if start is not False and start not in _IDENTITY_STARTS and not alone:
+            raise ValueError(
+                f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
+                "agents share. Use one that leaves the base alone, such as the default `True`."
+            )
+        if config.bias != "none":
+            raise ValueError(
+                f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
+                "Leave it out."
+            )
+        if config.layer_replication:
+            raise ValueError(
+                f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
+                "Leave it out."
+            )
+        if config.modules_to_save:
+            raise ValueError(
+                f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
+                "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
+            )
+
+
+def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
+    """PEFT tells adapters apart by a part of their parameters' names, which must not occur in the base's names."""
+    taken = {part for name, _ in model.named_parameters() for part in name.split(".")} | {"model", "base_model"}
+    if agent.adapter in taken:
+        raise ValueError(
+            f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is also part of the names of "
+            f"the base model's parameters, so PEFT could not tell them apart. Choose another name, e.g. "
+            f"'{agent.adapter}-agent'."
+        )
+
+
+def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
+    """
+    Load the weights of an adapter from its PEFT folder into the adapter of that name, in place.
+
+    Raises:
+        ValueError: the file holds other tensors than the adapter has.
+    """
+    weights = load_peft_weights(str(folder), device="cpu")
+    _check_shapes(model, adapter, weights, folder)
+    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    missing = sorted(set(result.missing_keys) & set(adapter_parameters(model, adapter)))
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
+            f"{list(result.unexpected_keys)[:3]}. The folder was saved with another `peft_config` or base model."
+        )
+
+
+def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    for name, parameter in adapter_parameters(model, adapter).items():
+        head, _, tail = name.rpartition(f".{adapter}")
+        saved = weights.get(head + tail)
+        if saved is not None and saved.shape != parameter.shape:
+            raise ValueError(
+                f"The weights in {folder} do not fit the adapter {adapter!r}: {head + tail} has the shape "
+                f"{tuple(saved.shape)} there and {tuple(parameter.shape)} here. The folder was saved with another "
+                "`peft_config` (rank) or base model."
+            )
+
+
+def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
+    """Numbers of inputs and outputs of a linear layer, also a quantized one; `None` for other layers."""
+    layer = getattr(layer, "base_layer", layer)
+    if isinstance(layer, Conv1D):
+        return layer.nx, layer.nf
+    if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+        return layer.in_features, layer.out_features
+    return None
+
+
+def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
+    """Parameters of one adapter by their full names, in the order of the model."""
+    own: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            holders = [getattr(module, name) for name in module.adapter_layer_names]
+            for holder in holders:
+                if adapter in holder:
+                    held = holder[adapter]
+                    own |= {id(held)} if isinstance(held, torch.nn.Parameter) else set(map(id, held.parameters()))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            own |= {id(p) for n, p in module.named_parameters() if adapter in n.split(".")}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@torch.no_grad()
+def _copy_weights(model: PeftModel, source: str, target: str) -> None:
+    pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
+    for theirs, mine in pairs:
+        mine.copy_(theirs)

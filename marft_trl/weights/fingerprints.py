@@ -1,0 +1,77 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What base, tokenizer and chat template a team was trained with: names, revisions, and hashes of what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import get_config_model_id
+
+from ..manifest import BaseModel
+from ..trainer.trl_seams import commit_of
+
+
+# What says where a model came from and how it is kept, not what it is
+_NOT_HASHED = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
+        *("use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "_attn_implementation", "attn_implementation"),
+        *("architectures", "peft_version", "is_quantized"),
+    }
+)
+
+
+def describe_base(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, revision: str | None = None
+) -> BaseModel:
+    """
+    The base as the manifest has it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the base.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): its tokenizer.
+        chat_template (`str`, *optional*): what prompts were rendered with.
+        revision (`str`, *optional*): asked for when it was loaded; the commit that was found wins.
+    """
+    config = model.config
+    name = get_config_model_id(config) or type(model).__name__
+    is_local = os.path.isdir(name) or not get_config_model_id(config)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    return BaseModel(
+        name=os.path.basename(os.path.normpath(name)) if is_local else name,
+        is_local=is_local,
+        revision=None if is_local else commit_of(config) or revision,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
+        config_hash=hash_of_config(config),
+        tokenizer_hash=hash_of_tokenizer(tokenizer),
+        chat_template_hash=None if chat_template is None else _sha256(chat_template),
+    )
+
+
+def hash_of_config(config: PreTrainedConfig) -> str:
+    """SHA-256 of what a config says of the architecture, as far as it differs from the defaults of its class."""
+    return _sha256(_plain(config.to_diff_dict()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(its) for key, its in value.items() if key not in _NOT_HASHED}
+    return value
+
+
+def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of a tokenizer's vocabulary and of its special tokens."""
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+    return _sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+
+
+def _sha256(data: Any) -> str:
+    text = data if isinstance(data, str) else json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

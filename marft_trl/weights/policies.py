@@ -1,0 +1,152 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The policies of a team on one base: which adapter acts, what is trained, and the references."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import PreTrainedModel
+
+from ..agents import AgentSpec
+from .adapters import adapter_parameters
+
+
+# The one policy of a team without adapters.
+SHARED_POLICY = "policy"
+
+
+class Policies:
+    """
+    The policies of a team: which parameters belong to which adapter, and which adapter acts.
+
+    All switching of adapters goes through here. PEFT's `set_adapter` takes `requires_grad` from all other adapters,
+    and a gradient whose adapter is switched off between forward and backward is lost without an error.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            What [`add_adapters`] returned.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]):
+        self._model = model
+        self.has_adapters = isinstance(model, PeftModel)
+        if self.has_adapters:
+            self._adapter_of = {agent.name: agent.adapter for agent in agents}
+            self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
+        else:
+            self._adapter_of = {agent.name: SHARED_POLICY for agent in agents}
+            self.trained = [SHARED_POLICY]
+        self.names = sorted(set(self._adapter_of.values()))
+        self._starts: dict[str, list[torch.Tensor]] = {}
+        self._critics: list[str] = []
+        self.release()
+
+    def adapter_of(self, agent: str) -> str:
+        """Name of the adapter an agent acts with; `"policy"` without adapters."""
+        return self._adapter_of[agent]
+
+    def agents_of(self, adapter: str) -> list[str]:
+        """Names of the agents that act with an adapter, in team order."""
+        return [agent for agent, its in self._adapter_of.items() if its == adapter]
+
+    @property
+    def trained_in_order(self) -> list[str]:
+        """Names of the trained adapters, in the order of the team."""
+        return [name for name in dict.fromkeys(self._adapter_of.values()) if name in self.trained]
+
+    def is_trained(self, agent: str) -> bool:
+        """Whether the adapter of an agent is trained."""
+        return self.adapter_of(agent) in self.trained
+
+    def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
+        """Parameters of an adapter by name, in the order of the model."""
+        if self.has_adapters:
+            return adapter_parameters(self._model, adapter)
+        return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+
+    def add_critic(self, name: str, config: PeftConfig) -> None:
+        """Put an adapter for a critic on the base. It is trained with the others and belongs to no agent."""
+        self._model.add_adapter(name, copy.deepcopy(config))
+        self._critics.append(name)
+        self.activate(next(iter(self._adapter_of)))
+
+    def activate(self, agent: str) -> None:
+        """Let an agent's adapter act. With gradient checkpointing it has to stay active until backward has run."""
+        self.activate_adapter(self._adapter_of[agent])
+
+    def activate_adapter(self, name: str) -> None:
+        """As [`~Policies.activate`], for the adapter of a critic."""
+        if self.has_adapters:
+            # inference_mode: requires_grad is ours to set, for all adapters at once
+            self._model.set_adapter(name, inference_mode=True)
+            self.release()
+
+    def release(self) -> None:
+        """Let gradients reach all trained adapters, and only these."""
+        if self.has_adapters:
+            frozen = [name for name in self.names if name not in self.trained]
+            self._model.set_requires_grad([*self.trained, *self._critics], True)
+            self._model.set_requires_grad(frozen, False)
+
+    def remember_starts(self, all_of_them: bool = False) -> None:
+        """
+        Keep the present weights of adapters that do not start as the identity, as their references; of all adapters
+        where references will change.
+        """
+        for name in self.names if self.has_adapters else []:
+            if all_of_them or not self._is_identity(name):
+                self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
+
+    @torch.no_grad()
+    def mix_references(self, alpha: float) -> None:
+        """Make the reference of each trained adapter `alpha * policy + (1 - alpha) * reference`."""
+        for name in self.trained:
+            pairs = zip(self._starts[name], self.parameters(name).values(), strict=True)
+            for reference, parameter in pairs:
+                reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
+
+    def references(self) -> dict[str, torch.Tensor]:
+        """The kept references by adapter and number of their tensor."""
+        return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
+
+    def starts_as_base(self, agent: str) -> bool:
+        """Whether the reference of an agent is the base without any adapter."""
+        return self._adapter_of[agent] not in self._starts
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Context manager: no adapter acts."""
+        with self._model.disable_adapter():
+            yield
+        self.release()  # leaving disable_adapter takes requires_grad from all adapters but the active one
+
+    @contextlib.contextmanager
+    def reference(self, agent: str) -> Iterator[None]:
+        """Context manager: the policy of an agent is its own start: the base, or the weights its adapter came with."""
+        adapter = self._adapter_of[agent]
+        if self.starts_as_base(agent):
+            with self.base():
+                yield
+            return
+        self.activate(agent)
+        parameters = list(self.parameters(adapter).values())
+        current = [parameter.data for parameter in parameters]
+        try:
+            for parameter, start in zip(parameters, self._starts[adapter], strict=True):
+                parameter.data = start
+            yield
+        finally:
+            for parameter, data in zip(parameters, current, strict=True):
+                parameter.data = data
+
+    def _is_identity(self, adapter: str) -> bool:
+        config = self._model.peft_config[adapter]
+        ends = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
+        is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
+        return is_plain_lora and bool(ends) and all(not parameter.any() for parameter in ends)

@@ -1,0 +1,160 @@
+"""A generator, a critic, a level and a baseline that the package does not have are defined here and trained with."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.advantages.baselines import BASELINES, Baseline
+from marft_trl.learning.critic import CRITICS, Critic
+from marft_trl.learning.levels import LEVELS, ActionLevel
+from marft_trl.rollout.generator import Sampled
+
+from .helpers import moved, team_trainer, weights
+
+
+PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
+
+
+def train(model_folder, tmp_path, settings, prepare=lambda trainer: None):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, **settings})
+    prepare(trainer)
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    for agent in ("reasoner", "actor"):
+        assert any(f".{agent}." in name for name in changed), agent
+    return trainer
+
+
+class WordList:
+    """A generator without a model: every agent says words of its own list, in turn."""
+
+    def __init__(self, tokenizer, texts):
+        self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
+
+    def generate(self, agents, prompt_ids, by_reference=False, greedy=False):
+        sampled = []
+        for agent in agents:
+            text = self._texts[agent][self._asked % len(self._texts[agent])]
+            self._asked += 1
+            sampled.append(Sampled([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]))
+        return sampled
+
+    def holds_stop(self, agent, ids):
+        return False
+
+    def settings(self, agent):
+        return {"max_new_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+
+
+def test_a_generator_of_ones_own(model_folder, tmp_path):
+    texts = {"reasoner": ["1", "2", "3"], "actor": ["4", "55", "6", "77"]}
+
+    def prepare(trainer):
+        trainer.parts.runner.generator = WordList(trainer.processing_class, texts)
+
+    trainer = train(model_folder, tmp_path, {}, prepare)
+    rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
+    said = {trainer.processing_class.decode(row.completion_ids, skip_special_tokens=True) for row in rows}
+    assert said <= {"1", "2", "3", "4", "55", "6", "77"} and len(said) > 2
+    assert all(row.completion_ids[-1] == trainer.processing_class.eos_token_id for row in rows)
+
+
+class TwoLayers(Critic):
+    """A critic with a hidden layer in its head."""
+
+    name = "two_layers"
+
+    def make_head(self, width):
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("level", ["token", "action"])
+def test_a_critic_of_ones_own(model_folder, tmp_path, monkeypatch, level):
+    monkeypatch.setitem(CRITICS, "two_layers", TwoLayers)
+    heads = {}
+
+    def prepare(trainer):
+        heads.update({name: p.detach().clone() for name, p in trainer.critic.heads.named_parameters()})
+
+    trainer = train(model_folder, tmp_path, {**PPO, "critic": "two_layers", "level": level}, prepare)
+    now = dict(trainer.critic.heads.named_parameters())
+    assert len(now) == 4 and all(not now[name].equal(before) for name, before in heads.items())
+    trainer.save_model()
+    again = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "two_layers", "level": level})
+    again.critic.load(tmp_path)
+    assert all(its.equal(now[name]) for name, its in again.critic.heads.named_parameters())
+    with pytest.raises(ValueError, match="must be one of .*'two_layers'"):
+        MARFTConfig(str(tmp_path), **PPO, critic="three_layers")
+
+
+@dataclass(frozen=True)
+class RootLevel(ActionLevel):
+    """Turns as actions whose log-probability is divided by the root of their length."""
+
+    @classmethod
+    def of(cls, args):
+        return cls()
+
+    def divisors(self, rows):
+        return torch.tensor([max(len(row.completion_ids), 1) ** 0.5 for row in rows])
+
+
+def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(LEVELS, "root", RootLevel)
+    trainer = train(model_folder, tmp_path, {"level": "root", "loss_type": "grpo", "num_iterations": 2})
+    assert trainer.importance_sampling_level == "sequence"
+    # The ratio of the second update, by hand
+    slice_ = trainer.parts.state.slices[0]
+    row = slice_.rows[0]
+    trainer.model.train()
+    with torch.no_grad():
+        (logps,) = trainer.parts.log_probs.of_policy([row])
+        seen = RootLevel().seen_by_loss(
+            logps.unsqueeze(0),
+            torch.zeros(1, len(logps)),
+            {
+                "completion_mask": torch.ones(1, len(logps), dtype=torch.long),
+                "old_per_token_logps": row.old_per_token_logps.unsqueeze(0),
+            },
+            [row],
+        )
+    expected = (logps - row.old_per_token_logps).sum() / len(logps) ** 0.5
+    assert expected != 0
+    torch.testing.assert_close(seen.log_ratios, expected.unsqueeze(0))
+    torch.testing.assert_close((logps - seen.old_logps[0]), expected.expand(len(logps)), rtol=1e-4, atol=1e-6)
+
+
+def best_of_prompt(samples, scale):
+    """Advantage 1 for turns whose return is the largest of their prompt, else -1."""
+    best = torch.stack([samples.returns[samples.prompts == prompt].max() for prompt in samples.prompts])
+    return torch.where(samples.returns >= best, 1.0, -1.0)
+
+
+def test_a_baseline_of_ones_own(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(BASELINES, "best", Baseline("best", best_of_prompt, needs_group=True))
+    trainer = train(model_folder, tmp_path, {"advantage": "best"})
+    rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
+    assert {row.advantage for row in rows} == {1.0, -1.0}
+    with pytest.raises(ValueError, match=r"`num_generations` \(1\) needs a critic: `advantage='best'`"):
+        MARFTConfig(str(tmp_path), advantage="best", num_generations=1)
+    with pytest.raises(ValueError, match=r"`scale_rewards='batch'` has no effect with `advantage='best'`"):
+        MARFTConfig(str(tmp_path), advantage="best", scale_rewards="batch")
+
+
+def test_agents_of_an_own_generator_may_stop_at_their_limit(model_folder, tmp_path):
+    def prepare(trainer):
+        generator = WordList(trainer.processing_class, {"solver": ["12"]})
+        generator.generate = lambda agents, prompt_ids, **_: [Sampled([5, 6])] * len(agents)  # without an end
+        trainer.parts.runner.generator = generator
+
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solver")], settings={"mask_truncated_completions": True}
+    )
+    prepare(trainer)
+    trainer.model.train()
+    slices = trainer.parts.experience.for_training([dict(trainer.train_dataset[0])] * 8)
+    assert all(not row.counts for slice_ in slices for row in slice_.rows)
