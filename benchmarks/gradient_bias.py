@@ -1,10 +1,11 @@
 """
-How far the expected gradient of an estimator is from the exact one, on a team small enough to list all episodes.
+Compare the expected gradient of each estimator with the exact gradient, for a team with few possible episodes.
 
     python benchmarks/gradient_bias.py
 
-Two agents in a chain, turns of one of three tokens, random rewards, random policies; the numbers are expectations,
-no samples. Prints the cosine between expected and exact gradient, and the relative error after the best rescaling.
+The team is a chain of two agents with random policies and random rewards. Each turn is one of three tokens. All
+episodes are enumerated, so the results are exact expectations. The script prints the cosine between the expected and
+the exact gradient, and the relative error after the best rescaling.
 """
 
 import sys

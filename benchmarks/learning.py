@@ -1,5 +1,5 @@
 """
-Every preset on the embedded team, over several seeds: start, end, area under the curve, seconds and generated tokens.
+Train the quickstart's team with every preset and several seeds, and compare accuracy, time and generated tokens.
 
     make benchmark-learning
     python benchmarks/learning.py --presets marft-t grpo --seeds 2 --batches 20
@@ -7,10 +7,12 @@ Every preset on the embedded team, over several seeds: start, end, area under th
 
 All runs start from the quickstart's model and see the same number of episodes: `--batches` generation batches of
 `--prompts` questions with 8 episodes each (8 times as many questions where a preset has one episode of each).
-Learning rates are this task's, the same for all presets unless named in `TUNED`; all else is the preset's, and `--set`
-changes any of it. Accuracy is that of sampled answers (temperature 1) on 400 held-out questions, the area that of the
-training reward over generation batches, explained variance the mean over the last quarter of them. Writes
-`learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
+Learning rates are chosen for this task and are the same for all presets, except for those in `TUNED`. All other
+settings are those of the preset. `--set` overrides any setting.
+
+"Start" and "end" are accuracies of sampled answers (temperature 1) on 400 held-out questions. "Area" is the mean
+training reward over generation batches. "Explained variance" is the mean over the last quarter of the batches. The
+script writes `learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
 """
 
 import argparse
@@ -37,19 +39,20 @@ from marft_trl.presets import PRESETS
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 
-# Settings of this task beside the presets'. A tiny LoRA needs a far larger learning rate than a language model's.
+# Settings for this task, in addition to the preset. A LoRA on a tiny model needs a much larger learning rate than a
+# LoRA on a language model.
 TASK = {"learning_rate": 1.5e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
 TUNED: dict[str, dict] = {
     "marft-a": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
     "marft-t": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
     "mappo": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
 }
-# One agent that answers right away, on the same number of generated tokens: PPO against the group baseline.
+# A single agent with the same number of generated tokens: PPO compared with the group baseline.
 SOLO = {"solo-ppo": "marft-t", "solo-grpo": "grpo"}
 
 
 def run(name: str, seed: int, batches: int, prompts: int, folder: str, changed: dict | None = None) -> dict:
-    """One run; returns its figures and the training reward of every generation batch."""
+    """Run one training and return its metrics and the training reward of every generation batch."""
     logging.set_verbosity_error()
     preset = SOLO.get(name, name)
     settings = {**TASK, **TUNED.get(preset, {}), **(changed or {})}
@@ -113,7 +116,7 @@ def run(name: str, seed: int, batches: int, prompts: int, folder: str, changed: 
 
 
 def last_number(completions, solution, **kwargs):
-    """Reward of the single agent: the last number of its steps is the answer."""
+    """Reward of the single agent: 1 if the last number of its steps is the right answer, else 0."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(text.rpartition("=")[2].strip() == target) for text, target in zip(texts, solution, strict=True)]
 
@@ -132,7 +135,7 @@ def in_process(name: str, seed: int, options) -> dict:
 
 
 def setting(text: str) -> tuple[str, object]:
-    """`"learning_rate=3e-3"` as a name and a value; what is no Python literal is text."""
+    """Split `"learning_rate=3e-3"` into a name and a value. Values that are not Python literals remain strings."""
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -141,7 +144,7 @@ def setting(text: str) -> tuple[str, object]:
 
 
 def table(results: list[dict]) -> str:
-    """Markdown: median and range over seeds."""
+    """Markdown table with medians and ranges over seeds."""
     lines = [
         "| preset | start | end | area | seconds | generated tokens | explained variance |",
         "|---|---|---|---|---|---|---|",
@@ -188,7 +191,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="settings beside the preset's")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="settings that override presets")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("learning-output"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)

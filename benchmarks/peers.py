@@ -1,16 +1,17 @@
 """
-One training step of TRL, CoMLRL and marft_trl on the same work, side by side in one run.
+Compare the cost of a training step of TRL, CoMLRL and marft_trl on the same task.
 
     make benchmark-peers
     python benchmarks/peers.py --sizes tiny --repeats 5 --comlrl none
 
-The work: two agents, each with a prompt of its own for the same problem, 4 generations of each prompt, LoRA on the
-queries and values. Nobody is shown the other's words, since CoMLRL's agents cannot be. Prompts and completions have
-fixed numbers of tokens. TRL trains each agent with a `GRPOTrainer` of its own. Every contender is a process with one
-thread; they take turns, a complete step each (generation, rewards, forward, backward, optimizer). Times are CPU
-seconds; the table has medians and, in brackets, the spread of the ratios of neighbouring steps. Memory is the peak of
-a process over what it had before it built its model. CoMLRL lives in an environment of its own, which is made when it
-is missing.
+The task has two agents, each with its own prompt for the same problem, 4 generations of each prompt, and LoRA on the
+queries and values. The agents do not see each other's turns, because CoMLRL does not support this. Prompts and
+completions have fixed numbers of tokens. TRL trains each agent with a separate `GRPOTrainer`.
+
+Each system runs in a process with one thread. The processes alternate, one complete step at a time (generation,
+rewards, forward, backward, optimizer). Times are CPU seconds. The table has medians and, in brackets, the range of the
+ratios of neighbouring steps. Memory is the peak of a process minus its memory before the model was built. CoMLRL is
+installed in a separate environment, which is created if it does not exist.
 """
 
 import argparse
@@ -31,7 +32,7 @@ SIZES = {  # prompts, hidden size, layers, vocabulary
     "mid": (4, 512, 8, 2048),
     "V32k": (8, 128, 4, 32768),
 }
-RATIOS = {  # title: what is divided, by the sum of what, and what to reach by size
+RATIOS = {  # title: numerator, denominators (summed), and the goal for each size
     "two agents / two TRL steps": ("team", ("trl-left", "trl-right"), (0.50, 0.52, 0.25)),
     "two agents / CoMLRL": ("team", ("comlrl",), (0.33, 0.48, 0.32)),
     "one agent / one TRL step": ("solo", ("trl-left",), (0.52, 0.55, 0.27)),
@@ -43,7 +44,7 @@ CONTENDERS = ("trl-left", "trl-right", "comlrl", "team", "solo", "ppo-frozen", "
 
 
 class Contender:
-    """A worker process that makes a step when it is told to."""
+    """Worker process that runs one training step per call of `step`."""
 
     def __init__(self, python: str, job: dict, script: str = "peers_worker.py"):
         command = [python, "-W", "ignore", str(HERE / script), json.dumps(job)]
@@ -53,7 +54,7 @@ class Contender:
         )
 
     def step(self) -> dict[str, float]:
-        """CPU seconds of a step, and the peak of memory so far, in bytes."""
+        """Run a step and return its CPU seconds and the peak memory so far, in bytes."""
         try:
             self._process.stdin.write("step\n")
             self._process.stdin.flush()
@@ -71,7 +72,7 @@ class Contender:
 
 
 def comlrl_python(folder: Path) -> str:
-    """The interpreter of an environment that has CoMLRL."""
+    """Path of the Python interpreter of the CoMLRL environment, which is created if it does not exist."""
     python = folder / "bin" / "python"
     if not python.exists():
         print(f"installing CoMLRL into {folder}", flush=True)
@@ -143,10 +144,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompt_tokens", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=32)
-    parser.add_argument("--comlrl", default=str(HERE.parent / ".venv-comlrl"), help="Its environment, or 'none'.")
-    parser.add_argument(
-        "--output", type=Path, default=HERE.parent / "docs" / "peers.md", help="Where to write the table."
-    )
+    parser.add_argument("--comlrl", default=str(HERE.parent / ".venv-comlrl"), help="CoMLRL environment, or 'none'.")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "peers.md", help="File for the table.")
     options = parser.parse_args()
     measured = {}
     for size in options.sizes:

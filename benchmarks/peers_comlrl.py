@@ -1,4 +1,4 @@
-"""A contender of `peers.py` on CoMLRL's MAGRPO, in CoMLRL's environment; otherwise as `peers_worker.py`."""
+"""Worker of `peers.py` for CoMLRL's MAGRPO. Like `peers_worker.py`, but it runs in CoMLRL's environment."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def memory(field: str) -> int:
-    """Bytes, of a field of the process's status."""
+    """Value of a memory field in `/proc/self/status`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -25,7 +25,7 @@ def memory(field: str) -> int:
 
 
 def make(job: dict) -> MAGRPOTrainer:
-    """A trainer whose `train` makes one step: its buffer holds all prompts."""
+    """Create a trainer whose `train` runs exactly one step, because its buffer holds all prompts."""
     folder = Path(job["folder"])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])

@@ -1,4 +1,4 @@
-"""A contender of `peers.py` on TRL or marft_trl: reads a line, makes a step, prints what it took as JSON."""
+"""Worker of `peers.py` for TRL and marft_trl. For each input line, it runs a step and prints its cost as JSON."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PPO = {"advantage": "gae", "level": "token"}
 
 
 class SideBySide(Workflow):
-    """Both agents answer the prompt; neither sees the other's words."""
+    """Both agents answer the prompt without seeing each other's turns."""
 
     async def run(self, episode):
         for agent in episode.agents:
@@ -34,7 +34,7 @@ class SideBySide(Workflow):
 
 
 def memory(field: str) -> int:
-    """Bytes, of a field of the process's status."""
+    """Value of a memory field in `/proc/self/status`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -42,7 +42,7 @@ def memory(field: str) -> int:
 
 
 def messages(tokenizer, role: str, index: int, length: int) -> list[dict[str, str]]:
-    """A prompt of exactly `length` tokens in the template of the tokenizer."""
+    """Create a prompt that has `length` tokens in the chat template of the tokenizer."""
     words = [str((index * 7 + place) % 9 + 1) for place in range(length)]
 
     def prompt(count):
@@ -57,7 +57,7 @@ def messages(tokenizer, role: str, index: int, length: int) -> list[dict[str, st
 
 
 def prepare(job: dict) -> None:
-    """Leave a model, a tokenizer and the prompts as texts to whoever cannot import this package."""
+    """Save a model, a tokenizer and the prompts as texts, for workers that cannot import this package."""
     tokenizer, model = tiny_tokenizer(), make_model(job)
     folder = Path(job["folder"])
     tokenizer.save_pretrained(folder / "model")
@@ -99,7 +99,7 @@ def settings(job: dict) -> dict:
 
 
 def make(job: dict):
-    """The trainer, and the rows of its step."""
+    """Create the trainer and the dataset rows of its steps."""
     tokenizer, model = tiny_tokenizer(), make_model(job)
     name = job["contender"]
     role = "right" if name == "trl-right" else "left"
@@ -123,7 +123,7 @@ def make(job: dict):
 
 
 def step(trainer, rows) -> float:
-    """One optimizer step, as `Trainer` runs it, on given rows. Returns CPU seconds."""
+    """Run one optimizer step on the given rows, as `Trainer` does, and return its CPU seconds."""
     start = time.process_time()
     trainer._buffered_inputs = None
     trainer.training_step(trainer.model, rows, None)

@@ -1,16 +1,22 @@
 """
-How the cost of a step grows: with agents, episodes, the length of completions, turns, and ends that are spread.
+Measure how the cost of a step grows with agents, episodes, completion length, turns, and the spread of row lengths.
 
     make benchmark-scaling
     python benchmarks/scaling.py --series agents memory --repeats 5
 
-Each point is a process with one thread; they take turns, a complete step each. Times are CPU seconds by generated
-token, medians. `agents`: 1 to 8 agents, each with a prompt of its own. `episodes`: 1 to 64 in a batch. `completions`:
-32 to 512 new tokens. `turns`: one agent that sees all it has said before. `memory`: what a process holds after its
-second update, with 1 to 8 agents whose adapters have 1.1 million weights each, against their weights, gradients and
-moments. `ends`: generation alone; rows end after 4 to 128 tokens (`spread`), also in the loop of transformers
-(`plain`), against the cost of a token where all rows go on to 128 (`full`).
-Writes `scaling.md` and a picture for each series into `--output_dir`.
+Each point is measured in a process with one thread. The processes alternate, one complete step at a time. Times are
+medians of CPU seconds per generated token. The series are:
+
+- `agents`: 1 to 8 agents, each with its own prompt.
+- `episodes`: 1 to 64 episodes per batch.
+- `completions`: 32 to 512 new tokens.
+- `turns`: one agent that sees all its earlier turns.
+- `memory`: memory of a process after its second update, with 1 to 8 agents whose adapters have 1.1 million weights
+  each, compared with the size of their weights, gradients and moments.
+- `ends`: generation only. Rows have 4 to 128 tokens, with our decoding loop (`spread`) and with the loop of
+  transformers (`plain`). The cost of a token is compared with rows that all have 128 tokens (`full`).
+
+The script writes `scaling.md` and a figure for each series into `--output_dir`.
 """
 
 import argparse
@@ -26,7 +32,7 @@ from pathlib import Path
 from peers import Contender
 
 
-SERIES = {  # the argument that varies, its values, and what else is set
+SERIES = {  # name: the argument that varies, its values, and other settings
     "agents": ("agents", (1, 2, 4, 8), {}),
     "episodes": ("episodes", (1, 4, 16, 64), {}),
     "completions": ("new_tokens", (32, 128, 512), {"episodes": 16}),
@@ -38,11 +44,11 @@ BASE = {"agents": 2, "episodes": 64, "completions": 32, "turns": 1}
 LENGTHS = (4, 128)
 
 
-# ---- A point, in a process of its own ----
+# ---- Worker process of one point ----
 
 
 def team_step(job):
-    """A function that makes a step and returns its CPU seconds by token and the bytes that it leaves."""
+    """Return a function that runs a step and returns its CPU seconds per token and the memory after it, in bytes."""
     from datasets import Dataset
     from peers_worker import make_model, memory, messages, reward, settings
     from peft import LoraConfig
@@ -95,7 +101,7 @@ def team_step(job):
 
 
 def ends_step(job):
-    """A function that generates rows with given ends and returns the CPU seconds by token that they keep."""
+    """Return a function that generates rows of given lengths and returns the CPU seconds per kept token."""
     import torch
     from peers_worker import make_model
     from transformers import GenerationConfig, StoppingCriteria
@@ -108,7 +114,7 @@ def ends_step(job):
     ends = torch.full((rows,), longest) if kind == "full" else spread
 
     class AtItsEnd(StoppingCriteria):
-        """The second token of a prompt says which row it is."""
+        """Stops each row at its length. The second token of a prompt encodes the index of the row."""
 
         def __call__(self, input_ids, scores, **kwargs):
             return input_ids.size(1) - 64 >= ends[input_ids[:, 1] - 10]
@@ -156,7 +162,7 @@ def measure(name, repeats):
 
 
 def summary(name, values, results):
-    """Lines of Markdown, and the points of the picture."""
+    """Return the Markdown table as lines, the points of the figure and the label of its y axis."""
     medians = [statistics.median(result["value"] for result in its) for its in results]
     if name == "memory":
         held = [statistics.median(result["peak"] for result in its) / 1e6 for its in results]

@@ -1,13 +1,13 @@
 """
-One training step of a team against `GRPOTrainer` on the same tokens, side by side in one run.
+Compare the cost of a training step of a team with `GRPOTrainer` on the same tokens.
 
     make benchmark
     python benchmarks/step_time.py --repeats 9 --new_tokens 32
 
 Every episode has the same number of new tokens. Complete steps (generation, rewards, forward, backward, optimizer)
 alternate between the trainers. Times are CPU seconds of one thread; the table has medians and the spread of the ratios
-of neighbouring steps. One agent is held against one `GRPOTrainer`; two agents against two single-agent
-trainers that do the same work: the reasoner's prompts, and the actor's prompts with plans that the reasoner wrote.
+of neighbouring steps. One agent is compared with one `GRPOTrainer`. Two agents are compared with two trainers that do
+the same work: one trains on the reasoner's prompts, the other on the actor's prompts with plans of the reasoner.
 """
 
 import argparse

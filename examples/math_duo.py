@@ -1,5 +1,5 @@
 """
-The paper's duo on mathematics: a reasoner plans, an actor answers.
+Train the paper's team of two on mathematics: a reasoner plans and an actor answers.
 
     python examples/math_duo.py --config examples/math_duo.yaml
     accelerate launch examples/math_duo.py --config examples/math_duo.yaml --learning_rate 1e-5
@@ -8,8 +8,8 @@ The paper's duo on mathematics: a reasoner plans, an actor answers.
     # a local file of records with `prompt` and `solution` (JSON lines or Parquet), and any model
     python examples/math_duo.py --model_name_or_path path/to/model --dataset_file problems.jsonl --output_dir math-duo
 
-The reward needs math-verify (`pip install "marft-trl[math]"`). Every setting of the YAML file can be given on the
-command line, which wins.
+The reward needs math-verify (`pip install "marft-trl[math]"`). Every setting of the YAML file is also a command-line
+option. Options take precedence over the YAML file.
 """
 
 from dataclasses import dataclass, field
@@ -40,23 +40,23 @@ class ScriptArguments:
 
     Args:
         dataset_name (`str`, *optional*):
-            Dataset on the Hub with `prompt` and `solution`.
+            Dataset on the Hub with the columns `prompt` and `solution`.
         dataset_file (`str`, *optional*):
-            Local file instead: `.jsonl`, `.json` or `.parquet`.
+            Local file (`.jsonl`, `.json` or `.parquet`) to use instead of a dataset on the Hub.
         dataset_split (`str`, *optional*, defaults to `"train"`):
             Split of the dataset.
         eval_size (`int`, *optional*, defaults to `100`):
-            Problems that are held out for evaluation.
+            Number of problems held out for evaluation.
         agents (`list[dict]`, *optional*):
-            The team as a list of the fields of `AgentSpec`, in place of reasoner and actor.
+            Agents of the team, each as a mapping of `AgentSpec` fields. Defaults to the reasoner and the actor.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the Hub with `prompt`, `solution`."})
-    dataset_file: str | None = field(default=None, metadata={"help": "Local .jsonl, .json or .parquet file instead."})
+    dataset_file: str | None = field(default=None, metadata={"help": "Local .jsonl, .json or .parquet file."})
     dataset_split: str = field(default="train", metadata={"help": "Split of the dataset."})
-    eval_size: int = field(default=100, metadata={"help": "Problems that are held out for evaluation."})
+    eval_size: int = field(default=100, metadata={"help": "Number of problems held out for evaluation."})
     agents: list[dict] | None = field(
-        default=None, metadata={"help": "The team, as a list of the fields of AgentSpec; in a YAML file."}
+        default=None, metadata={"help": "Agents of the team, as mappings of AgentSpec fields, in a YAML file."}
     )
 
 

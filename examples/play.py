@@ -1,11 +1,11 @@
 """
-A team learns in a world of several rounds: guess a number, cross a grid, empty a store.
+Train a team in an environment with several rounds: guess a number, cross a grid or empty a store.
 
     python examples/play.py --world grid                       # a tiny model, offline, some minutes on a CPU
     python examples/play.py --world store --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --learning_rate 1e-5
 
-`worlds.py` has the environments and the teams: one agent in several rounds ("guess"), a planner and a mover ("grid"),
-an orchestrator with two executors ("store"). What the worlds give in a round stays with the turns that earned it.
+`worlds.py` defines the environments and the teams: one agent in several rounds ("guess"), a planner and a mover
+("grid"), and an orchestrator with two executors ("store"). The reward of a round belongs to the turns of this round.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
 def taught_model(world, seed, steps=600):
-    """A tiny model that can write what the agents of the world say, two times in five at random."""
+    """Train a tiny model to imitate the scripted agents of the world, which speak at random two times in five."""
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)
     set_seed(seed)
@@ -49,9 +49,9 @@ def make_trainer(world, model, tokenizer, args, seed):
 
 def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learning_rate=None):
     """
-    Train the world's team on a tiny model with its tokenizer, or on a real one, which brings its own.
+    Train the world's team with a tiny model and its tokenizer, or with a real model, which loads its own tokenizer.
 
-    Returns: the trainer and the evaluations before and after.
+    Returns: the trainer, and the evaluation metrics before and after training.
     """
     args = MARFTConfig(
         str(output_dir),
@@ -59,7 +59,7 @@ def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learnin
         per_device_eval_batch_size=200,
         num_generations=8,
         num_generations_eval=1,
-        credit_kind="rewards",  # a turn is judged by what came from it on
+        credit_kind="rewards",  # the return of a turn is the sum of the rewards from this turn on
         max_steps=max_steps,
         learning_rate=learning_rate or (2e-3 if tokenizer is not None else 1e-5),
         gradient_checkpointing=tokenizer is None,
@@ -77,11 +77,11 @@ def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learnin
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", choices=sorted(WORLDS), default="grid")
-    parser.add_argument("--model_name_or_path", help="A model of the Hub or a folder; a tiny one unless given.")
+    parser.add_argument("--model_name_or_path", help="Model on the Hub or folder. Defaults to a tiny model.")
     parser.add_argument("--output_dir", type=Path, default=Path("play-output"))
     parser.add_argument("--max_steps", type=int, default=40)
     parser.add_argument("--learning_rate", type=float)
-    parser.add_argument("--teaching_steps", type=int, default=600, help="Supervised steps of the tiny model.")
+    parser.add_argument("--teaching_steps", type=int, default=600, help="Supervised steps for the tiny model.")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.set_verbosity_error()

@@ -1,14 +1,14 @@
 """
-PPO for a team of three on mathematics: a shared critic, GAE through the chain, an own reward for the planner.
+Train a team of three on mathematics with PPO: a shared critic, GAE through the chain and a reward per agent.
 
     python examples/ppo_team.py --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/DeepMath-103K \
         --output_dir ppo-team --load_in_4bit true
     accelerate launch examples/ppo_team.py --model_name_or_path path/to/model --dataset_file problems.jsonl \
         --output_dir ppo-team --critic per_agent --level action --action_logprob token
 
-Records have `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field of
-`MARFTConfig` is an option and wins over `SETTINGS`; `--preset grpo` takes a preset's in place of all of them.
-`docs/algorithms.md` explains the fields.
+Each record has `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field
+of `MARFTConfig` is a command-line option, which takes precedence over `SETTINGS`. `--preset grpo` replaces all of
+`SETTINGS` with the settings of a preset. `docs/algorithms.md` explains the fields.
 """
 
 import re
@@ -47,22 +47,22 @@ class ScriptArguments:
 
     Args:
         dataset_name (`str`, *optional*):
-            Dataset on the Hub with `prompt` and `solution`; its split `train` is used.
+            Dataset on the Hub with the columns `prompt` and `solution`. The split `train` is used.
         dataset_file (`str`, *optional*):
-            Local file of JSON lines instead.
+            Local JSON lines file to use instead of a dataset on the Hub.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the Hub with `prompt`, `solution`."})
-    dataset_file: str | None = field(default=None, metadata={"help": "Local file of JSON lines instead."})
+    dataset_file: str | None = field(default=None, metadata={"help": "Local JSON lines file."})
 
 
 def numbered_steps(completion_ids, turn, turns, **columns):
-    """The planner's own reward: two numbered steps are enough for all of it."""
+    """Reward of the planner's turns: one half per numbered step, at most 1."""
     return [min(len(re.findall(r"^\s*\d+\.", one.text, re.MULTILINE)) / 2, 1.0) for one in turn]
 
 
 def right_answer(completions, solution, **columns):
-    """The reward of the solver's and the verifier's own turns."""
+    """Reward of the solver's and the verifier's turns: 1 for a right answer."""
     return accuracy_reward(completions, solution=solution)
 
 

@@ -1,12 +1,12 @@
 """
-Trains a team of two tiny agents on a CPU, offline, in minutes, and shows whether it got better.
+Train a team of two tiny agents on a CPU, offline and in minutes, and show its accuracy before and after.
 
     make quickstart                                   # sets everything up first
     python examples/quickstart.py --seed 1            # in an environment that has marft_trl
 
-The reasoner writes the steps of a small sum, the actor reads the answer out of them. Both start from one model that
-was taught on demonstrations with slips; reinforcement learning has to get rid of them, from right or wrong answers
-alone.
+The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both agents start from one
+model, which was trained on demonstrations with errors. Reinforcement learning has to remove these errors. Its reward
+is 1 for a right answer and 0 for a wrong one.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_mo
 
 
 def steps_are_right(answers, solution, turns, **columns):
-    """The reasoner's part: the last number of its steps is the answer."""
+    """Accuracy of the reasoner: share of episodes in which the last number of its steps is the right answer."""
     ends = [episode[0].text.rpartition("=")[2] for episode in turns]
     return share("reasoner", ends, solution)
 
 
 def reads_the_steps(answers, turns, **columns):
-    """The actor's part: it says the last number of the steps, right or wrong."""
+    """Accuracy of the actor: share of episodes in which it repeats the last number of the steps, right or wrong."""
     return share("actor", answers, [episode[0].text.rpartition("=")[2] for episode in turns])
 
 
@@ -42,7 +42,7 @@ def share(name, predictions, references):
 
 
 class Transcripts:
-    """Keeps the latest evaluation: for each question whether the answer was right, and the episode as text."""
+    """Metric that stores the latest evaluation: for each question, correctness and transcript."""
 
     def __call__(self, answers, prompt, solution, turns, **columns):
         rows = zip(answers, prompt, solution, turns, strict=True)
@@ -54,7 +54,7 @@ class Transcripts:
 
 
 def emptied(agent, prompt, seen):
-    """What agents see when their teammates' messages are emptied."""
+    """View of an agent in which the messages of its teammates are empty."""
     return team_view(agent, prompt, [dataclasses.replace(turn, raw_text="") for turn in seen])
 
 
@@ -62,7 +62,7 @@ def evaluate(trainer):
     trainer.view = emptied
     alone = trainer.evaluate()
     trainer.view = team_view
-    set_seed(0)  # the same samples wherever the weights are the same
+    set_seed(0)  # equal weights give equal samples
     return {**{f"{key}_emptied": value for key, value in alone.items()}, **trainer.evaluate()}
 
 
@@ -109,7 +109,7 @@ def main():
     base = tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),
-        per_device_train_batch_size=64,  # episodes: 8 questions x 8 tries
+        per_device_train_batch_size=64,  # 8 questions with 8 episodes each
         num_generations=8,
         num_generations_eval=1,
         per_device_eval_batch_size=200,

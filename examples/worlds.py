@@ -1,8 +1,8 @@
 """
-Three small worlds for teams: a number to guess, a grid to cross, a store to empty. `play.py` trains teams in them.
+Three small environments with their teams, for `play.py`: guess a number, cross a grid and empty a store.
 
-Each is an environment with `reset` and `step`, a team, and what scripted agents would say, with slips: a tiny model is
-taught that first, so that it can write at all. A real model needs the prompts alone.
+Each world consists of an environment with `reset` and `step`, a team, and scripted agents that make errors. A tiny
+model is first trained to imitate the scripted agents. A real model needs only the prompts.
 """
 
 import random
@@ -14,12 +14,26 @@ from marft_trl.rollout.views import team_view
 from marft_trl.workflows import EnvironmentLoop, together
 
 
-SLIPS = 0.4  # share of what scripted agents say at random
+SLIPS = 0.4  # share of the scripted agents' turns that are random
 
 
 @dataclass
 class World:
-    """A workflow with its team; `row(draw)` makes a dataset row, `scripted(episode, agent, seen, draw)` a reply."""
+    """
+    A workflow with its team.
+
+    Args:
+        workflow ([`Workflow`]):
+            Workflow of the team, including its environment.
+        agents (`list[AgentSpec]`):
+            Agents of the team.
+        row (`Callable[[random.Random], dict]`):
+            Function `row(draw)` that returns a random dataset row.
+        scripted (`Callable[..., str]`):
+            Function `scripted(episode, agent, seen, draw)` that returns the text of a scripted agent's turn.
+        words (`tuple[str, ...]`):
+            Words that the tokenizer of the tiny model needs for this world.
+    """
 
     workflow: Workflow
     agents: list[AgentSpec]
@@ -32,7 +46,7 @@ class World:
 
 
 class GuessNumber:
-    """Find the `number` of the row, from 1 to 7, in three guesses."""
+    """Environment in which the team has three guesses to find the `number` of the row, from 1 to 7."""
 
     def reset(self, number, **row):
         self.number = number
@@ -64,14 +78,17 @@ def guess():
     return World(EnvironmentLoop(GuessNumber, horizon=3), agents, row, scripted, words)
 
 
-# ---- Grid: a planner that knows the way, a mover that knows the steps ----
+# ---- Grid: the planner sees position and goal, the mover sees only the planner's turn ----
 
 
 STEPS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 
 
 class Grid:
-    """Reach the goal on a grid of 4 x 4 squares. Each round is worth how much nearer the goal it brought the mover."""
+    """
+    Environment in which the team moves to a goal on a grid of 4 x 4 squares. The reward of a round is the decrease of
+    the distance to the goal.
+    """
 
     def reset(self, start, goal, **row):
         self.place, self.goal = tuple(start), tuple(goal)
@@ -92,7 +109,7 @@ class Grid:
 
 
 def directions(place, goal):
-    """The directions that lead nearer to the goal."""
+    """Directions that decrease the distance to the goal."""
     across, up = goal[0] - place[0], goal[1] - place[1]
     return [name for name, (dx, dy) in STEPS.items() if dx * across > 0 or dy * up > 0]
 
@@ -119,11 +136,11 @@ def grid():
     return World(EnvironmentLoop(Grid, horizon=4), agents, row, scripted, words)
 
 
-# ---- Store: an orchestrator shares the work out between two executors, who act on the world ----
+# ---- Store: an orchestrator distributes the work between two executors, which act on the environment ----
 
 
 class Store:
-    """Take `apples` and `pears` out of a store. Each of the two is worth a half, once."""
+    """Environment in which two executors take `apples` and `pears` from a store. Each right number earns 0.5, once."""
 
     def reset(self, apples, pears, **row):
         self.wanted = {"left": apples, "right": pears}
@@ -140,7 +157,7 @@ class Store:
 
 
 class Crew(Workflow):
-    """The boss reads the task and says what each executor is to do; both act at once; all hear what came of it."""
+    """The boss reads the task and gives an order, both executors act simultaneously, and all agents get feedback."""
 
     earns = True
 

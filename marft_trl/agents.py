@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Who is in the team."""
+"""Specification of the agents of a team."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# Agent and adapter names become folder names, parts of parameter names and metric names. PEFT itself accepts names
-# that write outside the output folder ("/tmp/x") or nest folders ("a/b").
+# Agent and adapter names are used as folder names, in parameter names and in metric names. PEFT does not check them:
+# a name such as "/tmp/x" would write outside the output folder, and "a/b" would create nested folders.
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
-# PEFT saves "default" into the root of a folder, and TRL takes an adapter named "ref" for the reference.
+# PEFT saves the adapter "default" into the root of a folder, and TRL uses an adapter named "ref" as the reference.
 RESERVED_NAMES = frozenset({"default", "ref"})
 
 
@@ -42,10 +42,10 @@ def check_name(name: object, what: str) -> None:
 
 def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
     """
-    Reward functions for single turns, as a tuple.
+    Return the reward functions for single turns as a tuple.
 
     Raises:
-        TypeError: something among them cannot be called.
+        TypeError: `reward_funcs` is neither a function nor a list of functions.
     """
     if reward_funcs is None:
         return ()
@@ -60,11 +60,11 @@ def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
 
 def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
     """
-    Functions that an agent may call, as a tuple.
+    Return the functions that an agent may call as a tuple.
 
     Raises:
-        TypeError: something among them cannot be called.
-        ValueError: two of them have the same name.
+        TypeError: `tools` is neither a function nor a list of functions.
+        ValueError: Two functions have the same name.
     """
     if tools is None:
         return ()
@@ -81,45 +81,47 @@ def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
 @dataclass(frozen=True)
 class AgentSpec:
     """
-    One agent of a team: a named policy with its system prompt, adapter and sampling settings. What is left `None` is
-    the trainer's.
+    One agent of a team: a named policy with its system prompt, adapter and sampling settings. For parameters that are
+    `None`, the trainer's value is used.
 
     Args:
         name (`str`):
             Name, unique in the team. A lower-case letter followed by at most 47 of `a-z0-9_-`.
         system_prompt (`str`, *optional*):
-            Role prompt, at the head of everything the agent sees. `None`: no role prompt.
+            Role prompt, shown as the system message before everything else. If `None`, the agent has no role prompt.
         adapter (`str`, *optional*, defaults to the agent's name):
             Name of the LoRA adapter the agent acts with. Agents that name the same adapter share it.
         peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of the agent's adapter, in place of the trainer's `peft_config`.
+            PEFT configuration of the agent's adapter. Overrides the trainer's `peft_config`.
         trainable (`bool`, *optional*, defaults to `True`):
-            Whether the agent's adapter is trained. A frozen agent acts and is not updated.
+            Whether to train the agent's adapter. A frozen agent still generates turns, but is not updated.
         learning_rate (`float`, *optional*):
-            Peak learning rate of the agent's adapter.
+            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`.
         max_completion_length (`int`, *optional*):
-            Largest number of tokens in one turn.
+            Maximum number of tokens to generate per turn.
         temperature (`float`, *optional*):
-            Sampling temperature, also of the log-probabilities in the loss.
+            Sampling temperature. The log-probabilities in the loss use the same temperature.
         top_p (`float`, *optional*):
             Probability mass that nucleus sampling keeps, in `(0, 1]`.
         top_k (`int`, *optional*):
-            Number of tokens that top-k sampling keeps; 0 turns it off.
+            Number of tokens that top-k sampling keeps. `0` disables top-k sampling.
         min_p (`float`, *optional*):
-            Smallest probability, relative to the most likely token, that sampling keeps, in `[0, 1]`.
+            Minimum probability of a token, relative to the most likely token, in `[0, 1]`.
         stop (`str` or `Sequence[str]`, *optional*):
-            Texts that end a turn. The turn keeps them.
+            Texts that end a turn. They remain part of the turn.
         description (`str`, *optional*):
-            One line on what the agent is for, for people, model cards and orchestrators.
+            One-line description of the agent's role, used in model cards and in the prompts of orchestrators.
         reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
-            Score the agent's own turns under `credit="per_step"`; several are added up. TRL's signature, with one
-            completion per turn, plus `turn` (the [`Turn`] that is scored), `turns` (those of its episode) and
-            `answer_turn` (the one that answers for the team; `None` where a candidate is scored).
+            Reward functions for the agent's own turns, used with `credit="per_step"`. The rewards of several functions
+            are summed. They have TRL's signature, with one completion per turn, and these additional arguments:
+            `turn` (the scored [`Turn`]), `turns` (the turns of its episode) and `answer_turn` (the turn that is the
+            team's answer; `None` if a candidate is scored).
         view (`Callable`, *optional*):
-            `view(agent, prompt, seen)` returns the messages that the agent is shown, in place of the trainer's `view`.
+            Function `view(agent, prompt, seen)` that returns the messages shown to the agent. Overrides the trainer's
+            `view`.
         tools (`Callable` or `Sequence[Callable]`, *optional*):
-            Functions the agent may call, in TRL's convention: types and a docstring with `Args:` say how; they may be
-            `async`. Needs a chat template that knows tools.
+            Functions that the agent may call. As in TRL, each function needs type hints and a Google-style docstring
+            with `Args:`. Functions may be `async`. Requires a chat template that supports tools.
     """
 
     name: str
@@ -191,13 +193,13 @@ class AgentSpec:
 
     @property
     def functions(self) -> tuple[Callable, ...]:
-        """`tools` as a tuple, which it is once the spec is made."""
+        """`tools` with the type of a tuple: `__post_init__` converts every accepted form into one."""
         return self.tools  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
         """
-        The spec as JSON-serializable data, without the `peft_config` (the adapter's folder holds it), the reward
-        functions, the view and the tools.
+        Return the spec as JSON-serializable data. The `peft_config`, which is saved in the adapter's folder, the
+        reward functions, the view and the tools are not included.
         """
         left_out = ("peft_config", "reward_funcs", "view", "tools")
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
@@ -206,11 +208,12 @@ class AgentSpec:
 
 def check_team(agents: object) -> list[AgentSpec]:
     """
-    The agents as a list, after checking that they can form a team.
+    Return the agents as a list, after checking that they can form a team.
 
     Raises:
         TypeError: `agents` is not a sequence of [`AgentSpec`].
-        ValueError: no agents, a name used twice, or agents that share an adapter and disagree on its training.
+        ValueError: The list is empty, two agents have the same name, or two agents share an adapter but have different
+            training settings for it.
     """
     if isinstance(agents, AgentSpec) or not isinstance(agents, Sequence) or isinstance(agents, str):
         raise TypeError(

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The anonymous ablation: the same team without its role prompts, and without names in what agents are shown."""
+"""Anonymous ablation: the same team without role prompts, and with generic names in the agents' observations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ KINDS = ("numbered", "none")
 
 def anonymity(value: bool | str) -> str | None:
     """
-    What `anonymous=` of the trainer asks for: `"numbered"`, `"none"`, or `None` for named agents.
+    Return the kind of anonymity that the trainer's `anonymous=` selects: `"numbered"`, `"none"`, or `None` for named
+    agents.
 
     Raises:
-        ValueError: anything but a boolean or one of the two names.
+        ValueError: `value` is neither a boolean nor one of the two names.
     """
     if isinstance(value, bool):
         return "numbered" if value else None
@@ -31,22 +32,23 @@ def anonymity(value: bool | str) -> str | None:
 
 
 def alias_names(agents: Sequence[AgentSpec]) -> dict[str, str]:
-    """For each agent the name that says nothing: `agent_1`, `agent_2`, ... in the order of the team."""
+    """Return a generic name for each agent: `agent_1`, `agent_2`, ... in the order of the team."""
     return {agent.name: f"agent_{number}" for number, agent in enumerate(agents, start=1)}
 
 
 def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] | None = None) -> list[AgentSpec]:
     """
-    The agents with generic role prompts. Names, adapters and everything else stay; nobody is shown them.
+    Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
 
     Args:
         agents (`Sequence[AgentSpec]`):
             The team.
         kind (`str`):
-            `"numbered"`: each is told which agent of how many it is, as in MARFT v2's code; `"none"`: no role prompt,
-            as its README has it.
+            `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
+            v2. `"none"`: no role prompt, as described in the README of MARFT v2.
         needed (`Mapping[str, str]`, *optional*):
-            Prompts without which the workflow cannot run, such as that of an orchestrator; kept in both cases.
+            Prompts that the workflow cannot run without, by agent name, e.g. the prompt of an orchestrator. They are
+            kept for both kinds.
     """
     count = len(agents)
     generic = {
@@ -60,7 +62,7 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
 
 
 def renamed(agent: AgentSpec, seen: Sequence[Seen], aliases: Mapping[str, str]) -> tuple[AgentSpec, list[Seen]]:
-    """An agent and what it sees as a view is given them: under aliases."""
+    """Return an agent, and the turns and feedback shown to it, with names replaced by aliases for the view."""
     if not aliases:
         return agent, list(seen)
     shown = [

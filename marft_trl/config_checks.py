@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What the training arguments may be, alone and together. Every check runs when a config is made."""
+"""Checks of the training arguments, of single values and of combinations. They run when a config is created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")
 
-# Loss types that give every turn the same weight, whatever its length; `luspo` weighs by length on purpose.
+# Loss types that do not weight a turn by its number of tokens. Exception: `luspo` weights by length on purpose.
 _LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
 
 _AT_LEAST_ZERO = (
@@ -52,7 +52,7 @@ _INTEGERS_OR_NONE = (
     *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
 )
 _NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
-# What `None` means where it is worth saying.
+# Meaning of `None`, for error messages.
 _NONE_MEANS = {
     "value_clip": "no clipping",
     "sequential_clip": "no clipping",
@@ -61,7 +61,7 @@ _NONE_MEANS = {
     "max_unscored_batches": "no limit",
 }
 
-# Fields that do nothing unless another one has a certain value.
+# `(field, other field, value)`: the field has no effect unless the other field has this value.
 _DEPENDENT = [
     ("action_logprob", "level", "action"),
     ("normalize_advantages", "advantage", "gae"),
@@ -88,10 +88,10 @@ _DEPENDENT = [
 
 def check_numbers(args: Any) -> None:
     """
-    Raise for numbers out of range: negative or NaN coefficients, discounts over 1.
+    Check that numbers are in range, e.g. that coefficients are not negative or NaN and that discounts are at most 1.
 
     Raises:
-        ValueError: names the field, the value and the range.
+        ValueError: A number is out of range. The message contains the field, the value and the range.
     """
     for name in (*_NEEDED, *_INTEGERS_OR_NONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO):
         value = getattr(args, name)
@@ -117,7 +117,7 @@ def check_numbers(args: Any) -> None:
 
 
 def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
-    """Raise unless the value is among the known ones; the message has the nearest."""
+    """Raise a `ValueError` if the value is not among the known ones. The message suggests the nearest one."""
     known = list(known)
     if value in known:
         return
@@ -129,10 +129,10 @@ def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
 
 def check_choices(args: Any) -> None:
     """
-    Raise for unknown names.
+    Check that fields with a fixed set of values have one of these values.
 
     Raises:
-        ValueError: names the field, the known values and the nearest of them.
+        ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
     """
     choices: dict[str, tuple] = {
         "advantage": (*BASELINES, "gae"),
@@ -158,10 +158,10 @@ def check_choices(args: Any) -> None:
 
 def check_combinations(args: Any) -> None:
     """
-    Raise for settings that make no sense together.
+    Check that settings are compatible with one another.
 
     Raises:
-        ValueError: names both fields and what to set instead.
+        ValueError: Two settings contradict each other. The message contains both fields and a fix.
     """
     refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
     for holds, message in refused:
@@ -172,7 +172,7 @@ def check_combinations(args: Any) -> None:
         if is_set and getattr(args, other) != needed:
             is_open = not (
                 other == "credit_kind" and args.credit == "counterfactual"
-            )  # whose returns are not added up
+            )  # counterfactual credit is always returns, so setting `credit_kind` is no fix
             fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
             raise ValueError(
                 f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
@@ -346,10 +346,10 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 def check_supported(args: Any) -> None:
     """
-    Raise for settings of [`~trl.GRPOConfig`] that a team cannot honour.
+    Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
 
     Raises:
-        ValueError: names the setting, why, and what to set instead.
+        ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
     """
     refused = {
         "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),

@@ -38,198 +38,216 @@ class MARFTConfig(GRPOConfig):
     r"""
     Configuration class for the [`MARFTTrainer`].
 
-    Everything of [`~trl.GRPOConfig`] is here, with its meaning counted in episodes; only what differs or is new is
-    listed. Agents are not training arguments: see [`AgentSpec`].
+    This class includes all parameters of [`~trl.GRPOConfig`], which count episodes where GRPO counts completions. Only
+    new parameters and those with a different default are listed below. Agents are not training arguments: see
+    [`AgentSpec`].
 
     Args:
         learning_rate (`float`, *optional*, defaults to `5e-6`):
-            Peak learning rate of every adapter whose agent names none. The default is that of MARFT's published LoRA
-            runs.
+            Peak learning rate of every adapter whose agent does not set its own `learning_rate`. The default is the
+            value of MARFT's published LoRA runs.
         bf16 (`bool`, *optional*):
-            Whether to use bfloat16 mixed precision. Unless set: on where a GPU supports it and `fp16` is off.
+            Whether to use bfloat16 mixed precision. If `None`, bfloat16 is used if a GPU supports it and `fp16` is
+            off.
         loss_type (`str`, *optional*, defaults to `None`):
-            As in `GRPOConfig`. Unless set: `"dapo"` at token level, `"grpo"` at action level, where every turn counts
-            once.
+            Loss formulation, as in `GRPOConfig`. If `None`, `"dapo"` is used at token level, and `"grpo"` at action
+            level, so that every turn has the same weight.
         preset (`str`, *optional*, defaults to `None`):
             Settings of a publication: `"marft-a"`, `"marft-t"`, `"grpo"`, `"magrpo"`, `"dr-mas"`, `"at-grpo"`,
-            `"reinforce++"`, `"rloo"` or `"mappo"`. Whatever is set beside it wins; `print(config)` tells them apart.
-            On a command line, a value that equals the default does not count as set.
+            `"reinforce++"`, `"rloo"` or `"mappo"`. Parameters that you pass explicitly override the preset;
+            `print(config)` lists which values come from the preset and which from you. On the command line, a value
+            that equals the default counts as not passed.
         advantage (`str`, *optional*, defaults to `"group"`):
-            What the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`: the
-            turns of the same agent in these episodes; `"turn"`: other candidates for the same turn;
-            `"leave_one_out"`: the other episodes of the prompt; `"batch"`: all episodes of the generation batch;
-            `"none"`: nothing; `"gae"`: the values of a critic.
+            Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
+            the turns of the same agent in these episodes; `"turn"`: the other candidates for the same turn;
+            `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all episodes of the generation batch;
+            `"none"`: no baseline; `"gae"`: the values of a critic.
         level (`str`, *optional*, defaults to `"token"`):
-            What has a probability ratio, and with `advantage="gae"` an advantage: a `"token"` (MARFT-T) or a whole
-            turn, an `"action"` (MARFT-A).
+            Unit that the policy ratio (and, with `advantage="gae"`, the advantage) is computed for: each `"token"`
+            (MARFT-T), or each turn as a single `"action"` (MARFT-A).
         action_logprob (`str`, *optional*, defaults to `"sum"`):
-            Log-probability of a turn at action level: the `"sum"` over its tokens, that over its number of tokens
-            (`"token"`) or that over its number of words (`"word"`).
+            Log-probability of a turn at action level: the `"sum"` over its tokens, this sum divided by the number of
+            tokens (`"token"`), or this sum divided by the number of words (`"word"`).
         use_policy_ratio (`bool`, *optional*, defaults to `True`):
-            Whether the loss has the clipped ratio of the policy to the one that sampled. `False`: the plain policy
-            gradient, log-probability times advantage, in every update (REINFORCE).
+            Whether to use the clipped ratio between the current policy and the sampling policy in the loss. If
+            `False`, every update uses the plain policy gradient (REINFORCE): log-probability times advantage.
         critic (`str`, *optional*, defaults to `None`):
-            What predicts values, with `advantage="gae"`. `"shared"`: one value head on one LoRA of its own;
-            `"per_agent"`: a head and a LoRA for each agent; `"multi_head"`: one LoRA, a head for each agent;
-            `"frozen"`: an MLP on the last hidden state of the base.
+            Architecture of the critic, which predicts values for `advantage="gae"`. `"shared"`: one value head and one
+            LoRA adapter for the whole team; `"per_agent"`: a value head and a LoRA adapter for each agent;
+            `"multi_head"`: one LoRA adapter for the team and a value head for each agent; `"frozen"`: an MLP on the
+            last hidden state of the base, which is not trained.
         gamma (`float`, *optional*, defaults to `1.0`):
-            Discount from a joint step to the next, in `[0, 1]`.
+            Discount factor per joint step, in `[0, 1]`.
         gae_lambda (`float`, *optional*, defaults to `0.95`):
-            GAE decay from a joint step to the next, in `[0, 1]`.
+            GAE decay (lambda) per joint step, in `[0, 1]`.
         token_gamma (`float`, *optional*, defaults to `1.0`):
-            Discount from a token to the next inside a turn, in `[0, 1]`. 1 is the paper's.
+            Discount factor per token within a turn, in `[0, 1]`. The paper uses `1.0`.
         token_gae_lambda (`float`, *optional*, defaults to `1.0`):
-            GAE decay from a token to the next inside a turn, in `[0, 1]`.
+            GAE decay (lambda) per token within a turn, in `[0, 1]`.
         normalize_advantages (`str`, *optional*, defaults to `"batch"`):
-            GAE advantages are standardized over all scored positions of the generation batch (`"batch"`), over those
-            of each agent (`"agent"`), or left as they are (`"none"`).
+            Set of positions that GAE advantages are standardized over: all scored positions of the generation batch
+            (`"batch"`), or the scored positions of each agent separately (`"agent"`). `"none"` disables
+            standardization.
         critic_learning_rate (`float`, *optional*, defaults to `5e-5`):
             Peak learning rate of the critic.
         critic_max_grad_norm (`float`, *optional*, defaults to `None`):
-            Largest gradient norm of the critic. `max_grad_norm` unless set.
+            Maximum gradient norm of the critic. If `None`, `max_grad_norm` is used.
         critic_warmup_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps at the start in which only the critic learns.
+            Number of optimizer steps at the start of training in which only the critic is trained.
         value_clip (`float`, *optional*, defaults to `0.2`):
-            Largest change of a value that lowers its loss, from one rollout to the next. `None` for no clipping.
+            Clip range of the value loss: values may move at most this far from those of the rollout. `None` disables
+            clipping.
         value_loss (`str`, *optional*, defaults to `"huber"`):
-            `"huber"`, with an error of 10 as the limit, or `"squared"`.
+            Loss of the critic: `"huber"`, which is linear for errors above 10, or `"squared"`.
         credit (`str`, *optional*, defaults to `"equal"`):
-            How the team's reward becomes rewards of turns. `"equal"`: the reward of the episode; `"step_discount"`:
-            less for earlier turns; `"per_step"`: each turn has a reward of its own, from `AgentSpec.reward_funcs` or
-            `Workflow.reward_funcs`; `"counterfactual"`: what is lost when the agent's reference speaks instead.
+            Rule that assigns the team's reward to turns. `"equal"`: every turn gets the reward of the episode;
+            `"step_discount"`: earlier turns get less; `"per_step"`: each turn has its own reward, from
+            `AgentSpec.reward_funcs` or `Workflow.reward_funcs`; `"counterfactual"`: each turn gets the reward that is
+            lost in re-runs of the episode in which the agent's reference generates this turn.
         credit_discount (`float`, *optional*, defaults to `1.0`):
-            Factor per turn before the last of `credit="step_discount"`, in `[0, 1]`.
+            Factor that `credit="step_discount"` applies once for every turn that follows, in `[0, 1]`.
         credit_kind (`str`, *optional*, defaults to `None`):
-            Whether what `credit` gives to turns is a stream of `"rewards"`, which GAE (or, without a critic, the
-            discounted sum from the turn on) adds up, or the `"returns"` themselves. Unless set: rewards with a critic
-            (returns with counterfactual credit), returns without.
+            Meaning of the values that `credit` assigns to turns. `"rewards"`: rewards, which GAE (or, without a
+            critic, the discounted sum from the turn on) accumulates into returns; `"returns"`: returns, which are used
+            as they are. If `None`, `"rewards"` is used with a critic and `"returns"` without one. With
+            `credit="counterfactual"`, `None` always means `"returns"`.
         own_reward_weight (`float`, *optional*, defaults to `1.0`):
-            Weight of a turn's own reward under `credit="per_step"`, in `[0, 1]`; the rest is the weight of the team's.
+            Weight of a turn's own reward with `credit="per_step"`, in `[0, 1]`. The team's reward has the remaining
+            weight, `1 - own_reward_weight`.
         counterfactual_samples (`int`, *optional*, defaults to `1`):
-            How many times each turn is sampled anew under `credit="counterfactual"`.
+            Number of re-runs for each turn with `credit="counterfactual"`.
         turn_candidates (`int`, *optional*, defaults to `4`):
-            Candidates for each turn with `advantage="turn"`.
+            Number of candidates that are sampled for each turn with `advantage="turn"`.
         candidate_reward (`str`, *optional*, defaults to `"episode"`):
-            What a candidate is worth with `advantage="turn"`: the reward of the `"episode"` completed from it, or of
-            the `"turn"` as if it were the answer, as in AT-GRPO's code, which costs no further generation.
+            Reward of a candidate with `advantage="turn"`: `"episode"` completes an episode from the candidate and uses
+            its reward; `"turn"` scores the candidate as if it were the team's answer, as AT-GRPO's code does. `"turn"`
+            needs no further generation.
         continue_from (`str`, *optional*, defaults to `"best"`):
-            Candidate that an episode goes on from with `advantage="turn"`: the `"best"`, which biases the observations
-            that follow, or a `"sampled"` one.
+            Candidate that the episode continues from with `advantage="turn"`: the `"best"` one, which biases the
+            observations that follow, or a randomly `"sampled"` one.
         target_kl (`float`, *optional*, defaults to `None`):
-            Divergence from the sampling policy above which an agent's update is skipped. `None` for no limit.
+            Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
+            limit.
         agent_iteration_interval (`int`, *optional*, defaults to `0`):
-            Optimizer steps for which one agent learns while the others are frozen, in turn. 0: all learn.
+            Number of optimizer steps for which only one agent is trained, before the next agent follows. `0` trains
+            all agents in every step.
         update_order (`str`, *optional*, defaults to `"joint"`):
-            `"joint"`: all agents learn in every step. `"sequential"`: one after the other on the same episodes, whose
-            advantages are multiplied by the ratios of the agents before, in the same joint action (HAPPO).
-            `"resampled"`: one after the other, each on new episodes.
+            Order in which agents are updated. `"joint"`: all agents are updated in every step. `"sequential"`: agents
+            are updated one after the other on the same episodes; advantages are multiplied by the policy ratios of the
+            agents that were updated before, within the same joint action (HAPPO). `"resampled"`: agents are updated
+            one after the other, each on new episodes.
         sequential_clip (`float`, *optional*, defaults to `0.5`):
-            Clip range of the factors of `update_order="sequential"`, which stay in `[1 - sequential_clip, 1 +
-            sequential_clip]`. `None` for no clipping.
+            Clip range of the ratio products of `update_order="sequential"`, which are clipped to
+            `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
-            Largest number of tokens that one forward and backward pass computes, padding included. A micro-batch holds
-            rows of one agent, at most `per_device_train_batch_size` of them; a single longer row still forms one. It
-            bounds memory and changes no result beyond rounding. Unless set: what fits into the memory that is free
-            when training begins.
+            Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
+            of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a
+            micro-batch of its own. The limit bounds memory and changes results only by rounding. If `None`, it is
+            derived from the memory that is free when training begins.
         gradient_checkpointing (`bool`, *optional*, defaults to `None`):
-            As in `GRPOConfig`. Unless set: only where not even the longest row fits into the memory without it.
+            Whether to use gradient checkpointing, as in `GRPOConfig`. If `None`, it is used only if the longest row
+            does not fit into memory without it.
         share_prefixes (`bool`, *optional*, defaults to `True`):
-            Compute what rows have in common at their beginning, such as the prompt of a group, once: in generation, in
-            scoring and in training, and score no position that is not read. It changes no log-probability and no
-            gradient of a row beyond rounding. Draws differ, and where a generation batch serves several optimizer
-            steps, the episodes of a group stay in one of them. `False`: the passes of `GRPOTrainer`, whose results a
-            single agent then reproduces to the last bit; models that have learned positions (GPT-2) are given them.
+            Whether to compute the common prefix of several rows, such as the prompt of a group, only once. This holds
+            for generation, scoring and training. Moreover, only positions whose log-probability is used reach the LM
+            head. Log-probabilities and gradients of a row change only by rounding, but random draws differ. If a
+            generation batch serves several optimizer steps, the episodes of a group stay in the same step. If
+            `False`, the forward passes are those of `GRPOTrainer`, so a single agent reproduces its results bit by
+            bit; models with learned position embeddings (GPT-2) are passed explicit positions.
         context_overflow (`str`, *optional*, defaults to `"raise"`):
-            What happens when what an agent sees, plus its `max_completion_length`, is longer than the model's window:
-            `"raise"` an error, or `"drop_oldest_turn"`, leaving out whole turns from the oldest on (counted in
-            `context/dropped_turns`) and raising only where the prompt alone does not fit, or `"end_episode"`, which
-            ends the episode with the turns it has (counted in `context/ended_episodes`).
+            Behaviour if an observation plus the agent's `max_completion_length` is longer than the model's window.
+            `"raise"`: an error is raised. `"drop_oldest_turn"`: the oldest turns are left out (counted in
+            `context/dropped_turns`), and an error is raised only if the prompt alone does not fit. `"end_episode"`:
+            the episode ends with the turns it has (counted in `context/ended_episodes`).
         max_tool_calls (`int`, *optional*, defaults to `16`):
-            Calls of tools that an agent may make before it says its word; further ones get an error message, once.
-            `max_tool_calling_iterations`, where it is set, bounds besides how often it goes on after results.
+            Maximum number of tool calls before an agent's final turn. The first call beyond it gets an error message;
+            further calls are ignored. If `max_tool_calling_iterations` is set, it also limits how often the agent
+            continues after tool results.
         max_tool_output_length (`int`, *optional*, defaults to `4096`):
-            Characters of a tool's result that the agent is shown.
+            Maximum number of characters of a tool result that are shown to the agent.
         tool_timeout (`float`, *optional*, defaults to `30.0`):
-            Seconds after which a call of a tool is given up with an error message.
+            Maximum time in seconds of one tool call. After it, the agent gets an error message as the result.
         workflow_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds after which training stops with an error if a workflow waits for something that is neither a turn
-            nor a tool, such as an environment, and nothing comes. While functions that other episodes call come back,
-            it may wait for its turn to call one: so many times as long as there are episodes. `None` for no limit. In
-            several processes it should be below `ddp_timeout`, after which the others give up.
+            Maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool, such as
+            an environment. Training then stops with an error. As long as functions called by other episodes keep
+            returning, a workflow may queue to call its own; this wait is limited to `workflow_timeout` times the
+            number of episodes. `None` disables the limit. With several processes, set it below `ddp_timeout`, the time
+            after which the other processes fail.
         max_unscored_batches (`int`, *optional*, defaults to `None`):
-            Number of generation batches in a row after which training stops with an error if every reward function
-            returned `None` for all of their episodes. `None`: training goes on, with TRL's warning.
+            Number of consecutive generation batches without a single reward after which training stops with an error.
+            A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
+            continues, with TRL's warning.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
-            Dataset column that metrics of the `evaluate` package get as `references`.
+            Dataset column that is passed as `references` to metrics of the `evaluate` package.
     """
 
     learning_rate: float = field(
         default=5e-6,
-        metadata={"help": "Peak learning rate of every adapter whose agent names none."},
+        metadata={"help": "Peak learning rate of every adapter whose agent does not set its own."},
     )
     loss_type: str | None = field(  # type: ignore[assignment]
         default=None,
-        metadata={"help": "As in GRPOConfig. Unless set: 'dapo' at token level, 'grpo' at action level."},
+        metadata={"help": "Loss formulation. If None, 'dapo' at token level and 'grpo' at action level."},
     )
     preset: str | None = field(
         default=None,
         metadata={
-            "help": "Settings of a publication; whatever is set beside it wins.",
+            "help": "Settings of a publication. Parameters that are passed explicitly override them.",
             "choices": list(PRESETS),
         },
     )
     advantage: str = field(
         default="group",
         metadata={
-            "help": "What the return of a turn is compared with; 'gae' for the values of a critic.",
+            "help": "Baseline that the return of a turn is compared with; 'gae' for the values of a critic.",
             "choices": [*BASELINES, "gae"],
         },
     )
     level: str = field(
         default="token",
         metadata={
-            "help": "What has a probability ratio: a 'token' or a whole turn, an 'action'.",
+            "help": "Unit that the policy ratio is computed for: each 'token', or each turn as one 'action'.",
             "choices": list(LEVELS),
         },
     )
     action_logprob: str = field(
         default="sum",
         metadata={
-            "help": "Log-probability of a turn: sum over its tokens, per 'token' or per 'word'.",
+            "help": "Log-probability of a turn: 'sum' over its tokens, or this sum per 'token' or per 'word'.",
             "choices": list(ACTION_LOGPROBS),
         },
     )
     use_policy_ratio: bool = field(
         default=True,
-        metadata={"help": "Whether the loss has the clipped policy ratio; False: log-probability times advantage."},
+        metadata={"help": "Whether to use the clipped policy ratio in the loss. If False, REINFORCE is used."},
     )
     critic: str | None = field(
         default=None,
         metadata={
-            "help": "What predicts values, with advantage='gae'.",
+            "help": "Architecture of the critic, which predicts values for advantage='gae'.",
             "choices": list(CRITICS),
         },
     )
     gamma: float = field(
         default=1.0,
-        metadata={"help": "Discount from a joint step to the next."},
+        metadata={"help": "Discount factor per joint step."},
     )
     gae_lambda: float = field(
         default=0.95,
-        metadata={"help": "GAE decay from a joint step to the next."},
+        metadata={"help": "GAE decay (lambda) per joint step."},
     )
     token_gamma: float = field(
         default=1.0,
-        metadata={"help": "Discount from a token to the next inside a turn."},
+        metadata={"help": "Discount factor per token within a turn."},
     )
     token_gae_lambda: float = field(
         default=1.0,
-        metadata={"help": "GAE decay from a token to the next inside a turn."},
+        metadata={"help": "GAE decay (lambda) per token within a turn."},
     )
     normalize_advantages: str = field(
         default="batch",
         metadata={
-            "help": "Over what GAE advantages are standardized.",
+            "help": "Set of positions that GAE advantages are standardized over.",
             "choices": list(NORMALIZATIONS),
         },
     )
@@ -239,15 +257,15 @@ class MARFTConfig(GRPOConfig):
     )
     critic_max_grad_norm: float | None = field(
         default=None,
-        metadata={"help": "Largest gradient norm of the critic; max_grad_norm unless set."},
+        metadata={"help": "Maximum gradient norm of the critic. If None, max_grad_norm is used."},
     )
     critic_warmup_steps: int = field(
         default=0,
-        metadata={"help": "Optimizer steps at the start in which only the critic learns."},
+        metadata={"help": "Number of optimizer steps at the start in which only the critic is trained."},
     )
     value_clip: float | None = field(
         default=0.2,
-        metadata={"help": "Largest change of a value that lowers its loss; None for no clipping."},
+        metadata={"help": "Clip range of the value loss. None disables clipping."},
     )
     value_loss: str = field(
         default="huber",
@@ -259,116 +277,116 @@ class MARFTConfig(GRPOConfig):
     credit: str = field(
         default="equal",
         metadata={
-            "help": "How the reward of the team becomes rewards of turns.",
+            "help": "Rule that assigns the team's reward to turns.",
             "choices": list(CREDITS),
         },
     )
     credit_discount: float = field(
         default=1.0,
-        metadata={"help": "Factor per turn before the last of credit='step_discount'."},
+        metadata={"help": "Factor that credit='step_discount' applies once for every turn that follows."},
     )
     credit_kind: str | None = field(
         default=None,
         metadata={
-            "help": "Whether credit gives 'rewards', which are added up, or 'returns'.",
+            "help": "Meaning of the credit of turns: 'rewards', which are accumulated, or 'returns'.",
             "choices": list(CREDIT_KINDS),
         },
     )
     own_reward_weight: float = field(
         default=1.0,
-        metadata={"help": "Weight of a turn's own reward under credit='per_step'."},
+        metadata={"help": "Weight of a turn's own reward with credit='per_step'."},
     )
     counterfactual_samples: int = field(
         default=1,
-        metadata={"help": "How many times each turn is sampled anew under credit='counterfactual'."},
+        metadata={"help": "Number of re-runs for each turn with credit='counterfactual'."},
     )
     turn_candidates: int = field(
         default=4,
-        metadata={"help": "Candidates for each turn with advantage='turn'."},
+        metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn'."},
     )
     candidate_reward: str = field(
         default="episode",
         metadata={
-            "help": "What a candidate is worth: the reward of the episode completed from it, or its own as an answer.",
+            "help": "Reward of a candidate: that of the 'episode' completed from it, or of the 'turn' as the answer.",
             "choices": list(CANDIDATE_REWARDS),
         },
     )
     continue_from: str = field(
         default="best",
         metadata={
-            "help": "Candidate that an episode goes on from with advantage='turn'.",
+            "help": "Candidate that the episode continues from with advantage='turn'.",
             "choices": list(CONTINUATIONS),
         },
     )
     target_kl: float | None = field(
         default=None,
-        metadata={"help": "Divergence above which an agent's update is skipped; None for no limit."},
+        metadata={"help": "KL divergence above which an agent's update is skipped. None disables the limit."},
     )
     agent_iteration_interval: int = field(
         default=0,
-        metadata={"help": "Optimizer steps for which one agent learns alone, in turn; 0: all learn."},
+        metadata={"help": "Number of optimizer steps for which only one agent is trained. 0 trains all agents."},
     )
     update_order: str = field(
         default="joint",
         metadata={
-            "help": "Whether agents learn together, one after the other, or each on new episodes.",
+            "help": "Order in which agents are updated: together, one after the other, or each on new episodes.",
             "choices": list(UPDATE_ORDERS),
         },
     )
     sequential_clip: float | None = field(
         default=0.5,
-        metadata={"help": "Clip range of the factors of update_order='sequential'; None for no clipping."},
+        metadata={"help": "Clip range of the ratio products of update_order='sequential'. None: no clipping."},
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "Largest number of tokens, padding included, in one forward and backward pass. Bounds memory and "
-            "changes no result beyond rounding. Unless set: what fits into the free memory."
+            "help": "Maximum number of tokens, padding included, in one forward and backward pass. If None, it is "
+            "derived from the memory that is free when training begins."
         },
     )
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None,
-        metadata={"help": "As in GRPOConfig. Unless set: only where the longest row does not fit without it."},
+        metadata={"help": "Gradient checkpointing. If None, used only if the longest row does not fit without it."},
     )
     share_prefixes: bool = field(
         default=True,
-        metadata={"help": "Compute what rows have in common at their beginning once. False: GRPOTrainer's passes."},
+        metadata={"help": "Whether to compute the common prefix of several rows only once."},
     )
     context_overflow: str = field(
         default="raise",
         metadata={
-            "help": "What happens when what an agent sees does not fit the model's window: 'raise', "
+            "help": "Behaviour if an observation does not fit the model's window: 'raise', "
             "'drop_oldest_turn' or 'end_episode'.",
             "choices": list(CONTEXT_OVERFLOWS),
         },
     )
     max_tool_calls: int = field(
         default=16,
-        metadata={"help": "Calls of tools that an agent may make before it says its word."},
+        metadata={"help": "Maximum number of tool calls before an agent's final turn."},
     )
     max_tool_output_length: int = field(
         default=4096,
-        metadata={"help": "Characters of a tool's result that the agent is shown."},
+        metadata={"help": "Maximum number of characters of a tool result that are shown to the agent."},
     )
     tool_timeout: float = field(
         default=30.0,
-        metadata={"help": "Seconds after which a call of a tool is given up with an error message."},
+        metadata={"help": "Maximum time in seconds of one tool call."},
     )
     workflow_timeout: float | None = field(
         default=600.0,
-        metadata={"help": "Seconds after which a workflow that waits for an environment in vain is given up."},
+        metadata={"help": "Maximum time in seconds that a workflow may wait for an environment."},
     )
     max_unscored_batches: int | None = field(
         default=None,
-        metadata={"help": "Generation batches in a row without a single reward after which training stops."},
+        metadata={"help": "Number of consecutive batches without a single reward after which training stops."},
     )
     eval_reference_column: str = field(
         default="solution",
-        metadata={"help": "Dataset column that metrics of the `evaluate` package get as `references`."},
+        metadata={"help": "Dataset column passed as `references` to metrics of the `evaluate` package."},
     )
 
     def __new__(cls, *args, **kwargs):
-        # Which fields were given decides what a preset may set; the generated `__init__` does not tell.
+        # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
         config = super().__new__(cls)
         names = [item.name for item in fields(cls) if item.init]
         config.given = frozenset([*names[: len(args)], *kwargs])
@@ -379,7 +397,7 @@ class MARFTConfig(GRPOConfig):
         if self.loss_type is None:
             self.loss_type = LEVELS[self.level].loss_type if self.level in LEVELS else "dapo"
         if self.level == "action" and "use_bias_correction_kl" not in self.given:
-            self.use_bias_correction_kl = False  # it would weigh every token's KL by the ratio of the whole turn
+            self.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
         if self.credit_kind is None:
             is_stream = self.advantage == "gae" and self.credit != "counterfactual"
             self.credit_kind = "rewards" if is_stream else "returns"
@@ -390,7 +408,7 @@ class MARFTConfig(GRPOConfig):
         when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
         with accepting_one_generation(self):
             super().__post_init__()
-        if when_needed:  # TrainingArguments makes it `False`, which is what an own choice looks like
+        if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
             self.gradient_checkpointing = self.activation_checkpointing = None
         check_choices(self)
         check_supported(self)
@@ -401,7 +419,7 @@ class MARFTConfig(GRPOConfig):
         if self.preset is None:
             return
         check_choice("preset", self.preset, PRESETS)
-        # A parser of command lines passes every field: then a value counts as given if it is not the default.
+        # A command-line parser passes every field, so a value counts as given only if it differs from the default.
         by_parser = self.given >= {item.name for item in fields(self) if item.init}
         defaults = {item.name: item.default for item in fields(self)}
         for name, value in PRESETS[self.preset].settings.items():
@@ -426,15 +444,15 @@ class MARFTConfig(GRPOConfig):
     __repr__ = __str__
 
     def __getstate__(self):
-        # The Trainer pickles its arguments into `training_args.bin`, which is saved and uploaded: no secrets in it.
+        # The Trainer pickles its arguments into `training_args.bin`, which is uploaded, so secrets are removed.
         return {**_without_secrets(self.__dict__), "hub_token": None}
 
     def to_dict(self):
-        # Trackers are given this
+        # Trackers log this dictionary, so secrets are removed
         return _without_secrets(super().to_dict())
 
     def __deepcopy__(self, memo):
-        # A copy goes through `__getstate__` unless told otherwise, and has to keep the token.
+        # By default, `copy` uses `__getstate__`, which would remove the token from the copy.
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -446,12 +464,12 @@ class MARFTConfig(GRPOConfig):
         return clone
 
 
-# Keys of `model_init_kwargs` and its like under which `from_pretrained` takes a token of the Hub.
+# Keys under which `from_pretrained` takes a Hub token. They can appear in fields such as `model_init_kwargs`.
 _SECRET_KEYS = frozenset({"token", "use_auth_token"})
 
 
 def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the tokens that stand inside of settings that are dictionaries."""
+    """Return the settings without the Hub tokens that are nested in dictionary fields."""
     return {
         name: {key: its for key, its in value.items() if key not in _SECRET_KEYS} if type(value) is dict else value
         for name, value in values.items()
@@ -460,17 +478,18 @@ def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     """
-    The arguments as a [`MARFTConfig`]. A [`~trl.GRPOConfig`] keeps all its values and gets the defaults of the rest.
+    Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only
+    `MARFTConfig` has get their defaults.
 
     Raises:
-        TypeError: `args` is neither.
+        TypeError: If `args` is neither a `MARFTConfig` nor a `GRPOConfig`.
     """
     if isinstance(args, MARFTConfig):
         return args
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
     config = object.__new__(MARFTConfig)
-    # Already set up: running `__post_init__` again would change the batch sizes
+    # `__post_init__` has already run on these values; running it again would change the batch sizes
     config.__dict__.update(args.__dict__)
     config.given, config.preset_settings = frozenset(), {}
     config.credit_kind = "returns"

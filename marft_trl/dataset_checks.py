@@ -11,21 +11,21 @@ from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
 
-# What the trainer itself passes to reward functions; a dataset column of such a name would collide with it.
+# Arguments that the trainer passes to reward functions. Dataset columns must not have these names.
 REWARD_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns", "earned"),
     "environments",
 )
-# What functions that score single turns get besides.
+# Arguments of reward functions of single turns
 TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")
 _SCAN_ROWS = 1000
-# The prompt of a row whose environment says what the task is, as in TRL
+# Prompt of a row without a prompt of its own, which the environment provides, as in TRL
 PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
 def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> None:
     """
-    Raise unless every dataset can be trained or evaluated on.
+    Raise if a dataset cannot be used for training or evaluation.
 
     Args:
         train_dataset (`Dataset` or `IterableDataset`):
@@ -33,11 +33,11 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
         eval_dataset (`Dataset`, `IterableDataset`, `dict` or `None`):
             As passed to the trainer.
         prompts_per_generation (`int`):
-            Distinct prompts that one generation batch needs.
+            Number of distinct prompts in one generation batch.
 
     Raises:
-        TypeError: not a dataset.
-        ValueError: no prompts, too few of them, or a row whose prompt cannot be used.
+        TypeError: an argument is not a dataset.
+        ValueError: a dataset has no prompts, too few prompts, or a prompt that cannot be used.
     """
     if train_dataset is None:
         raise ValueError(
@@ -62,14 +62,14 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
 
 
 def named_sets(eval_dataset) -> dict[str, Any]:
-    """The evaluation sets by the names they have in messages."""
+    """Evaluation datasets by the names that error messages use for them."""
     if isinstance(eval_dataset, Mapping):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {} if eval_dataset is None else {"eval_dataset": eval_dataset}
 
 
 def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
-    """Raise unless the dataset has a usable `prompt` in every row (in its first row, when it is streamed)."""
+    """Raise if a row has no usable `prompt`. Of a streamed dataset, only the first row is checked."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`.")
     columns = column_names(dataset)
@@ -93,7 +93,7 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
 
 
 def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
-    """Names of the columns; `None` for a stream without a single row."""
+    """Names of the columns, or `None` for an empty stream."""
     if dataset.column_names is not None:
         return list(dataset.column_names)
     first = next(iter(dataset), None)
@@ -109,7 +109,7 @@ def _prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
 
 def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None = None) -> None:
     """
-    Raise at the first row whose prompt is missing, empty, or of another kind than the first one's.
+    Raise at the first row whose prompt is missing, empty, or of another kind than the first prompt.
 
     Args:
         rows (`Iterable[dict]`):
@@ -117,7 +117,7 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
         what (`str`):
             Name of the dataset, for the message.
         start (`int`, *optional*):
-            Position of the first row in the dataset, where it is known.
+            Position of the first row in the dataset, if known.
     """
     first_kind = None
     for offset, row in enumerate(rows):

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Coroutines from code that is not asynchronous, also where a loop runs already, as in a notebook."""
+"""Run coroutines from synchronous code, also if an event loop is already running, as in a notebook."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeVar
 
 Result = TypeVar("Result")
 
-# Each thread keeps its loop: clients and locks that an asynchronous tool has made stay good from batch to batch, and
-# nothing waits for threads that a tool has left behind, as `asyncio.run` does in the end. Where a loop runs already,
-# another thread is used, which has one of its own in its turn: runs may be nested.
+# Each thread keeps its event loop, so that clients and locks of an asynchronous tool stay valid from batch to batch.
+# Unlike `asyncio.run`, this does not wait for threads that a tool has left behind. If a loop is already running, the
+# coroutine runs in another thread with its own loop, so runs can be nested.
 _OWN = threading.local()
-# Functions of users that are not asynchronous run one at a time, as if called in a loop, so they need not be
-# thread-safe. Each lane of them keeps to one thread, so those of a lane may share what belongs to a thread, such as a
-# database connection; what hangs in one lane costs the other nothing.
+# Synchronous functions of users run one at a time, so they do not need to be thread-safe. All functions of a lane run
+# in the same thread, so they can share objects that are bound to a thread, such as a database connection. A function
+# that hangs in one lane does not block the other lane.
 Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 _GRACE = 5.0  # seconds
@@ -32,7 +32,7 @@ _WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worke
 
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
-    """Run a coroutine function to its end and return its result, in another thread if a loop runs in this one."""
+    """Run a coroutine function and return its result. If this thread already runs a loop, use another thread."""
     if _a_loop_runs():
         if not hasattr(_OWN, "beside"):
             _OWN.beside = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
@@ -59,7 +59,7 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
 
 
 def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
-    """End what was started and not waited for, so that it does not go on in the next run."""
+    """Cancel tasks that were started but never awaited, so that they do not continue in the next run."""
     rest = asyncio.all_tasks(loop)
     for task in rest:
         task.cancel()
@@ -70,9 +70,9 @@ def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
 @contextlib.asynccontextmanager
 async def one_at_a_time() -> AsyncIterator[None]:
     """
-    Wait until no function runs in a thread; within, [`in_thread`] may be used. A function that nobody waits for any
-    more has a little time to come to its end; then it is left to itself, since Python cannot end a thread, and its
-    lane gets a new one.
+    Context manager: wait until no function runs in a thread, then allow [`in_thread`]. An abandoned function gets a
+    few seconds to finish. After that its lane gets a new thread, and the old thread keeps running, since Python
+    cannot stop a thread.
     """
     loop = asyncio.get_running_loop()
     async with _ONE_AT_A_TIME.setdefault(loop, asyncio.Lock()):
@@ -86,8 +86,9 @@ async def one_at_a_time() -> AsyncIterator[None]:
 
 async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseException | None]:
     """
-    Run a function beside the loop, in the thread of its lane: what it returns, and what it raises or `None`. It sees
-    the context variables of whoever waits for it, and those that it sets stay set.
+    Run a function in the thread of its lane. It sees the caller's context variables, and its changes to them are kept.
+
+    Returns: the function's result, and the exception that it raised or `None`.
     """
     loop = asyncio.get_running_loop()
     workers = _WORKERS.setdefault(loop, {})
@@ -103,14 +104,14 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
 
 
 def give_up(lane: Lane) -> None:
-    """Leave the function that runs in a lane to itself: the next one gets a new thread."""
+    """Abandon the function that is running in a lane: the next function gets a new thread."""
     worker = _WORKERS.get(asyncio.get_running_loop(), {}).pop(lane, None)
     if worker is not None:
         worker.end()
 
 
 class _Worker:
-    """A thread that nothing waits for in the end; `asyncio.to_thread` waits for threads that hang."""
+    """Daemon thread. Unlike threads of `asyncio.to_thread`, it does not block the exit of Python if it hangs."""
 
     finished: asyncio.Future[None]  # of the latest function
 
@@ -119,13 +120,13 @@ class _Worker:
         threading.Thread(target=self._work, name="marft-worker", daemon=True).start()
 
     def end(self) -> None:
-        """Let the thread end after what it does."""
+        """End the thread after its current job."""
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # it holds what the function holds
+            del job  # release the objects that the function references
 
     def run(
         self, loop: asyncio.AbstractEventLoop, function: Callable[[], Any]
@@ -135,14 +136,14 @@ class _Worker:
 
         def report(result: Any, error: BaseException | None) -> None:
             finished.set_result(None)
-            if not outcome.done():  # else nobody waits any more
+            if not outcome.done():  # it is done if the caller was cancelled
                 outcome.set_result((result, error))
 
         def job() -> None:
             result, error = None, None
             try:
                 result = function()
-            except BaseException as caught:  # also SystemExit: whoever waits decides
+            except BaseException as caught:  # also SystemExit: the caller decides what to do
                 error = caught
             if not loop.is_closed():
                 loop.call_soon_threadsafe(report, result, error)

@@ -1,10 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-The mathematics, as pure functions of tensors.
+Rewards, credit, advantages and losses as pure functions of tensors.
 
 Notation: `E` episodes of all processes, `G` episodes of one prompt (a group), `F` reward functions, `N` turns of all
-processes, `K` turns of one episode, `T` tokens of the longest turn, `B` rows of a micro-batch. NaN in a reward means
-that nothing scored the episode; such episodes are left out of every statistic and get advantage 0.
+processes, `K` turns of one episode, `T` tokens of the longest turn, `B` rows of a micro-batch, `M` re-runs per turn,
+`J` joint actions. A NaN reward marks an episode that no reward function scored. Such episodes are left out of every
+statistic and get an advantage of 0.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ STD_EPS = 1e-4
 
 def nan_std(values: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
     """
-    Standard deviation with Bessel's correction, ignoring NaN; NaN where fewer than two values are left.
+    Standard deviation with Bessel's correction, ignoring NaN. The result is NaN if fewer than two values are left.
 
     Args:
         values (`torch.Tensor`): any shape.
-        dim (`int`, *optional*): dimension to reduce; all of them unless given.
+        dim (`int`, *optional*): dimension to reduce. Defaults to all dimensions.
         keepdim (`bool`, *optional*, defaults to `False`): keep the reduced dimension.
     """
     mean = torch.nanmean(values, dim=dim, keepdim=True)
@@ -37,7 +38,7 @@ def nan_std(values: torch.Tensor, dim: int | None = None, keepdim: bool = False)
 
 def team_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    The weighted sum over reward functions.
+    Weighted sum of the rewards of all reward functions.
 
     Args:
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
@@ -51,14 +52,14 @@ def team_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch
 
 def normalized_objectives(rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
     """
-    Each reward function normalised within its group, then summed by weight: `normalize_then_sum`.
+    Normalize the rewards of each function within their group, then add them up with the functions' weights.
 
     Args:
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
         weights (`torch.Tensor` of shape `(F,)`): weight of each function.
         group_size (`int`): `G`; groups are consecutive episodes.
 
-    Returns: `(E,)`, NaN where no function applied.
+    Returns: normalized rewards `(E,)`, NaN where no function applied.
 
     Source: GDPO (2601.05242), as in TRL's `multi_objective_aggregation="normalize_then_sum"`.
     """
@@ -71,14 +72,15 @@ def normalized_objectives(rewards_per_func: torch.Tensor, weights: torch.Tensor,
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Advantage of an episode over the other episodes of its prompt.
+    Advantage of each episode: its reward minus the mean reward of its group.
 
     Args:
         rewards (`torch.Tensor` of shape `(E,)`): reward of each episode; groups are consecutive episodes.
         group_size (`int`): `G`.
-        scale (`str`): divide by the standard deviation of the `"group"`, of the `"batch"`, or by nothing (`"none"`).
+        scale (`str`): divisor of the advantages: standard deviation of the `"group"` or the `"batch"`, or `"none"`.
 
-    Returns: advantages `(E,)`, 0 for unscored episodes, and the standard deviation that belongs to each `(E,)`.
+    Returns: advantages `(E,)`, 0 for unscored episodes, and for each episode the standard deviation of its group or of
+    the batch `(E,)`.
 
     Source: GRPO (2402.03300), MAGRPO (2508.04652): one advantage for all turns of an episode.
     """
@@ -103,18 +105,18 @@ def cell_advantages(
     pools: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Return of a turn over the mean of its cell, divided by a standard deviation.
+    Advantage of each turn: its return minus the mean return of its cell, optionally divided by a standard deviation.
 
     Args:
         returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
-        cells (`torch.Tensor` of shape `(N,)`): index of the cell a turn belongs to: the turns it is compared with.
-        weights (`torch.Tensor` of shape `(N,)`): weight of a turn in mean and deviation, e.g. one over the number of
-            turns of its episode, so that every episode counts once.
-        pools (`torch.Tensor` of shape `(N,)`, *optional*): index of the set of turns whose standard deviation divides.
-            No division unless given.
+        cells (`torch.Tensor` of shape `(N,)`): index of the cell of each turn. Turns are compared within their cell.
+        weights (`torch.Tensor` of shape `(N,)`): weight of each turn in the mean and the standard deviation, e.g.
+            `1 / K`, so that every episode counts once.
+        pools (`torch.Tensor` of shape `(N,)`, *optional*): index of the pool of each turn. The advantage is divided by
+            the standard deviation of the pool. If `None`, advantages are not divided.
 
-    Returns: advantages `(N,)`, 0 where nothing scored the turn, and where the scored weights of its cell or pool add
-        up to 1 or less: there is nothing to compare with.
+    Returns: advantages `(N,)`. They are 0 for unscored turns and for turns that cannot be compared, because the
+        weights of the scored turns in their cell or pool add up to 1 or less.
 
     Source: with cells of one prompt GRPO (2402.03300), with cells of one prompt and agent Dr.MAS (2602.08847), with
     cells of one observation AT-GRPO (2510.11062), with one cell for all REINFORCE++ (2501.03262).
@@ -132,15 +134,16 @@ def leave_one_out_advantages(
     returns: torch.Tensor, episodes: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    Return of a turn over the mean of the other episodes in its cell. Independent of the turn, so it adds no bias.
+    Advantage of each turn: its return minus the mean return of the other episodes in its cell. This mean does not
+    depend on the turn, so it adds no bias.
 
     Args:
         returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
         episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
         cells (`torch.Tensor` of shape `(N,)`): index of the prompt of each turn.
-        weights (`torch.Tensor` of shape `(N,)`): weight of a turn in the mean.
+        weights (`torch.Tensor` of shape `(N,)`): weight of each turn in the mean.
 
-    Returns: advantages `(N,)`, 0 where nothing scored the turn or there is no other episode.
+    Returns: advantages `(N,)`, 0 for unscored turns and where the cell has no other scored episode.
 
     Source: RLOO (2402.14740).
     """
@@ -154,7 +157,7 @@ def leave_one_out_advantages(
     return torch.nan_to_num((returns - mean).masked_fill(~has_others, 0.0), nan=0.0)
 
 
-# A cell whose weights add up to this or less holds one episode (rounding included).
+# A cell whose weights add up to at most this holds a single episode (with a margin for rounding).
 _ALONE = 1 + 1e-4
 
 
@@ -177,19 +180,21 @@ def _cell_stds(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor)
     return torch.where(degrees > 1e-6, squares / degrees.clamp(min=1e-6), 0.0).sqrt()
 
 
-# ---- Credit: the reward of an episode -> rewards of its turns ----
+# ---- Credit: from the reward of an episode to rewards (or returns) of its turns ----
 
 
 def equal_credit(reward: float, steps: torch.Tensor, as_rewards: bool) -> torch.Tensor:
     """
-    The team's reward for an episode, for each of its `K` turns.
+    Give every turn of an episode the same credit: the team's reward.
 
     Args:
         reward (`float`): reward of the episode.
         steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn.
-        as_rewards (`bool`): whether the result is a stream of rewards, which something adds up: all of it at the last
-            turn of the last joint step, so that it reaches every turn. Otherwise it is the return of each turn: all of
-            it at every turn.
+        as_rewards (`bool`): `True` to return rewards, which are summed to returns later: the team's reward at the last
+            turn of the last joint step and 0 elsewhere, so that it reaches every turn. `False` to return the return of
+            each turn: the team's reward at every turn.
+
+    Returns: credit `(K,)`.
     """
     if not as_rewards:
         return torch.full((len(steps),), float(reward))
@@ -200,15 +205,17 @@ def equal_credit(reward: float, steps: torch.Tensor, as_rewards: bool) -> torch.
 
 def step_discount_credit(reward: float, num_turns: int, discount: float) -> torch.Tensor:
     """
-    `R * d^(K-1-k)` for turn `k` of `K`: the nearer to the end, the more.
+    Discounted credit `R * d^(K-1-k)` for turn `k` of `K`. Later turns get more.
 
     Args:
         reward (`float`): reward of the episode.
         num_turns (`int`): `K`.
         discount (`float`): `d`, in `[0, 1]`.
 
-    Source: the second MARFT implementation. Read as rewards, something adds them up and the first turn has the
-    largest return; read as returns, the last one has.
+    Returns: credit `(K,)`.
+
+    Source: the second MARFT implementation. If the credits are used as rewards, they are summed, and the first turn
+    has the largest return. If they are used as returns, the last turn has the largest return.
     """
     exponents = torch.arange(num_turns - 1, -1, -1)
     return float(reward) * torch.tensor(float(discount)) ** exponents
@@ -216,14 +223,14 @@ def step_discount_credit(reward: float, num_turns: int, discount: float) -> torc
 
 def counterfactual_credit(reward: float, counterfactuals: torch.Tensor) -> torch.Tensor:
     """
-    Reward of the episode less the mean reward of the episodes in which the turn was sampled anew.
+    Counterfactual credit: the reward of the episode minus the mean reward of re-runs in which the turn was resampled.
 
     Args:
         reward (`float`): reward of the episode.
-        counterfactuals (`torch.Tensor` of shape `(K, M)`): rewards of `M` re-sampled episodes for each turn; NaN where
-            nothing scored one.
+        counterfactuals (`torch.Tensor` of shape `(K, M)`): rewards of the `M` re-runs for each turn, NaN for unscored
+            re-runs.
 
-    Returns: `(K,)`, NaN where nothing scored any of a turn's re-samples.
+    Returns: credit `(K,)`, NaN for turns none of whose re-runs was scored.
 
     Source: difference rewards (Wolpert and Tumer 2001), COMA (1705.08926).
     """
@@ -232,12 +239,14 @@ def counterfactual_credit(reward: float, counterfactuals: torch.Tensor) -> torch
 
 def returns_to_go(rewards: torch.Tensor, steps: torch.Tensor, gamma: float) -> torch.Tensor:
     """
-    Discounted sum of an episode's rewards from the joint step of each turn on.
+    Return of each turn: the discounted sum of the episode's rewards from the turn's joint step to the end.
 
     Args:
         rewards (`torch.Tensor` of shape `(K,)`): reward after each turn.
         steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
         gamma (`float`): discount per joint step, in `[0, 1]`.
+
+    Returns: returns `(K,)`.
     """
     returns = _sums(rewards, steps)
     for step in range(len(returns) - 2, -1, -1):
@@ -259,8 +268,9 @@ def gae(
     """
     Generalised advantage estimation over the joint steps of an episode.
 
-    With `R_t` the sum of the rewards of joint step `t`, `Vm_t` the mean of its values and `Am_t` the advantage of that
-    mean, `A_k = R_t + gamma * Vm_{t+1} - V_k + gamma * lambda * Am_{t+1}` for each turn `k` of joint step `t`.
+    For each turn `k` of joint step `t`, `A_k = R_t + gamma * Vm_{t+1} - V_k + gamma * lambda * Am_{t+1}`. Here, `R_t`
+    is the sum of the rewards of joint step `t`, `V_k` the value of turn `k`, `Vm_t` the mean value of the turns of
+    joint step `t`, and `Am_t` their mean advantage.
 
     Args:
         rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn; 0 where there is none.
@@ -269,7 +279,7 @@ def gae(
             simultaneously.
         gamma (`float`): discount per joint step, in `[0, 1]`.
         gae_lambda (`float`): GAE decay per joint step, in `[0, 1]`.
-        last_value (`float`, *optional*, defaults to `0.0`): value of the observation after the last joint step where a
+        last_value (`float`, *optional*, defaults to `0.0`): value of the observation after the last joint step, if a
             horizon cut the episode.
 
     Returns: advantages and value targets, each `(K,)`.
@@ -294,10 +304,11 @@ def token_gae(
     last_value: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Generalised advantage estimation over the tokens of every turn, inside the joint steps of an episode.
+    Generalised advantage estimation at token level.
 
-    The recursion of [`gae`] joins turns, through their first tokens; inside a turn each token is a step of its own
-    with `token_gamma` and `token_gae_lambda` and no reward but the last one's.
+    There are two recursions. Inside a turn, every token is a step, with `token_gamma` and `token_gae_lambda`; only the
+    last token is rewarded. From joint step to joint step, the recursion of [`gae`] applies, with the value and the
+    advantage of each turn's first token in place of those of the turn.
 
     Args:
         rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn.
@@ -308,7 +319,7 @@ def token_gae(
         token_gamma, token_gae_lambda (`float`): discount and decay per token inside a turn, in `[0, 1]`.
         last_value (`float`, *optional*, defaults to `0.0`): as in [`gae`].
 
-    Returns: advantages and value targets, each `(K, T)`, 0 beyond a turn's length.
+    Returns: advantages and value targets, each `(K, T)`, 0 after the last token of a turn.
 
     Source: MARFT (2504.16129), token-level Bellman backup with `token_gamma = 1`; the original's code
     (`token_level_buffer.py`) has `token_gamma = gamma` and `token_gae_lambda = gae_lambda`.
@@ -327,7 +338,7 @@ def token_gae(
 
 
 def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> torch.Tensor:
-    """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step."""
+    """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step, in the notation of [`gae`]."""
     rest = _sums(rewards, steps)
     mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
     next_value, next_advantage = last_value, 0.0
@@ -338,8 +349,8 @@ def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> t
 
 
 def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
-    """Advantages `(K, T)` of the tokens of simultaneous turns, after whose last tokens `rest` is to come."""
-    rows = []  # of plain numbers: a recursion over tokens is many times slower in tensors of a few turns
+    """Advantages `(K, T)` of the tokens of simultaneous turns. `rest` is the estimated return from their end on."""
+    rows = []  # plain numbers: with so few turns, a recursion over tokens is many times slower on tensors
     for its, length in zip(values.double().tolist(), lengths.tolist(), strict=True):
         advantages = [0.0] * len(its)
         advantage = advantages[length - 1] = float(rest) - its[length - 1]
@@ -350,21 +361,21 @@ def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
 
 
 def moments(values: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares `(3,)` in double precision; may be added up over processes."""
+    """Count, sum and sum of squares `(3,)` in double precision. Moments of several processes can be added."""
     values = values.double()
     return torch.stack([values.new_tensor(values.numel()), values.sum(), (values**2).sum()])
 
 
 def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """
-    Values less the mean, over the standard deviation of everything counted in `total`.
+    Standardize values with the mean and the population standard deviation that `total` describes.
 
     Args:
         values (`torch.Tensor`): any shape.
         total (`torch.Tensor` of shape `(3,)`): [`moments`] of all values of all processes.
 
-    Source: the original MARFT (`appo_trainer.py`): population deviation plus 1e-8. It marks values to leave out by
-    exact zeros; here they are not in `total`.
+    Source: the original MARFT (`appo_trainer.py`), which also adds 1e-8 to the standard deviation. It leaves out
+    values that are exactly 0. Here, the caller leaves values out of `total` instead.
     """
     mean = total[1] / total[0].clamp(min=1)
     variance = (total[2] / total[0].clamp(min=1) - mean**2).clamp(min=0)
@@ -373,13 +384,14 @@ def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 def explained_variance(targets: torch.Tensor, residuals: torch.Tensor) -> float:
     """
-    Share of the variance of the value targets that the critic explains: 1 is perfect, 0 the best constant.
+    Share of the variance of the value targets that the critic explains. A perfect critic has 1; the best constant
+    prediction has 0.
 
     Args:
         targets (`torch.Tensor` of shape `(3,)`): [`moments`] of the targets.
-        residuals (`torch.Tensor` of shape `(3,)`): [`moments`] of targets less values.
+        residuals (`torch.Tensor` of shape `(3,)`): [`moments`] of the targets minus the values.
 
-    Returns: NaN where the targets do not vary.
+    Returns: explained variance, NaN if all targets are equal.
     """
     variances = [total[2] / total[0] - (total[1] / total[0]) ** 2 for total in (targets, residuals)]
     return (1 - variances[1] / variances[0]).item() if variances[0] > 1e-12 else float("nan")
@@ -397,16 +409,16 @@ def value_losses(
     huber_delta: float = 10.0,
 ) -> torch.Tensor:
     """
-    Loss of every value, clipped as PPO's: the larger of the loss of the value and that of the value kept within `clip`
-    of its old one.
+    Clipped value loss of PPO, for every value: the larger of two losses, that of the value and that of the value after
+    it is clipped to at most `clip` from its old value.
 
     Args:
-        values (`torch.Tensor` of any shape): present values, with gradient.
+        values (`torch.Tensor` of any shape): current values, with gradient.
         old_values (`torch.Tensor`): values when the episodes were sampled.
-        targets (`torch.Tensor`): what they should have been.
-        clip (`float`, *optional*): largest change that pays; no clipping unless given.
-        kind (`str`): `"huber"`, or `"squared"` for half the square.
-        huber_delta (`float`, *optional*, defaults to `10.0`): error from which on Huber's loss is linear.
+        targets (`torch.Tensor`): value targets.
+        clip (`float`, *optional*): clip range around the old values. If `None`, there is no clipping.
+        kind (`str`): `"huber"` for Huber's loss, or `"squared"` for half the squared error.
+        huber_delta (`float`, *optional*, defaults to `10.0`): error above which Huber's loss is linear.
 
     Source: the original MARFT (`cal_value_loss`), PPO (1707.06347).
     """
@@ -425,15 +437,15 @@ def value_losses(
 
 def action_log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
     """
-    Log-ratio of every turn as one action.
+    Log-ratio of each turn, seen as one action.
 
     Args:
         log_ratios (`torch.Tensor` of shape `(B, T)`): log-ratio of each token.
-        mask (`torch.Tensor` of shape `(B, T)`): 1 counts.
-        divisors (`torch.Tensor` of shape `(B,)`): what the sum over tokens is divided by: 1, the number of tokens, or
-            the number of words.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 for tokens that count.
+        divisors (`torch.Tensor` of shape `(B,)`): divisor of each turn's sum over tokens: 1, its number of tokens or
+            its number of words.
 
-    Returns: `(B,)`.
+    Returns: log-ratios `(B,)`.
 
     Source: MARFT-A's `normalization_mode` "sum", "token" and "word"; "token" is GSPO's ratio (2507.18071).
     """
@@ -442,7 +454,8 @@ def action_log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, divisors: to
 
 def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
     """
-    `(r - 1) - log r` of every ratio `r` of new to old policy: its mean estimates the divergence of old from new.
+    `(r - 1) - log r` for every ratio `r` of the new to the old policy. Its mean over samples of the old policy
+    estimates `KL(old || new)`.
 
     Args:
         log_ratios (`torch.Tensor` of any shape): `log r`.
@@ -455,28 +468,28 @@ def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
 
 def sequential_log_factors(log_ratios: torch.Tensor, actions: torch.Tensor, num_actions: int) -> torch.Tensor:
     """
-    Logarithm of what the advantages of a joint action are multiplied by after an agent's update: the sum of the
-    log-ratios of the agent's turns in it.
+    Logarithm of the factor by which an agent's update multiplies the advantages of each joint action: the sum of the
+    log-ratios of the agent's turns in the joint action.
 
     Args:
         log_ratios (`torch.Tensor` of shape `(N,)`): log-ratio, new to old policy, of each turn of the updated agent.
         actions (`torch.Tensor` of shape `(N,)`): index of the joint action that each turn is part of.
         num_actions (`int`): `J`.
 
-    Returns: `(J,)`, 0 where the agent had no turn.
+    Returns: logarithms `(J,)`, 0 for joint actions without a turn of the agent.
 
-    Source: HAPPO (2109.11251), the factor `M`, which is a product over agents at one step.
+    Source: HAPPO (2109.11251): its factor `M`, a product over the agents of one step.
     """
     return log_ratios.new_zeros(num_actions).index_add_(0, actions, log_ratios).clamp(-20, 20)
 
 
 def clipped_factors(log_factors: torch.Tensor, clip: float | None) -> torch.Tensor:
     """
-    The factors of joint actions, within `[1 - clip, 1 + clip]`.
+    Factors of the joint actions, clipped to `[1 - clip, 1 + clip]`.
 
     Args:
         log_factors (`torch.Tensor` of shape `(J,)`): sums of [`sequential_log_factors`] over the updated agents.
-        clip (`float`, *optional*): clip range; `None`: none.
+        clip (`float`, *optional*): clip range. If `None`, factors are not clipped.
 
     Source: the clip of the preceding agents' joint ratio in A2PO (2302.06205).
     """
@@ -486,7 +499,7 @@ def clipped_factors(log_factors: torch.Tensor, clip: float | None) -> torch.Tens
 
 def effective_share(weights: torch.Tensor) -> float:
     """
-    Effective sample size of importance weights as a share of their number, in `(0, 1]`: 1 where all are equal.
+    Effective sample size of importance weights, divided by their number: in `(0, 1]`, and 1 if all weights are equal.
 
     Args:
         weights (`torch.Tensor` of shape `(3,)`): number of weights, their sum, and the sum of their squares.
@@ -501,8 +514,8 @@ def adapted_entropy_coef(
     coefficient: float, entropy: float, target: float, delta: float, low: float, high: float
 ) -> float:
     """
-    The entropy coefficient of the next step: raised by `delta` where the entropy is at or below its target, else
-    lowered, within `[low, high]`.
+    Entropy coefficient of the next step. It is raised by `delta` if the entropy is at or below its target, and lowered
+    by `delta` otherwise. It stays within `[low, high]`.
 
     Source: Skywork-OR1 (2505.22312), as in TRL's `use_adaptive_entropy`.
     """

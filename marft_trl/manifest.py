@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The team's manifest: what a folder of adapters has to say so that the team can be run and trained again."""
+"""Team manifest: the file in a folder of adapters with everything needed to run and train the team again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .agents import AgentSpec, check_name, check_team
 
 MANIFEST_NAME = "marft_team.json"
 FORMAT = 2
-# Format 1 (version 0.1) says neither how agents sampled nor what the base was.
+# Format 1 (version 0.1) contains neither the sampling settings of agents nor a description of the base.
 _READABLE = (1, FORMAT)
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
 
@@ -27,15 +27,15 @@ _DAMAGES = (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeEr
 @dataclass(frozen=True)
 class BaseModel:
     """
-    The model that a team's adapters lie on, and what was tokenized with.
+    The base model of a team's adapters, and its tokenizer.
 
     Args:
         name (`str`): Hub id, or the last part of the path of a local model.
-        is_local (`bool`): whether it was loaded from a local folder, or built.
+        is_local (`bool`): `True` if the model was loaded from a local folder or created in code.
         revision (`str`, *optional*): commit, branch or tag on the Hub.
-        dtype (`str`, *optional*): precision of its weights, e.g. `"bfloat16"`.
-        quantization (`dict`, *optional*): its quantization config.
-        config_hash (`str`): SHA-256 of its config, without paths, versions and precision.
+        dtype (`str`, *optional*): precision of the weights, e.g. `"bfloat16"`.
+        quantization (`dict`, *optional*): quantization config of the model.
+        config_hash (`str`): SHA-256 of the model config, without paths, versions and precision.
         tokenizer_hash (`str`): SHA-256 of the tokenizer's vocabulary and special tokens.
         chat_template_hash (`str`, *optional*): SHA-256 of the chat template.
     """
@@ -53,20 +53,20 @@ class BaseModel:
 @dataclass(frozen=True)
 class Inference:
     """
-    How a team's episodes are run, beyond its agents and its workflow.
+    Settings that the team's episodes are run with, in addition to the agents and the workflow.
 
     Args:
-        sampling (`dict[str, dict]`): for each agent the settings that it samples by, its own and the trainer's.
-        generation (`dict`): settings of `generate` that all agents have in common.
-        share_prefixes (`bool`): whether what prompts have in common is computed once.
-        mixed_precision (`str`): `"no"`, `"bf16"` or `"fp16"`: what the model computes in.
-        chat_template_kwargs (`dict`): passed on to the chat template.
-        context_overflow (`str`): what happens where the model's window is too short.
-        tools (`dict[str, list[str]]`): names of the tools of each agent that has some.
-        tool_limits (`dict`): what calls of tools may cost, see [`~marft_trl.tools.ToolLimits`].
-        view (`str`, *optional*): name of the function that shows agents what they see, where it is not the default.
-        agent_views (`dict[str, str]`): the same for agents with a view of their own.
-        workflow_timeout (`float`, *optional*): seconds that a workflow may wait.
+        sampling (`dict[str, dict]`): sampling settings of each agent, with the trainer's values filled in.
+        generation (`dict`): settings of `generate` that are the same for all agents.
+        share_prefixes (`bool`): `True` if the common prefix of several prompts is computed only once.
+        mixed_precision (`str`): precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
+        chat_template_kwargs (`dict`): keyword arguments of the chat template.
+        context_overflow (`str`): behaviour if an observation does not fit the model's window.
+        tools (`dict[str, list[str]]`): names of the tools of each agent that has tools.
+        tool_limits (`dict`): limits of tool calls, see [`~marft_trl.tools.ToolLimits`].
+        view (`str`, *optional*): name of the view function of the team; `None` for the default view.
+        agent_views (`dict[str, str]`): names of the view functions of agents that have their own.
+        workflow_timeout (`float`, *optional*): maximum time in seconds that a workflow may wait.
     """
 
     sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -87,20 +87,20 @@ class TeamManifest:
     """
     Args:
         agents (`list[AgentSpec]`):
-            The agents in order, as they were given to the trainer; `inference` has what they leave to it.
+            Agents in order, as passed to the trainer. `inference` contains the settings that they do not set.
         workflow (`dict`):
-            [`Workflow.describe`] of the workflow.
+            Description of the workflow, as returned by [`Workflow.describe`].
         adapters (`dict[str, dict]`):
-            For each adapter its `folder` and whether it was `trained`. Empty where the team shares one fully trained
-            policy, whose weights lie beside the manifest.
+            `folder` and `trained` of each adapter. Empty if the team shares one fully trained policy, whose weights
+            are in the folder of the manifest.
         base ([`BaseModel`], *optional*):
-            The base; `None` in manifests of version 0.1.
+            Base model; `None` in manifests of version 0.1.
         inference ([`Inference`], *optional*):
-            How episodes are run; `None` in manifests of version 0.1.
+            Settings that episodes are run with; `None` in manifests of version 0.1.
         versions (`dict[str, str]`):
-            Versions of the packages that wrote it.
+            Versions of the installed packages at the time of saving.
         anonymous (`str`, *optional*):
-            `"numbered"` or `"none"` where agents know one another as `agent_1`, `agent_2`, ...
+            Kind of anonymity, `"numbered"` or `"none"`, if agents see one another as `agent_1`, `agent_2`, ...
     """
 
     agents: list[AgentSpec]
@@ -123,7 +123,7 @@ class TeamManifest:
 
     @property
     def base_name(self) -> str | None:
-        """Name of the base for messages, also that of a local one."""
+        """Name of the base, Hub or local, for messages."""
         return self.base.name if self.base is not None else None
 
     @classmethod
@@ -132,8 +132,8 @@ class TeamManifest:
         Read the manifest of a folder.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, of an unknown format, or names a file outside the folder.
+            FileNotFoundError: The folder has no manifest.
+            ValueError: The manifest is damaged, has an unknown format, or names a file outside the folder.
         """
         path = Path(folder) / MANIFEST_NAME
         if not path.is_file():
@@ -200,10 +200,10 @@ class TeamManifest:
 
 def _read(kind: type, data: Any) -> Any:
     """
-    A part of the manifest; fields of a later version are left out.
+    Read one part of the manifest. Unknown fields, e.g. of a later version, are ignored.
 
     Raises:
-        TypeError: a field is of another kind than it should be.
+        TypeError: A field has the wrong type.
     """
     if data is None:
         return None
@@ -220,7 +220,7 @@ def _read(kind: type, data: Any) -> Any:
     return part
 
 
-# What a field may hold, and what the values of a mapping
+# Type of a field and, for mappings, type of the values
 _KINDS: dict[str, tuple[Any, type]] = {
     "str": (str, object),
     "bool": (bool, object),

@@ -10,12 +10,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Preset:
     """
-    The settings of one publication. Sizes (batch, completion length, number of steps) are not among them: they belong
-    to a task and a machine.
+    Settings of one publication. Sizes (batch size, completion length, number of steps) are not included, since they
+    depend on the task and the machine.
 
     Args:
-        source (`str`): what was published, and where.
-        settings (`dict`): fields of `MARFTConfig` and their values.
+        source (`str`): name and reference of the publication, shown by `print(config)`.
+        settings (`dict`): values of `MARFTConfig` fields.
     """
 
     source: str

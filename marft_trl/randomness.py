@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Random numbers of the users' code (rewards, workflows, environments, views) apart from those of training."""
+"""Separate random states for users' code (rewards, workflows, environments, views) and for training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 import torch
 
 
-# Added to the seed, so that users' code and sampling do not draw the same numbers
+# Added to the seed of users' code, so that it does not draw the same numbers as sampling
 _APART = 1_000_003
 
 
 class UserRandomness:
     """
-    The users' random states. A reward function that calls `torch.manual_seed(0)`, as many do, would otherwise make
-    every batch sample the same tokens. Users' code still draws new numbers from call to call.
+    Random states for users' code. Many reward functions call `torch.manual_seed(0)`. Without separate states, every
+    batch would then sample the same tokens. The states of users' code advance from call to call.
 
     Args:
-        seed (`int`): of the users' first states; different processes should pass different ones.
-        device (`torch.device`): whose generator is kept besides those of `random`, NumPy and torch on the CPU.
+        seed (`int`): seed of the initial states. Pass a different seed on every process.
+        device (`torch.device`): device whose generator is kept, besides those of `random`, NumPy and torch on the CPU.
     """
 
     def __init__(self, seed: int, device: torch.device):
@@ -44,13 +44,13 @@ class UserRandomness:
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[None]:
-        """Context manager: users' code runs, on random states of its own."""
+        """Context manager: run users' code with its own random states."""
         with self._switched(True):
             yield
 
     @contextlib.contextmanager
     def ours(self) -> Iterator[None]:
-        """Context manager: training draws again, where users' code waits for it."""
+        """Context manager: switch back to the random states of training, inside [`~UserRandomness.theirs`]."""
         with self._switched(False):
             yield
 
@@ -102,11 +102,11 @@ class UserRandomness:
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over what [`~UserRandomness.state_dict`] gave."""
+        """Load random states from [`~UserRandomness.state_dict`]."""
         version, internal, gauss = saved["python"]
         kind, keys, *rest = saved["numpy"]
         self._other = {
-            **self._other,  # that of a device, where the run was on another kind of device
+            **self._other,  # keeps the state of the device if the saved run used another kind of device
             "python": (version, tuple(internal), gauss),
             "numpy": (kind, np.array(keys, dtype=np.uint32), *rest),
             "torch": torch.tensor(saved["torch"], dtype=torch.uint8),

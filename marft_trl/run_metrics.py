@@ -12,11 +12,11 @@ import torch
 from .processes import Processes
 
 
-# How TRL's metric of a micro-batch is joined with those of other micro-batches; all others are token means.
+# TRL's metrics that are joined over micro-batches by minimum or maximum. All others are averaged over tokens.
 _JOINS = {"clip_ratio/low_min": "min", "clip_ratio/high_max": "max"}
 
 
-# Of TRL's figures, those that are also reported for each agent.
+# TRL's metrics that are also reported for each agent.
 AGENT_METRICS = frozenset(
     {
         *("entropy", "kl", "policy_loss", "clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean"),
@@ -75,7 +75,7 @@ class StepMetrics:
         self._values: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, agent: str, metrics: dict[str, list[float]], num_tokens: int) -> None:
-        """Take over what TRL's loss appended to its metrics for one micro-batch."""
+        """Add the metrics that TRL's loss recorded for one micro-batch."""
         for name, values in metrics.items():
             for value in values:
                 if value is not None and not math.isnan(value):
@@ -121,11 +121,11 @@ class StepMetrics:
 
 def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
     """
-    TRL's figures of completions.
+    TRL's metrics of completion lengths.
 
     Args:
-        lengths (`Sequence[int]`): tokens of each turn.
-        truncated (`Sequence[bool]`): whether it ran into its limit.
+        lengths (`Sequence[int]`): number of tokens of each turn.
+        truncated (`Sequence[bool]`): `True` for turns that were cut off at the length limit.
     """
     ended = [length for length, is_truncated in zip(lengths, truncated, strict=True) if not is_truncated] or [0]
     return {

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""A trained team that answers: the same prompts, tokens, stops and sampling as in training."""
+"""Inference with a trained team. Prompts, tokenization, stop texts and sampling are those of training."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ from .workflows import Workflow, rebuild
 
 logger = get_logger(__name__)
 
-# What an agent leaves open in a manifest of version 0.1, which does not say what the trainer had: TRL's defaults.
+# TRL's defaults, for sampling settings that an agent does not set. Manifests of version 0.1 do not contain the
+# trainer's settings.
 _DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
 
 class Team:
     """
-    A team of agents to be run. [`Team.from_pretrained`] loads one, `trainer.team` is the one in training.
+    A team of agents for inference. [`Team.from_pretrained`] loads a saved team; `trainer.team` is the trained team.
 
     ```python
     team = Team.from_pretrained("me/my-team")
@@ -60,8 +61,8 @@ class Team:
         workflow ([`Workflow`]): decides who acts next and what each sees.
         runner ([`EpisodeRunner`]): runs episodes.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
-        seeds (`random.Random`, *optional*): draws a seed where none is given, so that the random states of whoever
-            else draws, such as a trainer, stay as they are.
+        seeds (`random.Random`, *optional*): source of the seed of `run` if none is passed. It keeps the global random
+            states, which a trainer uses, unchanged.
     """
 
     def __init__(
@@ -101,29 +102,31 @@ class Team:
             team (`str` or `os.PathLike`):
                 Folder of the team, or its Hub id.
             model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-                The base: a name, a folder, or a loaded model without adapters. The Hub model that the team was trained
-                on unless given; a local base has to be passed.
+                Base model: a Hub id, a folder, or a loaded model without adapters. Defaults to the Hub model that the
+                team was trained on. Required if the team was trained on a local base.
             quantization_config (*optional*):
-                Quantization of the base, where it is loaded here. That of training unless given; `False` for none.
+                Quantization config used to load the base. Defaults to the config of training. `False` disables
+                quantization.
             revision (`str`, *optional*):
                 Branch, tag or commit of the team on the Hub.
             workflow ([`Workflow`], *optional*):
-                The workflow. Unless given it is made anew from the manifest, which can be done with ready-made ones.
+                Workflow of the team. Ready-made workflows are rebuilt from the manifest by default. Required if the
+                workflow is your own class.
             environment_factory (`Callable`, *optional*):
-                Makes the environment of a team whose workflow is `EnvironmentLoop`.
+                Function that creates an environment, if the workflow of the team is `EnvironmentLoop`.
             tools (`Sequence[Callable]`, *optional*):
-                The functions that agents may call; each agent gets those that it had in training, by name.
+                Functions that agents may call. Each agent gets the functions that it had in training, matched by name.
             view (`Callable` or `dict[str, Callable]`, *optional*):
-                The function that shows agents what they see, where the team was trained with one, or one for each of
-                the agents that have their own.
+                View that the team was trained with, if it was not the default: a function, or a dictionary that maps
+                agent names to functions if agents have their own views.
             processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-                Tokenizer in place of the one that was saved with the team.
+                Tokenizer to use instead of the one saved with the team.
             token (`str` or `bool`, *optional*):
-                Token of the Hub.
+                Hub token.
 
         Raises:
-            FileNotFoundError: no such folder.
-            ValueError: something the team needs was not passed, or an adapter does not fit the base.
+            FileNotFoundError: The folder does not exist.
+            ValueError: An object that the team needs was not passed, or an adapter does not fit the base.
         """
         if workflow is not None and not isinstance(workflow, Workflow):
             raise TypeError(f"`workflow` must be a `Workflow` object, got {workflow!r}.")
@@ -169,22 +172,23 @@ class Team:
 
         Args:
             prompts (`Sequence`):
-                Texts, lists of messages, or dataset rows with a `prompt`, whose other columns the workflow or its
-                environment reads.
+                Texts, lists of messages, or dataset rows with a `prompt`. The workflow and the environment can read
+                the other columns of a row.
             num_samples (`int`, *optional*, defaults to `1`):
-                Episodes of each prompt.
+                Number of episodes per prompt.
             greedy (`bool`, *optional*, defaults to `False`):
-                Take the most likely token each time instead of sampling.
+                Whether to use greedy decoding instead of sampling.
             seed (`int`, *optional*):
-                Of sampling, and of what users' code draws. The random states are put back afterwards. Without a seed
-                a loaded team draws from torch's state; `trainer.team` has one of its own.
+                Seed of sampling and of random draws in your own code (workflow, environment, tools and views). The
+                random states are restored afterwards. If `None`, a loaded team uses torch's current random state, and
+                `trainer.team` draws a seed from its own generator.
             batch_size (`int`, *optional*):
-                Episodes that run at once. All of them unless given.
+                Number of episodes that run at once. If `None`, all episodes run at once.
 
-        Returns: the finished episodes, those of a prompt one after the other; `episode.answer.text` is the answer.
+        Returns: the finished episodes, grouped by prompt; `episode.answer.text` is the team's answer.
 
         Raises:
-            ValueError: no prompts, a prompt that cannot be used, or a number below 1.
+            ValueError: `prompts` is empty, a prompt is not valid, or `num_samples` or `batch_size` is below 1.
         """
         for name, number in (("num_samples", num_samples), ("batch_size", batch_size or 1)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -218,13 +222,13 @@ class Team:
             model.train(was_training)
 
 
-# ---- What a saved team is made of ----
+# ---- Loading the parts of a saved team ----
 
 
 def _without_inference(folder: Path) -> Inference:
     logger.warning(
-        f"The team in {folder} was saved by version 0.1, which did not write how its agents sampled: what they leave "
-        "open is taken from the defaults of TRL (temperature 1, at most 512 tokens a turn)."
+        f"The team in {folder} was saved by version 0.1, which did not save the sampling settings of the trainer. For "
+        "settings that an agent does not have, TRL's defaults are used (temperature 1, at most 512 tokens per turn)."
     )
     return Inference(generation={"do_sample": True})
 
@@ -249,7 +253,7 @@ def _as_row(prompt: Any) -> dict[str, Any]:
 
 
 def _views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
-    """The views of agents by name; that of all others under `None`."""
+    """Return the views by agent name. The key `None` holds the view of all agents without their own."""
     given: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
@@ -265,7 +269,7 @@ def _views(inference: Inference, view: View | Mapping[str, View] | None) -> dict
         whose = f"agent {missing[0]!r}" if missing[0] is not None else "the team"
         form = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
         raise ValueError(
-            f"What {whose} was shown in training was made by the function `{needed[missing[0]]}`: pass it as {form}."
+            f"The messages {whose} was shown in training came from the view `{needed[missing[0]]}`: pass it as {form}."
         )
     return given
 
@@ -273,7 +277,7 @@ def _views(inference: Inference, view: View | Mapping[str, View] | None) -> dict
 def _with_functions(
     agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
 ) -> list[AgentSpec]:
-    """The agents with the tools and the views that they had in training."""
+    """Return the agents with the tools and the views that they had in training."""
     by_name = {tool_name(tool): tool for tool in as_tools(tools, "the team")}
     unused = sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed})
     if unused:
@@ -296,7 +300,7 @@ def _with_functions(
 
 
 def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any) -> PreTrainedModel:
-    """The base, in the precision and the quantization of training."""
+    """Load the base in the precision and with the quantization of training."""
     base = manifest.base
     if model is not None and not manifest.adapters:
         raise ValueError(
@@ -315,7 +319,7 @@ def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_co
         )
     options: dict[str, Any] = {}
     if model is None and not manifest.adapters:
-        model = folder  # all weights lie beside the manifest
+        model = folder  # the folder of the manifest contains the full weights
     elif model is None and manifest.base_model is not None:
         model, options["revision"] = manifest.base_model, manifest.base_model_revision
     if model is None:
@@ -345,7 +349,7 @@ def _runner(
     aliases: Mapping[str, str],
     share: bool,
 ) -> EpisodeRunner:
-    """What runs the episodes of a saved team."""
+    """Create the [`EpisodeRunner`] of a saved team."""
     uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
     chat_template = setup.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(inference.mixed_precision)
@@ -382,18 +386,18 @@ def _runner(
 def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
     if str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
         return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
-    return None  # quantized checkpoints of other methods bring their config
+    return None  # checkpoints quantized with other methods contain their quantization config
 
 
 def _warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Say where base, tokenizer or chat template are not those of training; shapes are checked apart from this."""
+    """Warn if base, tokenizer or chat template differ from training. Shapes are checked when adapters are loaded."""
     if manifest.base is None:
         return
     present = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
     other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
     if manifest.inference is not None and manifest.inference.tools and "chat template" in other:
-        other.remove("chat template")  # with tools a team may be shown another one than the tokenizer's
+        other.remove("chat template")  # teams with tools may use a template other than the tokenizer's
     if other:
         logger.warning(
             f"The {' and the '.join(other)} differ{'s' if len(other) == 1 else ''} from what the team was trained "
@@ -412,14 +416,14 @@ def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
     return Sampling(**settings, stop=tuple(agent.stop or ()))
 
 
-# Settings of `generate` that change what it returns
+# Settings of `generate` that would change the format of its output or override the length limits of agents
 _NOT_OF_A_TEAM = frozenset({"num_return_sequences", "return_dict_in_generate", "max_length", "max_new_tokens"})
 
 
 def _known_settings(
     inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Settings of `generate` from the manifest, which anybody may have written: those that it knows, nothing else."""
+    """Return the known settings of `generate`. Unknown ones are removed, since the manifest may come from anybody."""
     known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _NOT_OF_A_TEAM
     settings = {name: value for name, value in inference.generation.items() if name in known}
     return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, **settings}
@@ -428,7 +432,7 @@ def _known_settings(
 def _tokenization(
     tokenizer: PreTrainedTokenizerBase, inference: Inference, chat_template: str | None
 ) -> Callable[..., list[list[int]]]:
-    """Tokenization of prompts without a word of a model, as TRL (1.16) has it in `GRPOTrainer._tokenize_prompts`."""
+    """Return a tokenization of dataset prompts that equals `GRPOTrainer._tokenize_prompts` of TRL 1.16."""
 
     def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         if not is_conversational({"prompt": prompts[0]}):

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Functions that agents call: one call, its limits, and what comes of it. Nothing here knows a model."""
+"""Tool calls: the call, its limits and its result. This module does not depend on a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .event_loop import Lane, give_up, in_thread, one_at_a_time
 @dataclass(frozen=True)
 class ToolCall:
     """
-    What an agent asks for.
+    A tool call requested by an agent.
 
     Args:
         name (`str`): name of the function.
-        arguments (`dict`): its arguments by name. A model may have written something else than a mapping.
-        problem (`str`, *optional*): `"malformed"` where the model began a call that cannot be read.
+        arguments (`dict`): arguments by name, as the model wrote them. They may be something other than a mapping.
+        problem (`str`, *optional*): `"malformed"` if the model began a call that cannot be parsed.
     """
 
     name: str
@@ -32,12 +32,12 @@ class ToolCall:
 @dataclass(frozen=True)
 class ToolResult:
     """
-    What came of a call.
+    Result of a tool call.
 
     Args:
         name (`str`): name of the function.
-        text (`str`): what the agent is shown.
-        problem (`str`, *optional*): why the call failed: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
+        text (`str`): result or error message that is shown to the agent.
+        problem (`str`, *optional*): reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
             `"timeout"` or `"too_many"`.
     """
 
@@ -49,13 +49,15 @@ class ToolResult:
 @dataclass(frozen=True)
 class ToolLimits:
     """
-    What tools may cost.
+    Limits of tool calls.
 
     Args:
-        calls (`int`): calls that one turn of an agent may make, all rounds together; further ones get an error.
-        rounds (`int`, *optional*): how often an agent may go on after results; bounded by `calls` alone unless given.
-        output (`int`): characters of a result that the agent is shown.
-        seconds (`float`): wall-clock time of one call.
+        calls (`int`): maximum number of calls before an agent's final turn, over all rounds together. The first call
+            beyond it gets an error.
+        rounds (`int`, *optional*): maximum number of times that an agent continues after results. If `None`, only
+            `calls` limits them.
+        output (`int`): maximum number of characters of a result that are shown to the agent.
+        seconds (`float`): maximum wall-clock time of one call, in seconds.
     """
 
     calls: int = 16
@@ -64,8 +66,8 @@ class ToolLimits:
     seconds: float = 30.0
 
 
-# How often in a row a function did not answer in time. After a few times it is not called any more: each call costs
-# its whole time, and other processes wait.
+# Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
+# because every further call would take the full time limit while the other processes wait.
 _STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
 MAX_STRIKES = 3
 
@@ -74,11 +76,11 @@ async def call_tool(
     functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, of_environment: Sequence[Callable] = ()
 ) -> ToolResult:
     """
-    Call one of the functions. Whatever goes wrong becomes a text for the model, in TRL's form `{'error': '...'}`.
+    Call one of the functions. Every failure is returned as a text for the model, in TRL's form `{'error': '...'}`.
 
-    A function that hangs is given up after `limits.seconds`: an asynchronous one is cancelled; the thread of another
-    one goes on, since Python cannot end it, and the next call gets a new thread. A function that has not answered
-    three times in a row is not called any more.
+    A call that takes longer than `limits.seconds` is abandoned. An asynchronous function is cancelled. A synchronous
+    function keeps running in its thread, since Python cannot stop a thread, and the next call gets a new thread. After
+    three consecutive timeouts a function is not called any more.
     """
     known = {tool_name(function): function for function in functions}
     if call.problem is not None:
@@ -107,13 +109,13 @@ async def call_tool(
 
 
 class _GaveUp(Exception):
-    """Our own limit has passed; a tool may raise a `TimeoutError` of its own."""
+    """The call exceeded our time limit. Not a `TimeoutError`, since a tool may raise one itself."""
 
 
 async def _outcome_of(
     function: Callable, arguments: dict, seconds: float, lane: Lane
 ) -> tuple[str, BaseException | None]:
-    """What a function returns, as a text, or what it raises, whatever that is."""
+    """Call a function and return its result as a text, and the exception that it raised or `None`."""
 
     async def awaited(value: Any) -> tuple[str, BaseException | None]:
         try:
@@ -136,12 +138,12 @@ async def _outcome_of(
 
 
 async def _within(outcome: Any, seconds: float) -> Any:
-    """Wait for an outcome, at most so long; then it is given up, and an outcome of ours takes its place."""
+    """Wait at most `seconds` for an outcome. After that, cancel it and return `_GaveUp` as the error."""
     task = asyncio.ensure_future(outcome)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
-        task.cancel()  # also where the episode ends
+        task.cancel()  # also reached if the episode ends while it waits
     return task.result() if done else ("", _GaveUp())
 
 
@@ -158,7 +160,7 @@ def _said_by(error: BaseException) -> str:
 
 
 def as_plain(text: str) -> str:
-    """A text that can be encoded: half characters, which JSON can spell, become question marks."""
+    """Replace lone surrogates, which JSON can contain but UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -170,26 +172,27 @@ async def call_tools(
     of_environment: Sequence[Callable] = (),
 ) -> list[ToolResult]:
     """
-    The results of several calls, in order; beyond the first `left` of them an error each.
+    Run several calls and return their results in order. The first call beyond `left` gets an error as its result;
+    further calls are ignored.
 
     Args:
-        functions (`Sequence[Callable]`): what may be called.
-        calls (`Sequence[ToolCall]`): what is asked for.
-        limits ([`ToolLimits`]): what a call may cost.
-        left (`int`): how many calls are left.
-        of_environment (`Sequence[Callable]`, *optional*): those of the functions that are methods of an environment,
-            which share a thread with its other methods.
+        functions (`Sequence[Callable]`): functions that may be called.
+        calls (`Sequence[ToolCall]`): calls requested by the agent.
+        limits ([`ToolLimits`]): limits of each call.
+        left (`int`): number of calls that the agent may still make.
+        of_environment (`Sequence[Callable]`, *optional*): functions that are methods of an environment. They run in
+            the same thread as the other methods of the environment.
     """
     results = await asyncio.gather(*[call_tool(functions, call, limits, of_environment) for call in calls[:left]])
     refused = [
         _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
-        for call in calls[left : left + 1]  # one says it all, however many a model wrote
+        for call in calls[left : left + 1]  # one error message is enough for any number of calls
     ]
     return [*results, *refused]
 
 
 def tool_name(function: Callable) -> str:
-    """The name under which agents call a function."""
+    """Return the name by which agents call a function."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -198,7 +201,7 @@ def _failure(name: str, problem: str, text: str) -> ToolResult:
 
 
 def _misfit(function: Callable, arguments: Any) -> str | None:
-    """Why a function cannot be called with these arguments."""
+    """Return the reason why a function cannot be called with these arguments, or `None` if it can."""
     if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
         return "The arguments have to be an object with the parameters' names."
     try:

@@ -56,7 +56,7 @@ class RecipeArguments:
     num_agents: int = field(default=2, metadata={"help": "Agents in the team, 1 to 4."})
     shared_adapter: bool = field(default=False, metadata={"help": "Whether all agents act with one LoRA."})
     anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
-    eval_size: int = field(default=100, metadata={"help": "Problems that are held out for evaluation."})
+    eval_size: int = field(default=100, metadata={"help": "Number of problems held out for evaluation."})
     code_timeout: float = field(default=10.0, metadata={"help": "Seconds for each test of a program."})
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 

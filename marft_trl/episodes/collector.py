@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Runs many episodes at once: workflows in, finished episodes out."""
+"""Runs the workflow on many rows at once and returns the finished episodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
 from .rerun import Found, Rerun
 
 
-# Rounds of the event loop without a new request after which all that can run has run. A coroutine awaiting another
-# runs on at once; only `asyncio.gather` and futures need a round or two to start or resume what they hold.
+# Number of rounds of the event loop without a new request after which no episode can continue on its own. A coroutine
+# that awaits another one continues immediately; `asyncio.gather` and futures need one or two rounds.
 _QUIET_ROUNDS = 4
-# Seconds between two looks at what else an episode may be waiting for
+# Seconds between two checks of episodes that wait for something other than a turn
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-# Seconds that a cancelled workflow has for cleaning up
+# Maximum time in seconds for the clean-up of a cancelled workflow
 _LAST_WORDS = 1.0
 
 
@@ -87,7 +87,7 @@ Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
 
 
 class EpisodeError(RuntimeError):
-    """A workflow failed; the message names the episode, its prompt and the workflow."""
+    """Raised if a workflow fails. The message contains the workflow, the episode and its prompt."""
 
 
 def collect(
@@ -99,16 +99,16 @@ def collect(
     patience: float | None = None,
 ) -> list[Episode]:
     """
-    Run the workflow once on every row, all at once.
+    Run the workflow once on every row. All episodes run concurrently.
 
-    Whenever every live episode waits for a turn, the waiting requests are handed over together, in the order of the
+    Whenever all unfinished episodes wait for a turn, their requests are answered together, in the order of the
     episodes, so that agents and parallel branches share batches.
 
     Args:
         workflow ([`Workflow`]):
             Decides who acts next and what each sees.
         rows (`Sequence[dict]`):
-            Dataset rows with a `prompt`; each becomes one episode.
+            Dataset rows with a `prompt`. Each row gives one episode.
         setting ([`Setting`]):
             Names of the agents, the functions that they may call, and the limits of these calls.
         answer (`Callable`):
@@ -145,7 +145,7 @@ async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Ep
             failed = next((task for task in tasks if task.done() and task.exception()), None)
             if failed is not None:
                 failed.result()  # raises
-            # A branch that ended its episode has cancelled what other branches of it were waiting for
+            # If a branch has ended its episode, requests of the episode's other branches are cancelled or obsolete
             live = [one for one in waiting if not one.waiter.done() and not tasks[one.episode.index].done()]
             batch = sorted(live, key=lambda request: (request.episode.index, request.ask.order))
             waiting.clear()
@@ -159,7 +159,7 @@ async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Ep
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_WORDS)
         for task in tasks:
-            _ = task.cancelled() or (task.done() and task.exception())  # else asyncio complains of it
+            _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
     return [episode.record() for episode in episodes]
 
 
@@ -173,7 +173,7 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
                 f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}"
             ) from None
     except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # it was us
+        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled by `_collect`
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
@@ -187,7 +187,7 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
 
 
 async def _settle(tasks, waiting, episodes, watch) -> None:
-    """Run the loop until every live episode waits for a turn, or one has failed."""
+    """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
     quiet, pause = 0, _SHORTEST_PAUSE
     watch.begin()
     while True:
@@ -196,24 +196,24 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         quiet = quiet + 1 if len(waiting) == known else 0
         if quiet < _QUIET_ROUNDS:
             continue
-        # Tools of one branch are waited for, so that batches do not depend on how long they take
+        # Wait for the tools of all branches, so that batches do not depend on how long tools take
         blocked = {request.episode.index for request in waiting if not request.episode.busy}
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):
             return
         watch.look(episodes, elsewhere)
-        # A workflow awaits something of its own, a web service say: look again as soon as anything may have moved.
+        # A workflow awaits something else, such as a web service: check again after a short pause.
         await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
 
 
 class _Watch:
-    """Tells episodes that hang from ones that wait. Tools have limits of their own."""
+    """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
     def __init__(self, workflow: Runs, patience: float | None):
         self._workflow = workflow
         self._patience = patience
-        # What has been waited for, with the first look at it: functions, and episodes that wait for something else
+        # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
         self._since: dict[Any, float] = {}
 
     def begin(self) -> None:
@@ -221,14 +221,14 @@ class _Watch:
 
     def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
         """
-        Look at episodes that wait for something that is no turn.
+        Check the episodes that wait for something other than a turn.
 
         Args:
-            episodes (`Sequence[LiveEpisode]`): all of them.
-            elsewhere (`Sequence[int]`): which of them wait.
+            episodes (`Sequence[LiveEpisode]`): all episodes.
+            elsewhere (`Sequence[int]`): indices of the episodes that wait for something other than a turn.
 
         Raises:
-            EpisodeError: one has waited for too long.
+            EpisodeError: an episode has waited for too long.
         """
         if self._patience is None:
             return
@@ -239,7 +239,8 @@ class _Watch:
                 found[call] = episode, f"`{call.name}`", self._patience
             if not episode.busy and not episode.calling:
                 what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
-                # While calls of others are answered it may wait for its turn to call, though not for ever
+                # The first limit restarts whenever a call of any episode returns, since this episode may queue for a
+                # call of its own. The second limit bounds the whole wait.
                 found[state, answered] = episode, what, self._patience
                 found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
         self._since = {awaited: self._since.get(awaited, now) for awaited in found}
@@ -254,7 +255,7 @@ class _Watch:
 
 
 def _answer_all(batch: Sequence[Request], answer: Answer, reruns: Sequence[Rerun] | None) -> None:
-    """Answer a wave of requests, from recordings where there are some, so that turns keep the recorded order."""
+    """Answer a batch of requests in order, with recorded completions if there are any, else with generated ones."""
     found: list[Found | None] = [None] * len(batch)
     batch = list(batch)
     for position, request in enumerate(batch if reruns is not None else ()):

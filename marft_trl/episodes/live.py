@@ -161,26 +161,28 @@ class LiveEpisode:
         rounds: int | None = None,
     ) -> Turn:
         """
-        Let an agent speak and wait for what it says. Where it calls tools it speaks again with their results, until it
-        calls none; each time is a turn of its own, and the last one is returned. Those before it are shown to nobody
-        else, unless named in `sees`.
+        Request a turn from an agent and wait for it. If the turn calls tools, the agent generates another turn with
+        the results, until a turn calls none. The final turn is returned. By default, the turns with tool calls are
+        shown only to their own agent; pass them in `sees` to show them to others.
 
         Args:
             agent (`str`):
                 Name of the agent.
             sees (`Sequence[Turn]`, *optional*):
-                Earlier turns of this episode, and feedback, to show it, in this order. All so far unless given.
+                Earlier turns and feedback of this episode to show to the agent, in this order. Defaults to all turns
+                and feedback so far.
             tools (`Sequence[Callable]`, *optional*):
-                Methods of an environment that it may call in this turn, besides the tools of its spec. Turns that come
-                later depend on a turn that called one.
+                Methods of an environment that the agent may call, in addition to the tools of its spec. Later turns
+                depend on a turn that called one of them.
             rounds (`int`, *optional*):
-                How often it may go on after results of tools, where that is less than the limits allow.
+                Maximum number of times that the agent continues after tool results. The limits of the episode apply
+                as well.
 
         Raises:
-            ValueError: the agent is not in the team, or a turn in `sees` is not one of this episode.
+            ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
         """
         seen = tuple(self._seen(agent, sees, "turn"))
-        self._horizon = None  # it goes on after all
+        self._horizon = None  # the episode continues after `cut`
         of_environment = list(tools or ())
         functions = (*self._tools.get(agent, ()), *of_environment)
         self._orders += 1
@@ -190,7 +192,7 @@ class LiveEpisode:
         return await self._with_tools(ask, of_environment, rounds)
 
     async def _with_tools(self, ask: Ask, of_environment: list[Callable], rounds: int | None) -> Turn:
-        """Let an agent speak, and again after its calls, until it calls nothing or may not any more."""
+        """Request turns from an agent until one calls no tool or a limit is reached. Returns the final turn."""
         most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
         left, number, called, was_refused = self.limits.calls, 0, [], False
         turn = await self._speak(self, ask._replace(is_final=number >= most))
@@ -209,8 +211,8 @@ class LiveEpisode:
         self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int, order: int
     ) -> list[Feedback]:
         """
-        Run what a turn asks for; the results, as feedback for its agent. Branches that call tools at the same time go
-        on together, so that nothing depends on how long tools take.
+        Run the tool calls of a turn and return the results as feedback for its agent. Branches that call tools at the
+        same time continue together, so that results do not depend on how long tools take.
         """
         self.busy += 1
         try:
@@ -224,7 +226,7 @@ class LiveEpisode:
                 self.count("tools/failures")
                 self.count(f"tools/{result.problem}")
         names = {tool_name(function) for function in functions}
-        said = [  # what a model made up is no name: templates render names as their own text
+        said = [  # an invented name is not shown, since names are tokenized as template text
             Feedback(one.text, TOOL, tool=one.name if one.name in names else "unknown", audience=turn.agent)
             for one in results
         ]
@@ -235,7 +237,7 @@ class LiveEpisode:
         return await noted
 
     def _is_back(self) -> None:
-        """Once the tools of all branches are back, take down what they gave, in the order of the turns' requests."""
+        """When the tools of all branches have returned, record their results in the order of the requests."""
         self.busy -= 1
         if self.busy:
             return
@@ -244,7 +246,7 @@ class LiveEpisode:
             if index is not None:
                 self._fed.append(index)
             results = [self._note(one) for one in said]
-            # Soon, not now: else the branch that is back last would go on first
+            # Not immediately, since then the branch whose tool returned last would continue first
             asyncio.get_running_loop().call_soon(_settle, noted, results)
 
     def _note(self, said: Feedback) -> Feedback:
@@ -255,11 +257,11 @@ class LiveEpisode:
 
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
-        Call a function of one's own. One that is not asynchronous runs in a thread, after those of other episodes and
-        in the same thread as they; other episodes go on meanwhile, and branches of this one that call something at
-        the same time go on together, so that nothing depends on how long it takes.
+        Call a function of your own. A synchronous function runs in a thread that all episodes share, one call at a
+        time, while other episodes continue. Branches of this episode that call functions at the same time continue
+        together, so that results do not depend on how long the functions take.
 
-        Returns: what it returns, awaited if it is asynchronous.
+        Returns: the function's result, awaited if the function is asynchronous.
         """
         if inspect.iscoroutinefunction(function):
             return await self._called(function, function(*arguments, **named))
@@ -284,7 +286,7 @@ class LiveEpisode:
         return value
 
     async def _called(self, function: Callable, outcome: Awaitable) -> Any:
-        """Await an outcome, and let it be seen of which function."""
+        """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
         call = Call(_name_of(function))
         self.calling.append(call)
         try:
@@ -297,42 +299,43 @@ class LiveEpisode:
         self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"
     ) -> Feedback | None:
         """
-        Record that turns went into an environment (or a tool) and what it answered. Turns asked for from now on depend
-        on them, and see the feedback unless told otherwise.
+        Record that turns were passed to an environment (or a tool), and record its feedback. Later turns depend on
+        these turns, and see the feedback by default.
 
         Args:
             text (`str`, *optional*):
-                What the environment says. With `None` or an empty text there is nothing to show.
+                Text of the feedback. If `None` or empty, no feedback is shown.
             after (`Sequence[Turn]`, *optional*):
-                The turns that went into it.
+                Turns that were passed to the environment.
             reward (`float`, *optional*, defaults to `0.0`):
-                What it gives for them: earned by the last of these turns.
+                Reward for these turns. It is assigned to the last of them.
             source (`str`, *optional*, defaults to `"environment"`):
-                Name under which agents are shown the text.
+                Name of the source that agents are shown.
 
-        Returns: the [`Feedback`], to be named in `sees`; `None` if there is no text.
+        Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text.
 
         Raises:
-            ValueError: a turn of another episode, a reward that is not finite, or a reward for no turn.
+            ValueError: A turn belongs to another episode, or `reward` is not finite or has no turn in `after`.
         """
         self._check_own(after, "observe", Turn)
         if reward and not after:
-            raise ValueError(f"`episode.observe` got the reward {reward!r} and no turn that earned it: set `after=`.")
+            raise ValueError(f"`episode.observe` got the reward {reward!r}, but no turn that earned it. Set `after=`.")
         if after:
             self.earn(after[-1], reward)
         self._fed += [turn.index for turn in after]
         if not text:
             return None
         if not isinstance(text, str):
-            raise TypeError(f"What {source!r} says has to be a text, got {text!r} of type {type(text).__name__}.")
+            raise TypeError(f"Feedback of {source!r} has to be a text, got {text!r} of type {type(text).__name__}.")
         return self._note(Feedback(text, source))
 
     def earn(self, turn: Turn, reward: float) -> None:
         """
-        Give a turn a reward of its own, on top of what reward functions give the episode.
+        Add a reward to a single turn, in addition to the rewards that reward functions give to the episode.
 
         Raises:
-            ValueError: the reward is not a finite number, or the turn is not one of this episode.
+            TypeError: The reward is not a number.
+            ValueError: The reward is not finite, or the turn belongs to another episode.
         """
         self._check_own([turn], "earn", Turn)
         try:
@@ -349,16 +352,16 @@ class LiveEpisode:
 
     def cut(self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None) -> None:
         """
-        Say that a horizon ends the episode here and not the task. A critic then values what `agent` would have seen
-        next and adds it to the return; without a critic it changes nothing.
+        Mark the episode as truncated by a horizon before the task was finished. The critic then adds its value of the
+        next observation of `agent` to the return (bootstrapping). Without a critic this call has no effect.
 
         Args:
             agent (`str`):
                 Name of the agent that would have acted next.
             sees (`Sequence[Turn]`, *optional*):
-                Turns and feedback it would have been shown. All so far unless given.
+                Turns and feedback that the agent would have been shown. Defaults to all turns and feedback so far.
             tools (`Sequence[Callable]`, *optional*):
-                Methods of an environment that it could have called.
+                Methods of an environment that the agent could have called.
         """
         functions = (*self._tools.get(agent, ()), *(tools or ()))
         self._horizon = Horizon(agent, tuple(self._seen(agent, sees, "cut")), functions)

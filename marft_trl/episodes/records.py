@@ -18,43 +18,43 @@ Messages = list[dict[str, Any]]
 @dataclass(frozen=True, eq=False)
 class Turn:
     """
-    One action: one generation by one agent, with the observation it was made from.
+    One action: one generation by one agent, with its observation.
 
     Args:
         agent (`str`):
-            Name of the agent that spoke.
+            Name of the agent that generated the turn.
         text (`str`):
-            What it said, without control tokens: what reward functions and workflows read.
+            Generated text without control tokens. Reward functions and workflows read this text.
         index (`int`):
             Position among the turns of its episode.
         sees (`tuple[int, ...]`):
-            Positions of the earlier turns that were shown to it. Over an episode this is the dependency function *D*
-            of the Flex-POMDP.
+            Positions of the earlier turns that were shown to the agent. Over an episode, these positions are the
+            dependency function *D* of the Flex-MG (named Flex-POMDP in the first versions of 2504.16129).
         observation (`str` or `list[dict]`):
-            What it was shown, before tokenization: plain text or chat messages.
+            Observation before tokenization, as plain text or chat messages.
         prompt_ids (`tuple[int, ...]`):
-            The observation in tokens.
+            Token ids of the observation.
         completion_ids (`tuple[int, ...]`):
-            The tokens as sampled. They are never re-tokenized. May be empty.
+            Token ids as sampled; they are never re-tokenized. May be empty.
         raw_text (`str`):
-            As `text`, with sampled control tokens spelled out and the closing end-of-sequence token left off: what
-            teammates are shown.
+            Text that teammates are shown: `text` including sampled control tokens, but without the final
+            end-of-sequence token.
         truncated (`bool`):
-            Whether the turn ran into its length limit instead of ending by itself.
+            `True` if the turn reached its length limit before it ended.
         hears (`tuple[int, ...]`):
-            Positions, among the feedback of its episode, of what was shown to it.
+            Positions of the feedback that was shown to the agent, among all feedback of the episode.
         fed (`int`):
-            How many entries of its episode's `fed` had gone into the environment when it was asked for: it depends on
-            those turns, whether or not it was shown them.
+            Number of entries in the episode's `fed` when the turn was requested. The turn depends on these turns, even
+            if they were not shown to the agent.
         tool_calls (`tuple[ToolCall, ...]`):
-            Functions that it asks for.
+            Tool calls in the turn.
         without_calls (`str`, *optional*):
-            For a turn that calls functions, the text before the calls, which is shown to teammates.
+            Text before the tool calls, if the turn has any. Teammates are shown this text.
         audience (`str`, *optional*):
-            The one agent that is shown it where a workflow does not say what is seen: a turn that called tools, which
-            only its own agent went on from. `None`: everybody.
+            Only agent that sees the turn if the workflow does not pass `sees`. Set for turns with tool calls, which
+            only their own agent continues from. If `None`, all agents see the turn.
         logps (`Sequence[float]`, *optional*):
-            Log-probabilities of the sampled tokens, where generation has kept them.
+            Log-probabilities of the sampled tokens, if they were recorded during generation.
     """
 
     agent: str
@@ -76,7 +76,7 @@ class Turn:
     def __post_init__(self):
         if self.raw_text is None:
             object.__setattr__(self, "raw_text", self.text)
-        for name in ("prompt_ids", "completion_ids"):  # what was sampled stays as it is, whoever holds the turn
+        for name in ("prompt_ids", "completion_ids"):  # tuples, so that nobody can change the sampled tokens
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @classmethod
@@ -116,14 +116,14 @@ class Turn:
 @dataclass(frozen=True, eq=False)
 class Feedback:
     """
-    What an environment or a tool says. Agents are shown it like a teammate's words.
+    Text from an environment or a tool. It is shown to agents in the same way as a teammate's turn.
 
     Args:
-        text (`str`): what it says.
-        agent (`str`): name of the source, shown in the place of an agent's.
-        index (`int`): position among the feedback of its episode.
-        tool (`str`, *optional*): the function whose result it is.
-        audience (`str`, *optional*): the one agent that is shown it where a workflow does not say what is seen.
+        text (`str`): text of the feedback.
+        agent (`str`): name of the source, shown in place of an agent's name.
+        index (`int`): position among the feedback of the episode.
+        tool (`str`, *optional*): name of the tool, if the feedback is the result of a tool call.
+        audience (`str`, *optional*): only agent that sees the feedback if the workflow does not pass `sees`.
     """
 
     text: str
@@ -139,7 +139,7 @@ class Feedback:
 
 # What an agent can be shown: turns of agents, and feedback of an environment.
 Seen = Turn | Feedback
-# The name under which results of tools are shown to agents other than the one that called.
+# Name of the speaker under which tool results are shown to agents other than the one that called the tool.
 TOOL = "tool"
 
 
@@ -262,9 +262,9 @@ class Episode:
 
 class EndOfEpisode(BaseException):
     """
-    Raised inside a workflow, out of `episode.turn`, to end its episode with the turns it has: an observation no longer
-    fits the model's window and the policy is to end the episode. Not an `Exception`, so that a workflow's own error
-    handling does not swallow it.
+    Raised by `episode.turn` if an observation does not fit the model's window and `context_overflow="end_episode"`.
+    The episode then ends with the turns it has. It is a `BaseException`, so that `except Exception` in a workflow does
+    not catch it.
     """
 
 

@@ -28,7 +28,7 @@ def rehearse(
     **row,
 ) -> Episode:
     """
-    Run a workflow on one prompt with canned replies, without a model.
+    Run a workflow on one prompt without a model. A function supplies the text of every turn.
 
     Args:
         workflow ([`Workflow`]):
@@ -36,12 +36,12 @@ def rehearse(
         agents (`Sequence[str]`):
             Names of the agents of the team.
         reply (`Callable`):
-            `reply(agent, seen)` returns the text that the agent says, given the turns and the feedback it was shown,
-            or the [`ToolCall`]s that it makes.
+            Function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen` contains the
+            turns and the feedback shown to the agent.
         prompt (`str` or `list[dict]`, *optional*):
             The prompt of the episode.
         tools (`Mapping[str, Sequence[Callable]]`, *optional*):
-            For each agent, functions that it may call.
+            Functions that each agent may call, by agent name.
         row:
             Other columns of the dataset row.
 

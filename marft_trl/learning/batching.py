@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Episodes -> rows -> slices -> micro-batches of one agent each, bounded in tokens, and the loss weights."""
+"""From episodes to training rows, slices and micro-batches of one agent each, with their loss weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .levels import Level
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
     """
-    Distribute episodes over slices; no episode is split and none is left out.
+    Distribute episodes over slices. Every episode is in exactly one slice.
 
     Args:
         episodes (`Sequence[list[Row]]`): the rows of each episode.
         order (`torch.Tensor` of shape `(E,)`): permutation of the episodes.
-        size (`int`): episodes in a slice.
+        size (`int`): number of episodes per slice.
     """
     shuffled = [episodes[index] for index in order.tolist()]
     return [
@@ -32,9 +32,9 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
 
 def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str], critics: Sequence[str] = ()) -> torch.Tensor:
     """
-    Rows, loss tokens, rows that are not empty, and value targets, per slice and adapter: `(S, A, 4)`. Summed over
-    processes they are what [`weigh`] needs. The parts of the critic come after the adapters and have value targets
-    alone.
+    Counts `(S, A, 4)` per slice and adapter: rows, loss tokens, rows with at least one token, and value targets. The
+    parts of the critic come after the adapters and only have value targets. [`weigh`] takes the counts summed over
+    processes.
     """
     names = [*adapters, *critics]
     counts = torch.zeros(len(slices), len(names), 4, dtype=torch.long)
@@ -53,7 +53,7 @@ def weigh(
     slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Tensor, critics: Sequence[str] = ()
 ) -> list[Slice]:
     """
-    Attach to each slice what the weights of its losses need.
+    Make slices with the counts that their loss weights are computed from.
 
     Args:
         slices (`Sequence[list[Row]]`): rows of this process.
@@ -82,11 +82,13 @@ def weigh(
 
 def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
     """
-    Bring the members of groups together in a permutation, each group where its first member is.
+    Reorder a permutation so that the members of a group are adjacent, at the place of the group's first member.
 
     Args:
         order (`torch.Tensor` of shape `(E,)`): a permutation.
-        groups (`Sequence[int]`): the group of each of the `E` items.
+        groups (`Sequence[int]`): index of the group of each of the `E` items.
+
+    Returns: a permutation `(E,)`.
     """
     members: dict[int, list[int]] = {}
     for index in order.tolist():
@@ -105,19 +107,20 @@ def micro_batches(
     """
     Cut rows into micro-batches of one agent each.
 
-    Rows keep their order where they all fit into one micro-batch; otherwise they are sorted by length, so that little
-    is padded; where rows share what they have in common, those with a common beginning stay together. Rows without a
-    completion token have no loss and are left out here; they still count as rows.
+    If all rows of an agent fit into one micro-batch, they keep their order. Otherwise, they are sorted by length to
+    reduce padding. If prefixes are shared, rows with a common prefix stay together. Rows without completion tokens
+    have no loss and are left out here, but they still count in the loss weights.
 
     Args:
         rows (`Sequence[Row]`): rows of any agents.
         max_rows (`int`): largest number of rows in a micro-batch.
-        max_tokens (`int`, *optional*): largest number of tokens that are computed, padding included; a longer row goes
-            alone.
-        by (`Callable`, *optional*): what all rows of a micro-batch have in common; their agent unless given.
-        keep_empty (`bool`, *optional*, defaults to `False`): keep rows without a completion token too.
-        repeat (`float`, *optional*): common beginnings of prompts are computed once, and for each row behind it a
-            shared token takes so much of the memory of a computed one. Nothing is shared unless given.
+        max_tokens (`int`, *optional*): largest number of tokens to compute, padding included. A longer row gets a
+            micro-batch of its own.
+        by (`Callable`, *optional*): function of a row. All rows of a micro-batch have the same value. Defaults to the
+            row's agent.
+        keep_empty (`bool`, *optional*, defaults to `False`): keep rows without completion tokens.
+        repeat (`float`, *optional*): memory of a repeated token of a shared prefix, relative to that of a computed
+            token. If `None`, no prefixes are shared.
     """
     by_agent: dict[str, list[Row]] = {}
     for row in rows:
@@ -137,7 +140,7 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class _Size:
-    """What a micro-batch computes: lengths are the longest of its rows and groups."""
+    """Size of a micro-batch. The lengths are those of its longest prompt, completion, shared prefix and rest."""
 
     rows: int = 0
     prompt: int = 0
@@ -147,7 +150,7 @@ class _Size:
     rest: int = 0
 
     def with_row(self, row: Row, number: int, prefix: int) -> _Size:
-        """With one more row, of the group of this number."""
+        """The size with one more row, which belongs to the group `number`."""
         return _Size(
             self.rows + 1,
             max(self.prompt, len(row.prompt_ids)),
@@ -158,7 +161,7 @@ class _Size:
         )
 
     def tokens(self, repeat: float) -> float:
-        """Tokens that are computed, those that are repeated counted in part."""
+        """Number of tokens to compute, plus `repeat` for each repeated token."""
         plain = self.rows * (self.prompt + self.completion)
         shared = len(self.groups) * self.prefix + self.rows * (self.rest + repeat * self.prefix)
         return min(plain, shared) if self.prefix else plain
@@ -184,12 +187,12 @@ def collate(
     rows: Sequence[Row], pad_token_id: int, pad_to_multiple_of: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """
-    Rows as the tensors that TRL's loss takes: prompts padded on the left, completions on the right. `B` rows, prompts
-    up to `P`, completions up to `T` tokens.
+    Collate `B` rows into the tensors that TRL's loss takes. Prompts are padded on the left to `P` tokens, completions
+    on the right to `T` tokens.
 
     Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask`, `completion_attention`
-    `(B, T)`, `advantages` `(B,)` or `(B, T)` and, where the rows have them, `old_per_token_logps` and
-    `ref_per_token_logps` `(B, T)`. Masks: 1 counts; in `completion_attention` also tokens that the loss leaves out.
+    `(B, T)`; `advantages` `(B,)` or `(B, T)`; and `old_per_token_logps` and `ref_per_token_logps` `(B, T)` if all rows
+    have them. `completion_mask` is 1 for tokens that count in the loss, `completion_attention` for all tokens.
     """
 
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
@@ -241,13 +244,12 @@ class Collator:
 @dataclass(frozen=True)
 class LossWeights:
     """
-    How one micro-batch enters the loss of its adapter, given that TRL's loss of the micro-batch is multiplied by
-    `loss`.
+    Weights with which one micro-batch enters the loss of its adapter.
 
     Args:
-        loss (`float`): factor of TRL's loss.
+        loss (`float`): factor that TRL's loss of the micro-batch is multiplied by.
         num_items_in_batch (`float`): TRL's normalizer for the loss types that divide by a token count.
-        entropy (`float`): factor of `entropy_coef`, so that the bonus becomes a mean over the adapter's tokens.
+        entropy (`float`): factor of `entropy_coef` that makes the bonus a mean over the adapter's tokens.
     """
 
     loss: float
@@ -264,14 +266,15 @@ def loss_weights(
     level: Level,
 ) -> LossWeights:
     """
-    The weights that make the micro-batches of an adapter add up, over micro-batches and processes, to the loss that
-    TRL would compute on all of its rows at once, averaged over processes.
+    Compute the weights of a micro-batch in the loss. With these weights, the losses of an adapter's micro-batches,
+    added over micro-batches and averaged over processes, equal the loss that TRL would compute on all rows of the
+    adapter at once.
 
-    - `grpo`, `sapo`, `luspo`, `dr_grpo` average over rows: every row of the generation batch weighs the same.
-    - `bnpo` averages over the tokens of a slice, as its definition says.
-    - `dapo`, `cispo`, `vespo` divide a sum over tokens by the tokens of the generation batch.
+    - `grpo`, `sapo`, `luspo` and `dr_grpo` average over rows. Every row of the generation batch has the same weight.
+    - `bnpo` averages over the tokens of a slice.
+    - `dapo`, `cispo` and `vespo` divide a sum over tokens by the number of tokens of the generation batch.
 
-    The entropy bonus is a mean over the tokens of a slice for every loss type, and over its turns at action level.
+    For every loss type, the entropy bonus is a mean over the tokens of a slice; at action level, over its turns.
     """
     adapter = batch.adapter
     token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[adapter], 1)

@@ -11,7 +11,7 @@ import torch
 @dataclass(frozen=True, eq=False)
 class Row:
     """
-    A turn as a training row. `P` prompt tokens, `L` completion tokens.
+    A turn as a training row, with `P` prompt tokens and `L` completion tokens.
 
     A row is made once from a turn. What is found out about it later is filled in by steps that return new rows, in
     this order: [`~LogProbs.with_old`], [`~LogProbs.with_reference`], [`~CriticLearner.with_values`], the advantages,
@@ -19,44 +19,44 @@ class Row:
 
     Args:
         agent (`str`):
-            Who spoke.
+            Name of the agent that acted.
         adapter (`str`):
-            The adapter it acted with.
+            Name of the adapter that the agent acted with.
         prompt_ids (`torch.Tensor` of shape `(P,)`):
-            The observation.
+            Token ids of the observation.
         completion_ids (`torch.Tensor` of shape `(L,)`):
-            The tokens as sampled.
+            Token ids of the turn, as they were sampled.
         advantage (`float` or `torch.Tensor` of shape `(L,)`):
             Advantage of the turn, or of each of its tokens.
         counts (`bool`):
-            Whether its tokens count in the loss. A truncated turn does not under `mask_truncated_completions`; it
-            still counts as a row.
+            `True` if the tokens of the turn count in the loss. Those of a truncated turn do not count if
+            `mask_truncated_completions` is set, but the turn still counts as a row.
         old_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
-            Log-probabilities under the policy that sampled.
+            Log-probabilities under the policy that sampled the turn.
         ref_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
             Log-probabilities under the agent's reference.
         episode (`int`):
-            Position of its episode on this process.
+            Position of the turn's episode on this process.
         is_trained (`bool`):
-            Whether the agent learns from it. The turns of frozen agents are rows for the critic alone.
+            `True` if the agent learns from the turn. Only the critic learns from the turns of frozen agents.
         words (`int`):
-            Words of the turn, separated by white space; at least 1.
+            Number of words of the turn, separated by white space; at least 1.
         factor (`float`):
-            What the advantage is multiplied by in the loss: the clipped product of the ratios of agents that were
-            updated before, in the same joint action.
+            Factor of the advantage in the loss: the clipped product of the policy ratios of the agents that acted in
+            the same joint action and were updated before.
         log_factor (`float`):
-            Logarithm of that product, before clipping.
+            Logarithm of this product, before clipping.
         round (`int`):
             Index of the joint action in the episode, see [`~Episode.rounds`].
         number (`int`):
             Position among the rows of its generation batch on this process.
         critic (`str`, *optional*):
-            The adapter, or part, of the critic that values the turn.
+            Name of the part of the critic (and of its adapter) that values the turn.
         old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
-            Values when the turn was sampled and what they should have been (NaN: unknown): `V = 1` at action level,
-            `V = max(L, 1)` at token level.
+            Values at the time of sampling, and value targets (NaN if unknown). `V` is 1 at action level and
+            `max(L, 1)` at token level.
         features (`torch.Tensor` of shape `(V, H)`, *optional*):
-            What a frozen critic values: hidden states of the base.
+            Inputs of the frozen critic: hidden states of the base.
     """
 
     agent: str
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def num_value_targets(self) -> int:
-        """Positions that the critic learns from; none for a turn that nothing scored or that has no token."""
+        """Number of positions that the critic learns from: 0 for an unscored turn and for a turn without tokens."""
         if self.value_targets is None or not len(self.completion_ids) or self.value_targets.isnan().any():
             return 0
         return len(self.value_targets)
@@ -98,16 +98,17 @@ class Row:
 @dataclass(frozen=True, eq=False)
 class Slice:
     """
-    The rows of `per_device_train_batch_size` episodes on this process, and what all processes hold, by adapter.
+    The rows of `per_device_train_batch_size` episodes on this process, and counts over all processes by adapter.
 
     Args:
         rows (`list[Row]`): rows of this process.
-        rows_per_slice (`dict[str, float]`): rows of an adapter in an average slice of all processes.
-        tokens_per_slice (`dict[str, float]`): loss tokens of an adapter in an average slice of all processes.
-        tokens (`dict[str, int]`): loss tokens of an adapter in this slice, over all processes.
-        adapters (`frozenset[str]`): adapters that have a row with a token in this slice on any process.
-        value_targets (`dict[str, float]`): positions that each part of the critic learns from in an average slice of
-            all processes.
+        rows_per_slice (`dict[str, float]`): rows of each adapter per slice, added over processes, mean over slices.
+        tokens_per_slice (`dict[str, float]`): loss tokens of each adapter per slice, likewise.
+        tokens (`dict[str, int]`): loss tokens of each adapter in this slice, added over processes.
+        adapters (`frozenset[str]`): adapters that have a non-empty row, and parts of the critic that have a value
+            target, in this slice on any process.
+        value_targets (`dict[str, float]`): positions that each part of the critic learns from per slice, added
+            over processes, mean over slices.
     """
 
     rows: list[Row]
@@ -121,12 +122,12 @@ class Slice:
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """
-    Rows that go through the model together: of one agent, or of one part of the critic.
+    Rows that go through the model together. They belong to one agent or to one part of the critic.
 
     Args:
-        agent (`str`): whose rows.
-        rows (`list[Row]`): at least one row, none without completion tokens.
-        num_tokens (`float`): tokens that are computed, those that are repeated counted in part.
+        agent (`str`): name of the agent, or of the part of the critic.
+        rows (`list[Row]`): at least one row.
+        num_tokens (`float`): number of tokens to compute, plus a fraction for each repeated token.
     """
 
     agent: str

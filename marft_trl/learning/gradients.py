@@ -11,17 +11,17 @@ import torch
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
-# Elements that are reduced in one call. Adapters fit into one; a fully trained model is not copied all at once.
+# Maximum number of elements to reduce in one call. It holds whole adapters, but limits copies of a full model.
 _BUCKET = 2**26
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], world_size: int) -> None:
     """
-    Average the gradients over processes, in place. A process without a gradient adds zeros, so no process has to know
-    which agents spoke on which.
+    Average the gradients over processes, in place. A process without a gradient contributes zeros, so processes need
+    not know which agents acted on the others.
 
     Args:
-        parameters (`Iterable[torch.nn.Parameter]`): the same parameters in the same order on every process.
+        parameters (`Iterable[torch.nn.Parameter]`): parameters, in the same order on every process.
         world_size (`int`): number of processes.
     """
     bucket: list[torch.Tensor] = []
@@ -50,15 +50,15 @@ def clip_gradients(parameters: Parameters, max_norm: float) -> torch.Tensor:
 
     Args:
         parameters (`Mapping[str, torch.nn.Parameter]`): parameters of the adapter.
-        max_norm (`float`): largest norm; infinite for no clipping.
+        max_norm (`float`): maximum norm. Pass infinity to disable clipping.
 
-    Returns: the norm before clipping, a scalar.
+    Returns: norm before clipping, a scalar.
     """
     return torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
 
 
 def drop_gradients(parameters: Parameters) -> None:
-    """Leave the adapter out of the next optimizer step: its weights and optimizer state stay as they are."""
+    """Skip the adapter in the next optimizer step. Its weights and its optimizer state do not change."""
     for parameter in parameters.values():
         parameter.grad = None
 
@@ -69,9 +69,9 @@ def split_groups(
     """
     Split the optimizer's parameter groups by adapter, in place, before its first step.
 
-    Groups come in the order of the adapters' names, whatever the order of the agents, so that the state of an
-    optimizer (kept by position) finds its adapter again; the critic's come last, since the first one's learning rate
-    is what the Trainer logs.
+    Groups are sorted by adapter name. The optimizer state is saved by position, so a fixed order lets it find its
+    adapter again, even if the order of the agents changes. The critic's groups come last, because the Trainer logs the
+    learning rate of the first group.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -79,7 +79,7 @@ def split_groups(
         adapters (`Mapping[str, Mapping[str, torch.nn.Parameter]]`):
             Parameters of each trained adapter.
         learning_rates (`Mapping[str, float | None]`):
-            Learning rate of each adapter, where it has its own.
+            Learning rate of each adapter. If `None` or missing, that of the optimizer is kept.
     """
     groups = []
     for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
@@ -96,12 +96,12 @@ def split_groups(
 def add_group(
     optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float
 ) -> None:
-    """Add parameters that are not part of the model, without weight decay, before [`split_groups`]."""
+    """Add parameters that are not part of the model, without weight decay. Call it before [`split_groups`]."""
     optimizer.add_param_group({"params": list(parameters), "lr": learning_rate, "weight_decay": 0.0, "adapter": name})
 
 
 def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters]) -> list[str]:
-    """Adapters with a parameter that the optimizer does not have."""
+    """Names of the adapters that have a parameter missing in the optimizer."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         adapter
@@ -124,10 +124,10 @@ def checked_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:
     """
-    Raise unless a saved optimizer state belongs to these parameter groups.
+    Raise if a saved optimizer state does not belong to the current parameter groups.
 
     Raises:
-        ValueError: names the adapters of both.
+        ValueError: the groups differ. The message names the adapters of both.
     """
     theirs = [(group.get("adapter"), len(group["params"])) for group in saved]
     mine = [(group.get("adapter"), len(group["params"])) for group in current]

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a team needs in memory, part by part, and what a pass through the model keeps, measured on short rows."""
+"""Memory plan of a team, part by part. Activations are measured on short rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from ..shared_prefix.forward import hidden_states, scored_at_once
 @dataclass(frozen=True)
 class MemoryPlan:
     """
-    Bytes on one process.
+    Memory that a team needs on one process, in bytes.
 
     Args:
-        base (`int`): the model that all agents share, as it is stored; a 4-bit one at half a byte per weight.
-        adapters (`int`): the agents' LoRAs, or 0 where the base itself is trained.
-        critic (`int`): LoRAs and heads of the critic.
-        gradients (`int`): of everything that is trained.
-        optimizer (`int`): its state, of everything that is trained.
-        activations (`int`): of the largest micro-batch, with the LM head's tiles; from a measurement on short rows.
-        cache (`int`): keys and values of one generation batch of an agent, with the longest turns.
+        base (`int`): model that all agents share, as stored. A 4-bit model takes half a byte per weight.
+        adapters (`int`): LoRAs of the agents, or 0 if the base itself is trained.
+        critic (`int`): LoRAs and value heads of the critic.
+        gradients (`int`): gradients of all trained parameters.
+        optimizer (`int`): optimizer state of all trained parameters.
+        activations (`int`): activations of the largest micro-batch, including the LM head. Estimated from a
+            measurement on short rows.
+        cache (`int`): keys and values of one generation batch of an agent, with turns of maximum length.
     """
 
     base: int
@@ -41,7 +42,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """What has to fit at once: generation and training take turns."""
+        """Peak memory. Generation and training never run at the same time, so only the larger of the two counts."""
         lasting = self.base + self.adapters + self.critic + self.optimizer
         return lasting + max(self.gradients + self.activations, self.cache)
 
@@ -51,14 +52,14 @@ class MemoryPlan:
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, each counted once."""
+    """Size of tensors in bytes. A tensor that occurs several times is counted once."""
     return sum(
         tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values()
     )
 
 
 def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
-    """Bytes of the optimizer's state: two moments per weight, of a byte each in the 8-bit optimizers."""
+    """Size of the optimizer state in bytes: two moments per weight, which take one byte each in 8-bit optimizers."""
     per_weight = 2 if "8bit" in optim else None
     momentum_free = optim in ("sgd", "adafactor")
     return sum(
@@ -69,12 +70,12 @@ def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
 @dataclass(frozen=True)
 class ActivationCost:
     """
-    Bytes that a forward and a backward pass need at once.
+    Peak memory of a forward and a backward pass, in bytes per token.
 
     Args:
-        per_token (`float`): for each token that goes through the model, padding included.
-        per_repeat (`float`): for each shared token and each row behind it, whose keys and values are repeated.
-        per_checkpointed (`float`): for each token where layers are computed again in the backward pass.
+        per_token (`float`): bytes per token that goes through the model, padding included.
+        per_repeat (`float`): bytes per token of a shared prefix and row behind it, for repeated keys and values.
+        per_checkpointed (`float`): bytes per token with gradient checkpointing.
     """
 
     per_token: float
@@ -82,27 +83,27 @@ class ActivationCost:
     per_checkpointed: float
 
     def of_token(self, checkpointing: bool) -> float:
-        """Bytes of a token, with or without gradient checkpointing."""
+        """Bytes per token, with or without gradient checkpointing."""
         return self.per_checkpointed if checkpointing else self.per_token
 
     def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
-        """Bytes of a pass that computes so many tokens and repeats so many (both summed over rows)."""
+        """Bytes of a pass that computes `tokens` tokens and repeats `repeated` tokens, each summed over rows."""
         return round(self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
-# Longest row that activations are measured on; what grows with the square of longer ones is not seen.
+# Length of the longest row that activations are measured on. A quadratic part that only shows beyond it is missed.
 _LONGEST = 2048
 
 
 def measure_activations(model: PreTrainedModel, length: int, share: bool = True) -> ActivationCost:
     """
-    Measure what passes need of a model with its active adapter: what is kept for the backward pass, on rows of a
-    length and of half of it, since attention may keep what grows with the square.
+    Measure the memory that a model with its active adapter keeps for the backward pass. It is measured on rows of two
+    lengths, `length` and half of it, because attention may keep tensors that grow with the square of the length.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): in training mode, without gradient checkpointing.
-        length (`int`): tokens of the rows it is for.
-        share (`bool`, *optional*, defaults to `True`): whether rows will share what they have in common.
+        model ([`~transformers.PreTrainedModel`]): model in training mode, without gradient checkpointing.
+        length (`int`): number of tokens of a row.
+        share (`bool`, *optional*, defaults to `True`): `True` if rows will share common prefixes.
     """
     config, whole = model.config.get_text_config(), max(min(length, _LONGEST), 16)
 
@@ -115,7 +116,7 @@ def measure_activations(model: PreTrainedModel, length: int, share: bool = True)
     of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
-    # While a layer is gone through backwards, the gradients of what it has kept are there too
+    # During the backward pass of a layer, the gradients of its kept tensors take the same memory again
     return ActivationCost(
         per_token=per_token * (1 + 1 / layers),
         per_repeat=max(of_shared - per_token, 0.0) / 2 * (1 + 1 / layers),
@@ -124,7 +125,7 @@ def measure_activations(model: PreTrainedModel, length: int, share: bool = True)
 
 
 def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
-    """Bytes of the tensors that autograd keeps in a pass, those of the model left out."""
+    """Bytes of the tensors that autograd keeps in a pass, without the model's own parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, int] = {}
 
@@ -135,27 +136,27 @@ def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = run()  # alive until here, so that no address is used twice
+        output = run()  # kept alive until all tensors are noted, so that no address is reused
     del output
     return sum(sizes.values())
 
 
-# TRL's LM head takes so many columns at once; with Triton it works in place, otherwise with copies.
+# Number of columns that TRL's LM head takes at once, and of their copies in memory if Triton is not used.
 _HEAD_COLUMNS, _HEAD_COPIES = 32768, 6
 
 
 def head_size(vocabulary: int, scored: int, device: torch.device) -> int:
-    """Bytes of what the LM head holds at once, in float32."""
+    """Peak memory of the LM head in bytes. It works in float32."""
     copies = 2 if device.type == "cuda" else _HEAD_COPIES
     return min(scored, scored_at_once(vocabulary, device)) * min(vocabulary, _HEAD_COLUMNS) * 4 * copies
 
 
-# What a container may take and takes, by version of cgroups.
+# Files with the memory limit and the memory usage of a container, by version of cgroups.
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 def free_memory(device: torch.device, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take on a device; of the main memory, its share among the local processes."""
+    """Bytes that this process may still take on a device. Main memory is divided among the local processes."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Who learns when."""
+"""Schedule of the adapters that learn."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from ..configs import MARFTConfig
 @dataclass(frozen=True)
 class Schedule:
     """
-    Which adapters learn in a step, and when new episodes are due.
+    Schedule of the adapters that learn in a step, and of the steps that need new episodes.
 
-    A micro-step is one call of `training_step`, `gradient_accumulation_steps` of which make an optimizer step. A phase
-    is what a generation batch is used for by one set of adapters: `steps_per_generation * num_iterations` micro-steps.
+    A micro-step is one call of `training_step`. An optimizer step has `gradient_accumulation_steps` micro-steps. A
+    phase is the time in which one set of adapters uses a generation batch: `steps_per_generation * num_iterations`
+    micro-steps.
 
     Args:
         adapters (`tuple[str, ...]`): trained adapters, in team order.
-        phase (`int`): micro-steps of a phase.
-        interval (`int`): optimizer steps for which one adapter learns alone; 0 for no such interval.
-        order (`str`): `"joint"`, `"sequential"` or `"resampled"`.
-        warmup (`int`): optimizer steps in which no adapter learns.
-        seed (`int`): of the order of adapters in sequential updates.
+        phase (`int`): number of micro-steps in a phase.
+        interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter learns alone,
+            before the next one does. 0 disables taking turns by intervals.
+        order (`str`, *optional*, defaults to `"joint"`): `"joint"`, `"sequential"` or `"resampled"`.
+        warmup (`int`, *optional*, defaults to `0`): number of first optimizer steps in which no adapter learns.
+        seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
         critics (`tuple[str, ...]`): parts of the critic.
     """
 
@@ -40,10 +42,10 @@ class Schedule:
     @classmethod
     def of(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
         """
-        The schedule that the training arguments ask for.
+        Make the schedule from the training arguments.
 
         Raises:
-            ValueError: they ask for taking turns, and there is one trained adapter alone.
+            ValueError: the arguments let adapters learn in turn, but there is only one trained adapter.
         """
         if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
             name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
@@ -70,12 +72,12 @@ class Schedule:
 
     @property
     def phases(self) -> int:
-        """Phases of a generation batch."""
+        """Number of phases of a generation batch."""
         return len(self.adapters) if self.order == "sequential" else 1
 
     @property
     def generate_every(self) -> int:
-        """Micro-steps from one generation batch to the next."""
+        """Number of micro-steps from one generation batch to the next."""
         return self.phase * self.phases
 
     def learning(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
@@ -100,18 +102,18 @@ class Schedule:
         return frozenset(self.adapters)
 
     def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
-        """Whether the critic does: in sequential updates on the first use of the episodes, else always."""
+        """`True` if the critic learns: in the warm-up, and in the first phase of every generation batch."""
         return optimizer_step < self.warmup or self._phase_of(micro_step) == 0
 
     def just_updated(self, micro_step: int) -> str | None:
-        """The adapter whose phase on the present episodes ended with the last micro-step."""
+        """The adapter whose phase on these episodes ended with the previous micro-step, or `None`."""
         phase = self._phase_of(micro_step)
         if phase == 0 or micro_step % self.phase:
             return None
         return self.order_of(micro_step)[phase - 1]
 
     def order_of(self, micro_step: int) -> list[str]:
-        """The adapters in the order of their phases, drawn anew for each generation batch."""
+        """The adapters in the order of their phases. The order is drawn again for each generation batch."""
         generator = torch.Generator().manual_seed(self.seed + micro_step // self.generate_every)
         return [self.adapters[index] for index in torch.randperm(len(self.adapters), generator=generator)]
 

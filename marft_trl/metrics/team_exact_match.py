@@ -8,14 +8,14 @@ import numpy as np
 
 _DESCRIPTION = """
 Share of answers that equal their reference, after stripping white space at both ends, with a percentile bootstrap
-interval. Answers to the same question are resampled together when `groups` says which belong together.
+interval. If `groups` is given, answers to the same question are resampled together.
 """
 
 _KWARGS = """
 Args:
     predictions (`list[str]`): answers of the team.
-    references (`list[str]`): right answers.
-    groups (`list`, *optional*): question of each answer; every answer is a question of its own unless given.
+    references (`list[str]`): reference answers.
+    groups (`list`, *optional*): question of each answer. By default, every answer has its own question.
     confidence (`float`, *optional*, defaults to 0.95): share of the resamples that the interval holds.
     n_resamples (`int`, *optional*, defaults to 2000): number of resamples.
     seed (`int`, *optional*, defaults to 0): seed of the resamples.

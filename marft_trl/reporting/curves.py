@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Learning curves as files."""
+"""Learning curves as CSV and PNG files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def save_learning_curve(
         log_history (`Sequence[dict]`):
             `trainer.state.log_history`.
         folder (`str` or `os.PathLike`):
-            Where to write.
+            Folder to write to.
         columns (`Sequence[str]`, *optional*, defaults to `("reward", "entropy")`):
-            Metrics to write. Those of agents are named `agents/<name>/...`.
+            Names of the metrics to write. Metrics of an agent are named `agents/<name>/...`.
 
     Raises:
-        ImportError: matplotlib is missing (`pip install marft-trl[plots]`); the CSV is written all the same.
+        ImportError: matplotlib is missing (`pip install marft-trl[plots]`). The CSV file is written nevertheless.
     """
     folder = Path(folder)
     entries = [entry for entry in log_history if any(column in entry for column in columns)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Figures of an evaluation: the team's reward, each agent's part, and metrics over the answers."""
+"""Metrics of an evaluation: rewards of the team and of each agent, and metrics over the team's answers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..episodes.records import Turn
 from ..run_metrics import AGENT_METRICS, length_metrics
 
 
-# A metric of the `evaluate` package, or `metric(answers, **columns)` returning a number or a dict of numbers.
+# A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a
+# dict of numbers
 EvalMetric: TypeAlias = evaluate.EvaluationModule | Callable[..., Any]
 
 
 def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
     """
-    The metrics as a list.
+    Check the metrics and return them as a list.
 
     Raises:
-        TypeError: neither metrics of the `evaluate` package nor callables.
+        TypeError: an item is neither a metric of the `evaluate` package nor a callable.
     """
     if eval_metrics is None:
         return []
@@ -40,10 +41,10 @@ def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
 
 def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -> None:
     """
-    Raise unless every evaluation set has the column that metrics of the `evaluate` package take as references.
+    Raise if an evaluation dataset lacks the column that metrics of the `evaluate` package take as references.
 
     Raises:
-        ValueError: names the metric, the dataset and its columns.
+        ValueError: the message names the metric, the dataset and its columns.
     """
     named = [metric.name for metric in metrics if isinstance(metric, evaluate.EvaluationModule)]
     for name, dataset in named_sets(eval_dataset).items():
@@ -57,12 +58,12 @@ def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -
 
 def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:
     """
-    Mean figures over episodes.
+    Compute metrics over episodes: rewards, lengths and numbers of turns.
 
     Args:
         records (`Sequence[dict]`):
-            For each episode `reward` (`float` or `None`), `rewards` (`dict` of the same by reward function) and
-            `turns` (`list[Turn]`).
+            One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
+            `float` or `None`) and `turns` (`list[Turn]`).
         agents (`Sequence[str]`):
             Names of the agents.
     """
@@ -93,20 +94,20 @@ def measure_answers(
     metrics: Sequence[EvalMetric], answers: Sequence[str], columns: Mapping[str, list], reference_column: str
 ) -> dict[str, float]:
     """
-    Metrics over the team's answers.
+    Compute metrics over the team's answers.
 
     Args:
         metrics (`Sequence`):
             Metrics of the `evaluate` package, or callables.
         answers (`Sequence[str]`):
-            Text of the answering turn of each episode.
+            Text of the team's answer in each episode.
         columns (`Mapping[str, list]`):
-            Columns of the dataset and `turns`, one value per episode.
+            Columns of the dataset, and `turns`, with one value per episode.
         reference_column (`str`):
-            The column that metrics of the `evaluate` package get as `references`.
+            Name of the column that metrics of the `evaluate` package get as `references`.
 
     Raises:
-        TypeError: a callable returned something else than a number or a dict of numbers.
+        TypeError: a callable returned neither a number nor a dict of numbers.
     """
     figures: dict[str, float] = {}
     for metric in metrics:

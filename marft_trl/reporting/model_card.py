@@ -131,7 +131,7 @@ def team_card(
         manifest ([`TeamManifest`]):
             The team.
         model_name (`str`):
-            Headline.
+            Title of the card.
         repo (`str`, *optional*):
             Hub id of the team.
         dataset_name (`str`, *optional*):

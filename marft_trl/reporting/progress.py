@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a run says on the terminal: one short line for each log. Trackers and `log_history` have all metrics."""
+"""Terminal output of a run: one short line per log. Trackers and `log_history` get all metrics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.utils import is_rich_available
 
 
-# Of an agent's metrics, those in a line, with their names there
+# Metrics of an agent that are in a log line, with their names in the line
 _OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
 
 
-# Rewards of agents that differ by less, as a share, are those of the same episodes, weighted by other numbers of turns
+# If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
+# because agents have different numbers of turns
 _SAME = 0.01
 
 
 class LogLine:
     """
-    Makes a line of a log: step, the team's reward with its change since the last line, seconds of the step, and of
-    each agent its reward (where agents differ), its KL and the mean length of its turns.
+    Formats a log as one line: the step, the team's reward and its change since the last line, the seconds of the step,
+    and for each agent the reward (if agents differ), the KL and the mean length of its turns.
 
     Args:
         agents (`Sequence[str]`): names of the agents.
@@ -34,7 +35,7 @@ class LogLine:
         self._last: dict[str, float] = {}  # rewards by the prefix of their metric
 
     def __call__(self, logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-        """The line, or `None` for a log that has no reward and is no end of a run."""
+        """Return the line, or `None` if the log has no reward and does not end the run."""
         place = f"step {step:>{len(str(max_steps))}}/{max_steps}"
         if "train_runtime" in logs:
             return f"{place}  done in {logs['train_runtime']:.0f} s"
@@ -80,7 +81,7 @@ def _number(value: Any) -> float | None:
 
 class TeamProgressCallback(ProgressCallback):
     """
-    The progress bar of transformers, with a line for each log in place of all metrics.
+    The progress bar of transformers. It prints one line per log instead of all metrics.
 
     Args:
         agents (`Sequence[str]`, *optional*): names of the agents.
@@ -102,7 +103,7 @@ class TeamProgressCallback(ProgressCallback):
 
 class TeamPrinterCallback(PrinterCallback):
     """
-    A line for each log, without a progress bar.
+    Prints one line per log, without a progress bar.
 
     Args:
         agents (`Sequence[str]`, *optional*): names of the agents.
@@ -118,7 +119,7 @@ class TeamPrinterCallback(PrinterCallback):
 
 
 def say(line: str) -> None:
-    """Print a line; in colours where `rich` is installed and the output is a terminal."""
+    """Print a line. It is coloured if `rich` is installed and the output is a terminal."""
     if is_rich_available():
         from rich.console import Console
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Episodes as texts and as pages that a person can read: who said what, what each saw, what it was worth."""
+"""Transcripts of episodes as text or HTML: the turns, their observations, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from ..episodes.records import Episode, Feedback, Messages, Turn
 
 
-# The advantage of a turn: one number, or one for each token; `None` where it was not trained on.
+# Advantage of a turn: one number, or one per token; `None` if the turn was not trained on.
 Advantage = float | Sequence[float] | None
 
 
 @dataclass(frozen=True)
 class Entry:
     """
-    One thing that was said.
+    A turn or a feedback in a transcript.
 
     Args:
-        speaker (`str`): an agent, or the source of feedback.
-        text (`str`): what was said, control tokens spelled out.
-        notes (`tuple[str, ...]`): what it saw, and what else there is to know.
-        shown (`str`): what the agent was shown, as text; empty for feedback.
-        tokens (`tuple[str, ...]`): the text of each token, where it is known.
-        advantages (`float` or `tuple[float, ...]`, *optional*): of the turn, or of each of its tokens.
-        is_feedback (`bool`): whether an environment or a tool said it.
+        speaker (`str`): name of the agent, or source of the feedback.
+        text (`str`): text of the turn or the feedback, with control tokens spelled out.
+        notes (`tuple[str, ...]`): short remarks: the earlier turns it was shown, tool calls, truncation, rewards.
+        shown (`str`): observation of the agent, as text. Empty for feedback.
+        tokens (`tuple[str, ...]`): text of each token, if known.
+        advantages (`float` or `tuple[float, ...]`, *optional*): advantage of the turn, or of each of its tokens.
+        is_feedback (`bool`): `True` for feedback from an environment or a tool.
     """
 
     speaker: str
@@ -42,13 +42,13 @@ class Entry:
 @dataclass(frozen=True)
 class Transcript:
     """
-    An episode for people. Plain data, so that it can travel from one process to another.
+    An episode in readable form. It is plain data, so that it can be sent to another process.
 
     Args:
-        title (`str`): headline.
-        prompt (`str`): the prompt of the dataset row.
-        entries (`tuple[Entry, ...]`): turns and feedback in their order.
-        rewards (`dict[str, float]`): reward of each reward function; `None` where it did not apply.
+        title (`str`): title of the transcript.
+        prompt (`str`): prompt of the dataset row.
+        entries (`tuple[Entry, ...]`): turns and feedback, in order.
+        rewards (`dict[str, float]`): reward of each reward function; `None` for functions that did not apply.
     """
 
     title: str
@@ -68,11 +68,11 @@ class Transcript:
     ) -> Transcript:
         """
         Args:
-            episode ([`Episode`]): what happened.
+            episode ([`Episode`]): the episode.
             rewards (`Mapping[str, float]`, *optional*): reward of each reward function.
-            title (`str`, *optional*): headline.
-            advantages (`Sequence`, *optional*): of each turn: a number, one for each token, or `None`.
-            tokens (`Sequence[Sequence[str]]`, *optional*): the tokens of each turn as texts.
+            title (`str`, *optional*): title of the transcript.
+            advantages (`Sequence`, *optional*): advantage of each turn: one number, one per token, or `None`.
+            tokens (`Sequence[Sequence[str]]`, *optional*): text of each token of each turn.
             own_rewards (`Sequence[float]`, *optional*): rewards of single turns by their own reward functions.
         """
         names = _numbered(episode.turns)
@@ -85,7 +85,7 @@ class Transcript:
         return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}))
 
     def as_text(self, width: int = 80) -> str:
-        """For a terminal of `width` columns."""
+        """Return the transcript as text for a terminal with `width` columns."""
         lines = [f"-- {_printable(self.title)} ".ljust(width, "-") if self.title else "-" * width]
         lines += _block("prompt", self.prompt, width)
         for entry in self.entries:
@@ -96,7 +96,7 @@ class Transcript:
         return "\n".join([*lines, "-" * width])
 
     def as_html(self) -> str:
-        """A section of a page made by [`html_page`]."""
+        """Return the transcript as an HTML section for [`html_page`]."""
         parts = [f"<section><h2>{_safe(self.title or 'episode')}</h2>"]
         if self.rewards:
             parts.append(f"<p class=reward>reward: {_safe(_figures(self.rewards))}</p>")
@@ -108,7 +108,7 @@ class Transcript:
 def format_episode(
     episode: Episode, rewards: Mapping[str, float | None] | None = None, width: int = 80, title: str = ""
 ) -> str:
-    """An episode as plain text: the prompt, then turns and feedback with their speakers. See [`Transcript`]."""
+    """Format an episode as text: the prompt, then the turns and feedback with their speakers. See [`Transcript`]."""
     return Transcript.of(episode, rewards, title).as_text(width)
 
 
@@ -120,7 +120,7 @@ def format_turns(
     title: str = "",
     answer: Turn | None = None,
 ) -> str:
-    """As [`format_episode`], from turns alone."""
+    """Like [`format_episode`], for turns without an episode."""
     names = _numbered(turns)
     entries = tuple(_of_turn(turn, names, turn is answer) for turn in turns)
     return Transcript(title, messages_as_text(prompt), entries, rewards or {}).as_text(width)
@@ -128,8 +128,8 @@ def format_turns(
 
 def html_page(transcripts: Sequence[Transcript], title: str = "Episodes") -> str:
     """
-    One page that needs nothing else: no script, no font, no picture, no address. Tokens are coloured by their
-    advantage, blue above 0 and orange below, the stronger the farther from 0.
+    Make a self-contained HTML page, without scripts, fonts, images or links. Tokens are coloured by their advantage:
+    blue for positive and orange for negative advantages. The colour is stronger for larger absolute values.
     """
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -143,7 +143,7 @@ def html_page(transcripts: Sequence[Transcript], title: str = "Episodes") -> str
 
 
 def messages_as_text(prompt: str | Messages) -> str:
-    """Messages with their roles, or a text as it is."""
+    """Format messages with their roles. A plain text is returned unchanged."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -155,7 +155,7 @@ _STYLE = (
     "article.feedback{border-style:dashed}h2{margin-top:3rem}h3{font-size:1rem;margin:.2rem 0}"
     "h3 small{font-weight:normal;opacity:.75}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0}"
     "details{font-size:.9rem;opacity:.85}"
-    # A number in [-1, 1] becomes a colour by arithmetic alone: orange below 0, blue above
+    # CSS arithmetic turns a number in [-1, 1] into a colour: orange below 0, blue above
     "span[style]{border-radius:.15rem;background:rgb(calc(127 - 110*var(--a)) 127 calc(127 + 110*var(--a))"
     "/calc(.65*max(var(--a),-1*var(--a))))}"
 )
@@ -226,7 +226,7 @@ def _advantage_note(advantages: float | Sequence[float] | None) -> list[str]:
 
 
 def _coloured(entry: Entry) -> str:
-    """The text with its colours: by token where tokens and their advantages are known, else as a whole."""
+    """The text as coloured HTML. Each token has its colour if tokens and their advantages are known."""
     if entry.advantages is None:
         return _safe(entry.text) or "(nothing)"
     if not isinstance(entry.advantages, tuple):
@@ -254,7 +254,7 @@ def _block(head: str, text: str, width: int) -> list[str]:
 
 
 def _wrap(line: str, width: int) -> list[str]:
-    """As `textwrap.wrap`, which is quadratic in a long line without blanks."""
+    """Like `textwrap.wrap`, but in linear time for a long line without blanks."""
     if len(line) <= width:
         return [line]
     if len(line) > 20 * width:
@@ -263,5 +263,5 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Without characters that would move the cursor, colour the terminal or turn the direction of writing."""
+    """Replace characters that would move the cursor, colour the terminal or reverse the direction of writing."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

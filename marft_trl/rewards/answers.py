@@ -1,9 +1,9 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Mathematical answers: how they are read out of a text and compared, by `math_verify`.
+Extract mathematical answers from texts and compare them with `math_verify`.
 
-Run as a script it compares the pairs of a JSON list on its standard input and prints a score a line. It imports
-nothing of the package, so that this is quick.
+As a script, it reads pairs as a JSON list from the standard input and prints one score per line. To start quickly, it
+imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import sys
 from collections.abc import Sequence
 
 
-# The last of these is a plain answer. Digits are bounded, so that a long run of them costs linear time.
+# The last number of a text is its answer if there is no box. The number of digits is bounded to keep the time linear.
 _NUMBER = re.compile(r"(?<![\d.,])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?(?![\d])")
-# To parse or to compare what a model wrote ("9^9^9^9"). Kept by a signal, which the main thread alone gets.
+# Time limit to parse or to compare an answer such as "9^9^9^9". It uses a signal, which only the main thread gets.
 _SECONDS = 5
 _STARTUP_SECONDS = 60
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, braces inside it balanced; `None` without or unclosed. Linear."""
+    """Content of the last `\\boxed{...}`, with balanced braces; `None` if it is missing or not closed. Linear time."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -36,7 +36,7 @@ def boxed(text: str) -> str | None:
 
 
 def math_answer(text: str) -> str | None:
-    """What a text answers: the content of its last box, else its last number, else `None`."""
+    """Answer of a text: the content of the last `\\boxed{}`, or else the last number, or else `None`."""
     inside = boxed(text)
     if inside is not None:
         return inside
@@ -46,8 +46,8 @@ def math_answer(text: str) -> str | None:
 
 def compare(text: str, solution: str) -> float | None:
     """
-    1 if the answer of a text equals the solution, else 0; `None` for a solution that cannot be read. To be called in
-    the main thread.
+    Score 1 if the answer of a text equals the solution, else 0; `None` if the solution cannot be parsed. Call it only
+    in the main thread.
     """
     gold = _parse(boxed(solution) or solution) or _parse(math_answer(solution) or "")
     if not gold:
@@ -68,8 +68,8 @@ def _parse(text: str) -> list:
 
 def compare_elsewhere(pairs: Sequence[tuple[str, str]]) -> list[float | None]:
     """
-    [`compare`] for each pair, in another process: for threads other than the main one. A pair that takes too long
-    there scores 0.
+    Run [`compare`] on each pair in another process, for threads other than the main one. A pair that exceeds the time
+    limit scores 0.
     """
     scores: list[float | None] = []
     program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Reward of a program: the share of the tests of a row that it passes."""
+"""Reward for a program: the share of the row's tests that it passes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .texts import last_text
 
 
 _LANGUAGES = ("python", "python3", "py")
-# Tests a program may hang in before the rest of them count as failed
+# Number of tests that may time out before the remaining ones count as failed
 _MOST_TIMEOUTS = 2
-# Programs whose pass rates are kept
+# Maximum number of cached pass rates
 _MOST_KNOWN = 4096
 
 
 def last_python_block(text: str) -> str | None:
-    """The content of the last closed Markdown code block in Python, or `None`. Linear in the text."""
+    """Content of the last closed Python code block in Markdown, or `None`. Linear time."""
     found: str | None = None
     block: list[str] | None = None
     for line in text.split("\n"):
@@ -40,26 +40,28 @@ def get_code_reward(
     seconds: float = 10.0, memory: int = 1 << 30, workers: int = 4, strict: bool = True
 ) -> Callable[..., list[float | None]]:
     """
-    Make a reward function that runs the last Python block of a completion against the tests of its row, each test in a
-    process of its own behind a fence ([`run_python`]).
+    Make a reward function that runs the last Python block of a completion on the tests of its row, in sandboxed
+    processes ([`run_python`]).
 
-    The column `tests` has `inputs` and `outputs`, lists of one length, and optionally `function`, as a mapping or as
-    JSON: without `function`, inputs are texts for the standard input and outputs what has to be printed; with it,
-    inputs are lists of arguments and outputs what the function (or that method of a class `Solution`) has to return;
-    with `wrapped`, what is returned may stand in a list of its own there, as in TACO.
+    The column `tests` holds a mapping, or a mapping as JSON, with these keys:
+
+    - `inputs` and `outputs`: lists of the same length. Without `function`, they hold texts for the standard input and
+      the expected standard output. With `function`, they hold lists of arguments and the expected return values.
+    - `function`, optional: name of the function, or of the method of a class `Solution`, to call.
+    - `wrapped`, optional: if true, an expected return value may be wrapped in a list with one item, as in TACO.
 
     Args:
-        seconds (`float`, *optional*, defaults to `10.0`): wall-clock time of a test; of all together for a function.
-            A program that hangs in two tests is not run on the others, which count as failed.
-        memory (`int`, *optional*): bytes that a program may use.
-        workers (`int`, *optional*, defaults to `4`): programs that run at once.
-        strict (`bool`, *optional*, defaults to `True`): whether to refuse to run where the machine cannot fence in.
+        seconds (`float`, *optional*, defaults to `10.0`): wall-clock time limit per test; with `function`, for all
+            tests together. If a program times out in two tests, the remaining ones count as failed.
+        memory (`int`, *optional*, defaults to `1 << 30`): memory limit of a program in bytes.
+        workers (`int`, *optional*, defaults to `4`): number of programs that run at the same time.
+        strict (`bool`, *optional*, defaults to `True`): raise an error if the machine cannot sandbox programs.
 
-    Returns: `code_reward(completions, tests, **kwargs)`: passed tests over all tests, 0 without a Python block, `None`
-        for a row without tests.
+    Returns: `code_reward(completions, tests, **kwargs)`, the share of passed tests. It is 0 without a Python block and
+        `None` for a row without tests.
     """
     limits = Limits(seconds=seconds, memory=memory, strict=strict)
-    known: dict[tuple, float | None] = {}  # several reward functions may ask for the same
+    known: dict[tuple, float | None] = {}  # a cache, because several reward functions may score the same programs
 
     def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
         programs = [last_python_block(last_text(completion)) for completion in completions]
@@ -78,7 +80,7 @@ def get_code_reward(
 
 
 def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """[`get_code_reward`] with its defaults."""
+    """The reward function of [`get_code_reward`] with default settings."""
     return _DEFAULT(completions, tests)
 
 
@@ -90,7 +92,7 @@ def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> 
     Share of the tests that a program passes, see [`get_code_reward`].
 
     Raises:
-        ValueError: the tests are not of that form.
+        ValueError: the tests do not have the format that [`get_code_reward`] describes.
     """
     if tests is None:
         return None
@@ -127,7 +129,7 @@ def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program printed what it should, but for blanks at line ends and the form of numbers."""
+    """`True` if the output is as expected. White space between words and the format of numbers do not matter."""
     got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     return len(got) == len(wanted) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(got, wanted, strict=True)
@@ -150,6 +152,6 @@ def _same(got: Any, wanted: Any) -> bool:
         numbers = all(isinstance(one, (int, float)) for one in (got, wanted))
         try:
             return numbers and abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted))
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # an integer too large for a float
             return False
     return type(got) is type(wanted) and got == wanted

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What the workflow's environment gave, as a reward function."""
+"""The rewards of the workflow's environment as a reward function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 def environment_reward(earned: Sequence[float], **kwargs) -> list[float]:
     """
-    The sum of what the turns of each episode earned (`episode.observe(..., reward=...)`, `episode.earn`).
+    Sum of the rewards that the turns of each episode earned (`episode.observe(..., reward=...)`, `episode.earn`).
 
-    The trainer adds this function to `reward_funcs` where the workflow earns rewards; name it yourself to give it a
-    weight in `reward_weights`.
+    If the workflow earns rewards, the trainer adds this function to `reward_funcs`. To set its weight in
+    `reward_weights`, add it to `reward_funcs` yourself.
     """
     return list(earned)

@@ -1,12 +1,16 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Run as a script: fences itself in, then runs a program that is not trusted. Standard library only.
+Script that restricts its own process, then runs an untrusted program in it. It uses the standard library only.
 
-    python -I fence.py 5        # settings as JSON behind the file descriptor 5
+    python -I fence.py 5        # reads settings as JSON from the file descriptor 5
 
-On Linux the kernel keeps the fence, without any privilege: resource limits; Landlock, so that nothing can be written
-outside of the folder and nothing read but Python and system libraries; a seccomp filter, so that no process can be
-started, no socket opened, no other process reached and no file's mode changed. What was given up cannot be got back.
+On Linux, the kernel enforces the restrictions, and no privilege is needed to set them:
+
+- resource limits;
+- Landlock: the program can write only to its folder, and otherwise read only Python and system libraries;
+- a seccomp filter: the program cannot start or reach other processes, open sockets or change the mode of files.
+
+A process cannot lift its own restrictions.
 """
 
 import ctypes
@@ -20,7 +24,7 @@ import struct
 import sys
 
 
-# What is refused, with its number on x86_64 and on aarch64 (the kernel's `asm/unistd.h`; `None`: there is none).
+# Refused system calls, with their numbers on x86_64 and aarch64 (from the kernel's `asm/unistd.h`; `None` if missing)
 _REFUSED = {
     # programs and processes
     "fork": (57, None),
@@ -49,7 +53,7 @@ _REFUSED = {
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
     "ioprio_set": (251, 30),
-    # modes, owners and times of files, which Landlock leaves alone
+    # modes, owners and times of files, which Landlock does not restrict
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -70,7 +74,7 @@ _REFUSED = {
     "fremovexattr": (199, 16),
     "truncate": (76, 45),
     "open_by_handle_at": (304, 265),
-    # what outlives a process
+    # objects that outlive a process
     "shmget": (29, 194),
     "shmat": (30, 196),
     "semget": (64, 190),
@@ -113,9 +117,9 @@ _REFUSED = {
     "acct": (163, 89),
     "quotactl": (179, 60),
 }
-# Architecture, clone, prlimit64 and fcntl
+# Audit number of the architecture, and numbers of the calls clone, prlimit64 and fcntl
 _MACHINES = {"x86_64": (0xC000003E, 56, 302, 72), "aarch64": (0xC00000B7, 220, 261, 25)}
-_SET_OWNER = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX: who is signalled about a file
+_SET_OWNER = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX, which choose the process to signal about a file
 _CLONE3 = 435
 _CLONE_THREAD = 0x10000
 _EPERM, _ENOSYS = 1, 38
@@ -138,7 +142,7 @@ class _Program(ctypes.Structure):
 
 
 def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
-    """Bound memory, CPU time, the size of a file and the number of open ones; leave no core dump."""
+    """Limit memory, CPU time, the size of each file and the number of open files. Disable core dumps."""
     bounds = {"AS": memory, "CPU": cpu_seconds, "FSIZE": file_size, "NOFILE": files, "CORE": 0}
     for name, bound in bounds.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -148,7 +152,7 @@ def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
 
 
 def fence_files(libc, folder: str) -> bool:
-    """Let Landlock forbid writing outside of `folder`, and reading but of Python and the system's libraries."""
+    """Use Landlock to allow writing only in `folder`, and reading only there and in Python and system libraries."""
     abi = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if abi < 1:
         return False
@@ -174,7 +178,7 @@ def fence_files(libc, folder: str) -> bool:
 
 
 def fence_calls(libc) -> bool:
-    """Let seccomp refuse calls that start processes, open sockets or reach what is outside of the folder."""
+    """Use seccomp to refuse calls that start processes, open sockets or reach anything outside of the folder."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return False
@@ -186,14 +190,14 @@ def fence_calls(libc) -> bool:
 
     load, equals, has_bits, answer = 0x20, 0x15, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x00050000 | _ENOSYS, 0x80000000
-    number, first, second = 0, 16, 24  # where a call's number and its arguments lie
+    number, first, second = 0, 16, 24  # offsets of a call's number and of its arguments
     program = [op(load, 4), op(equals, architecture, 1), op(answer, kill), op(load, number)]
     # On x86_64, numbers from 2**30 on are the x32 variants of the same calls
     program += [op(0x35, 0x40000000, 0, 1), op(answer, refuse)]
     program += [op(equals, _CLONE3, 0, 1), op(answer, unknown)]  # the C library then uses clone
     for call in filter(None, refused):
         program += [op(equals, call, 0, 1), op(answer, refuse)]
-    # Threads, but no processes; one's own limits, but not another's
+    # Allow threads but not processes, and the process's own limits but not those of others
     program += [op(equals, clone, 0, 3), op(load, first), op(has_bits, _CLONE_THREAD, 1), op(answer, refuse)]
     program += [op(load, number), op(equals, prlimit, 0, 3), op(load, first), op(equals, 0, 1), op(answer, refuse)]
     program += [op(load, number), op(equals, fcntl, 0, 2 * len(_SET_OWNER) + 1), op(load, second)]
@@ -206,11 +210,11 @@ def fence_calls(libc) -> bool:
 
 
 def fence(settings: dict) -> list[str]:
-    """Put up the fence. Returns what could not be put up."""
+    """Restrict this process. Returns the names of the restrictions that could not be set."""
     missing = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(38, 1, 0, 0, 0):  # no new privileges: without it nobody may fence himself in
+        if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS: required without privileges
             missing.append("prctl")
         if not fence_files(libc, settings["folder"]):
             missing.append("Landlock")
@@ -244,7 +248,7 @@ def main() -> None:
         os.write(settings["results"], json.dumps({"missing": missing}).encode() + b"\n")
         sys.exit(3)
     sys.argv = ["main.py"]
-    signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # whose signal ends the process
+    signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends the process
     if settings["function"] is None:
         runpy.run_path("main.py", run_name="__main__")
     else:

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Runs Python programs that nobody trusts, each in a process of its own behind a fence (see `fence.py`)."""
+"""Sandbox for untrusted Python programs. Each program runs in a separate, restricted process (see `fence.py`)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ _FENCE = Path(__file__).with_name("fence.py")
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 60
-_STARTUP_SECONDS = 5  # of the interpreter on a busy machine, on top of the program's own time
+_STARTUP_SECONDS = 5  # start-up time of the interpreter on a busy machine, added to the program's time limit
 
 
 class JailError(RuntimeError):
-    """The machine cannot fence programs in."""
+    """Raised when the machine lacks the sandboxing features that `Limits(strict=True)` requires."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """
-    What a program may use.
+    Limits of a program.
 
     Args:
-        seconds (`float`): wall-clock time; CPU time is bounded by the same, rounded up.
-        memory (`int`): bytes of address space.
-        output (`int`): bytes of a file it writes, its standard output included; of an output that is longer the
-            beginning is kept.
-        files (`int`): open files.
-        disk (`int`): bytes of all files it writes together, where bubblewrap gives it a file system of its own.
-        strict (`bool`): whether to refuse running at all where the kernel cannot fence files and calls.
+        seconds (`float`, *optional*, defaults to `10.0`): wall-clock time limit in seconds. CPU time has about the
+            same limit.
+        memory (`int`, *optional*, defaults to `1 << 30`): size of the address space in bytes.
+        output (`int`, *optional*, defaults to `1 << 20`): maximum size of each file that the program writes, in bytes,
+            including the standard output. Of a longer output, only the beginning is kept.
+        files (`int`, *optional*, defaults to `32`): maximum number of open files.
+        disk (`int`, *optional*, defaults to `1 << 26`): total size of all written files in bytes. It only applies if
+            bubblewrap gives the program its own file system.
+        strict (`bool`, *optional*, defaults to `True`): raise [`JailError`] if the kernel cannot restrict file access
+            and system calls.
     """
 
     seconds: float = 10.0
@@ -57,13 +60,13 @@ class Limits:
 @dataclass(frozen=True)
 class Outcome:
     """
-    How a program ended.
+    Result of running a program.
 
     Args:
         status (`str`): `"ok"`, `"error"` (an exception or an exit code), `"killed"` (by a signal) or `"timeout"`.
-        stdout (`str`): what it printed.
-        stderr (`str`): what it printed on the error stream; the traceback of an exception.
-        returned (`list`): for calls, `{"value": ...}` or `{"error": ...}` for each, as far as it came.
+        stdout (`str`): text on the standard output.
+        stderr (`str`): text on the standard error stream, including the traceback of an exception.
+        returned (`list`): one `{"value": ...}` or `{"error": ...}` per finished call, if a function was called.
         seconds (`float`): wall-clock time.
     """
 
@@ -82,19 +85,20 @@ def run_python(
     limits: Limits | None = None,
 ) -> Outcome:
     """
-    Run a Python program in a process of its own: no network, no other process, no file but in a temporary folder that
-    is removed afterwards, an empty environment, bounded time, memory and output. May be called from several threads.
+    Run a Python program in a sandboxed process. The program has no network, cannot start or reach other processes, and
+    writes only to a temporary folder, which is removed afterwards. Its environment is empty, and its time, memory and
+    output are limited. This function is thread-safe.
 
     Args:
-        code (`str`): the program.
-        stdin (`str`, *optional*): its standard input.
-        function (`str`, *optional*): a function of it (or of its class `Solution`) to call, in place of running it as
-            a script.
-        arguments (`Sequence[Sequence]`, *optional*): the arguments of each call, as JSON values.
-        limits ([`Limits`], *optional*): what it may use.
+        code (`str`): source code of the program.
+        stdin (`str`, *optional*): standard input of the program.
+        function (`str`, *optional*): name of a function of the program, or of a method of its class `Solution`. It is
+            called instead of running the program as a script.
+        arguments (`Sequence[Sequence]`, *optional*): arguments of each call, as JSON values.
+        limits ([`Limits`], *optional*): limits of the program. Defaults to `Limits()`.
 
     Raises:
-        JailError: the machine cannot fence programs in, and `limits.strict` is set.
+        JailError: the machine cannot sandbox programs, and `limits.strict` is set.
     """
     limits = limits or Limits()
     missing = _missing() if limits.strict else ()
@@ -108,7 +112,7 @@ def run_python(
 
 @functools.cache
 def _missing() -> tuple[str, ...]:
-    """What this machine lacks for the fence. Found out once, by a program that can be trusted."""
+    """Names of the sandboxing features that this machine lacks. They are found once, by running an empty program."""
     outcome = _in_folder("", "", None, (), Limits(seconds=60.0))
     if outcome.returned:
         return tuple(outcome.returned[0]["missing"])
@@ -144,7 +148,7 @@ def _run(
         wishes.write(json.dumps(settings).encode())
         wishes.seek(0)
         start = time.monotonic()
-        process = subprocess.Popen(  # noqa: S603  # the fence is there for just that
+        process = subprocess.Popen(  # noqa: S603  # untrusted code, which the fence restricts
             [*_bubblewrap(folder, limits.disk), sys.executable, "-I", "-B", str(_FENCE), str(wishes.fileno())],
             stdin=source,
             stdout=output,
@@ -157,7 +161,7 @@ def _run(
         try:
             process.wait(limits.seconds + _STARTUP_SECONDS)
         except subprocess.TimeoutExpired:
-            pass  # it has put off its own alarm
+            pass  # the program disabled its own alarm
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -170,11 +174,11 @@ def _run(
 
 
 def _bubblewrap(folder: Path, disk: int) -> list[str]:
-    """The command line of bubblewrap, where it works: namespaces of its own on top of the fence."""
+    """Command line of bubblewrap, which adds separate namespaces to the fence. Empty if it does not work here."""
     command, inside, program = _working_bubblewrap(), str(folder), str(folder / "main.py")
     if not command:
         return []
-    if _has_sized_folders(command):  # what is written is in memory, bounded, and gone with the process
+    if _has_sized_folders(command):  # files are kept in memory, limited in size, and removed with the process
         return [*command, *_sized(disk, inside), "--ro-bind", program, program, "--chdir", inside]
     return [*command, "--bind", inside, inside, "--chdir", inside]
 
@@ -185,7 +189,7 @@ def _sized(size: int, folder: str) -> list[str]:
 
 @functools.cache
 def _has_sized_folders(command: tuple[str, ...]) -> bool:
-    """Whether bubblewrap knows folders of a size, which it does from 0.7 on."""
+    """Return `True` if bubblewrap supports folders of limited size (0.7 and later)."""
     trial = [*command, *_sized(1 << 20, tempfile.gettempdir()), sys.executable, "-I", "-c", ""]
     return subprocess.run(trial, capture_output=True).returncode == 0  # noqa: S603
 
@@ -214,7 +218,7 @@ def _working_bubblewrap() -> tuple[str, ...]:
 def _status(code: int) -> str:
     if code == 0:
         return "ok"
-    code = 128 - code if code > 128 else code  # bubblewrap's way to tell a signal
+    code = 128 - code if code > 128 else code  # bubblewrap reports a signal this way
     if code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
         return "timeout"
     return "killed" if code < 0 else "error"
@@ -240,12 +244,12 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 def _remove(folder: str) -> None:
     """
-    Remove the folder of a program, whatever the program has made of it. Never raises: a program must not end training.
+    Remove the folder of a program. It never raises, because a program must not end training.
 
-    A child process does it, as system tools can that know locked folders, thousands of nested ones and odd names.
-    `chmod -R` leaves what symbolic links point to alone.
+    System tools do it in a child process. They can handle locked folders, thousands of nested folders and odd names.
+    `chmod -R` does not follow symbolic links.
     """
-    with contextlib.suppress(OSError):  # nothing but the program itself, as after most
+    with contextlib.suppress(OSError):  # usually, the folder holds nothing but the program
         os.unlink(os.path.join(folder, "main.py"))
         os.rmdir(folder)
         return

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Reward of a mathematical answer, compared by `math_verify`."""
+"""Reward for a mathematical answer, compared with `math_verify`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["boxed", "math_answer", "math_reward"]
 
 def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """
-    1 where the answer of a completion equals the solution, else 0; `None` where the solution cannot be read. The
-    answer is the content of the last `\\boxed{}`, else the last number; so is that of a solution that says more.
+    Reward of 1 if the answer of a completion equals the solution, else 0; `None` if the solution cannot be parsed. The
+    answer is the content of the last `\\boxed{}`, or else the last number. If a solution is a longer text, its answer
+    is found in the same way.
 
-    Needs `math-verify` (`pip install "marft-trl[math]"`). Outside of the main thread a process of its own compares,
-    since what a model wrote is given its time limit by a signal.
+    Requires `math-verify` (`pip install "marft-trl[math]"`), whose time limit uses a signal. Signals only work in the
+    main thread. In other threads, a separate process compares.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(

@@ -1,7 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Rewards of single turns, for `AgentSpec(reward_funcs=...)` under `credit="per_step"`: those of MARFT v2 for planners,
-solvers, coders and verifiers. Each is made from the reward of the outcome, e.g. `math_reward` or `code_reward`.
+Reward functions of single turns, for `AgentSpec(reward_funcs=...)` with `credit="per_step"`. They are those of MARFT
+v2 for planners, solvers, coders and verifiers. Each is made from an outcome reward, such as
+`math_reward` or `code_reward`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ _STEP = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.):]|[Ss]tep \d{1,3}|[-*\u2022][ \t]
 
 def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     """
-    Half for a plan of at least `steps` steps (numbered or bulleted lines), in proportion if it has fewer, half for the
-    episode's outcome.
+    Make a reward function for planners: half of the reward for the plan, half for the episode's outcome. A plan of at
+    least `steps` steps (numbered or bulleted lines) gets its full half. A plan with fewer steps gets a proportional
+    part.
 
     Args:
-        outcome (`Callable`): scores the turn that answers for the team, in TRL's signature.
-        steps (`int`, *optional*, defaults to `2`): steps that are enough; MARFT v2 has 2 for mathematics and 3 for
-            code.
+        outcome (`Callable`): reward function with TRL's signature. It scores the team's answer.
+        steps (`int`, *optional*, defaults to `2`): number of steps for the full reward. MARFT v2 uses 2 for
+            mathematics and 3 for code.
     """
 
     def planner_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
@@ -39,7 +41,7 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
 
 
 def get_outcome_reward(outcome: Reward) -> Reward:
-    """The episode's outcome, for agents whose own words cannot be scored, such as a reflector's."""
+    """Make a reward function that returns the episode's outcome, e.g. for reflectors, whose turns cannot be scored."""
 
     def outcome_reward(**columns: Any) -> list[float | None]:
         return list(_outcomes(outcome, _answers(columns, "outcome"), columns))
@@ -48,7 +50,7 @@ def get_outcome_reward(outcome: Reward) -> Reward:
 
 
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
-    """The episode's outcome, at least `floor`, where the turn has a `\\boxed{}` answer; 0 where it has none."""
+    """Make a reward function for solvers: the outcome, at least `floor`, for turns with `\\boxed{}`, else 0."""
 
     def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _if_formed(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
@@ -57,7 +59,7 @@ def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
 
 
 def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
-    """The episode's outcome, at least `floor`, where the turn has a Python block; 0 where it has none."""
+    """Make a reward function for coders: the outcome, at least `floor`, for turns with a Python block, else 0."""
 
     def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _if_formed(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
@@ -66,7 +68,7 @@ def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
 
 
 def get_verifier_reward(outcome: Reward) -> Reward:
-    """The episode's outcome."""
+    """Make a reward function for verifiers: the outcome of the episode, or of a candidate by itself."""
 
     def verifier_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return list(_outcomes(outcome, _answers_or_own(turn, columns), columns))
@@ -82,7 +84,7 @@ def _if_formed(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Se
 
 
 def _answers_or_own(turn: Sequence[Turn], columns: dict[str, Any]) -> list[Turn]:
-    """The turns that answer for the team; a candidate, whose episode has no answer yet, for itself."""
+    """The team's answers. A candidate, whose episode has no answer yet, takes the place of the answer."""
     return [own if answer is None else answer for own, answer in zip(turn, columns["answer_turn"], strict=True)]
 
 
@@ -91,7 +93,7 @@ def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
     if len(answers) < len(columns["answer_turn"]):
         raise ValueError(
             f"The {whose} reward needs the answer of the episode, which a candidate turn does not have yet. With "
-            "`advantage='turn'` set `own_reward_weight=0`, or give the agent a reward of its own words alone."
+            "`advantage='turn'` set `own_reward_weight=0`, or give the agent a reward of its own turn alone."
         )
     return answers
 

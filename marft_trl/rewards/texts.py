@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What reward functions read of a completion."""
+"""Text of completions, for reward functions."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def last_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion, which is a text or a list of messages."""
+    """The text of a completion. Of a list of messages, it is the content of the last one."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Text as tokens none of which is a control token."""
+"""Tokenization of text without control tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..tools import as_plain
 
 class PlainEncoder:
     """
-    Encodes text such that no added or special token of the tokenizer can come out of it.
+    Encodes text such that the result contains no added or special token of the tokenizer.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -32,8 +32,8 @@ class PlainEncoder:
         ids = self._encode(text)
         if self._is_clean(ids):
             return ids
-        # `split_special_tokens` leaves added tokens whole that are not special ("<think>" in Qwen 3): cut each one
-        # after its first character, and encode letter by letter what still comes out as a control token.
+        # `split_special_tokens` does not split added tokens that are not special, e.g. "<think>" in Qwen 3. Therefore,
+        # split each of them after its first character. Pieces that still yield a control token are spelled by letter.
         pieces = [self._encode(piece) for piece in self._cut(text)]
         clean = [ids if self._is_clean(ids) else self._letters(ids) for ids in pieces]
         return [index for ids in clean for index in ids]

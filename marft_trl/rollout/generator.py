@@ -12,7 +12,7 @@ from ..agents import AgentSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an agent samples: its own settings, the trainer's where it has none."""
+    """Sampling settings of an agent. Settings that the agent does not have are the trainer's."""
 
     max_completion_length: int
     temperature: float
@@ -23,7 +23,7 @@ class Sampling:
 
     @classmethod
     def of(cls, agent: AgentSpec, args: Any) -> Sampling:
-        """The settings of `agent` under the training arguments `args`."""
+        """Return the settings of `agent`, with missing settings taken from the training arguments `args`."""
 
         def setting(name: str):
             own = getattr(agent, name)
@@ -49,7 +49,7 @@ class Sampling:
         }
 
 
-# The names under which `generate` knows what an agent sets itself
+# Sampling settings of agents: name in `generate` -> name in `AgentSpec`
 _OF_AGENTS = {
     "max_new_tokens": "max_completion_length",
     "temperature": "temperature",
@@ -60,27 +60,27 @@ _OF_AGENTS = {
 
 
 def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of settings of `generate` those that all agents have in common and that can be written as JSON."""
+    """Return the settings of `generate` that are the same for all agents and JSON-serializable."""
     plain = (str, int, float, bool, list, type(None))
     return {key: value for key, value in settings.items() if key not in _OF_AGENTS and isinstance(value, plain)}
 
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of settings of `generate` those that an agent may set itself, under the names of `AgentSpec`."""
+    """Return the settings of `generate` that an agent can override, with their names in `AgentSpec`."""
     return {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
 
 
-# Settings of `generate` that are without effect where nothing is sampled
+# Settings of `generate` for greedy decoding. Sampling settings are `None`, since they would have no effect
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
 
 
 class Sampled(NamedTuple):
     """
-    What was sampled for one observation.
+    Sampled completion of one observation.
 
     Args:
-        ids (`list[int]`): token ids.
-        logps (`list[float]`, *optional*): their log-probabilities, where these are as scoring would have them.
+        ids (`list[int]`): token ids of the completion.
+        logps (`list[float]`, *optional*): log-probabilities of the tokens, if they equal those that scoring computes.
     """
 
     ids: list[int]

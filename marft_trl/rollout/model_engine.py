@@ -18,12 +18,12 @@ class ModelEngine:
     Runs `generate` of a model.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): generates under whichever adapter is active.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): with a padding token.
-        generation (`Mapping[str, Any]`): settings of `generate` that all agents have in common, among them
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): model that generates with its active adapter.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer with a padding token.
+        generation (`Mapping[str, Any]`): settings of `generate` that are the same for all agents, including
             `do_sample` and `eos_token_id`.
-        autocast (`torch.dtype`, *optional*): precision that the model computes in, where it is not that of its
-            weights.
+        autocast (`torch.dtype`, *optional*): precision that the model computes in, if it differs from the precision of
+            its weights.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-An observation -> messages -> token ids, such that nothing a model wrote can become a control token or a turn.
+Observations: turns and feedback -> messages -> token ids. Text of a model cannot become a control token or a turn.
 
-Text of teammates never passes through the tokenizer together with the chat template. The template is rendered with
-placeholders where the contents go; its pieces are tokenized with control tokens on, the contents with control tokens
-off, and the ids are joined.
+Text of teammates is never tokenized together with the chat template. The template is rendered with placeholders in
+place of the contents. Its pieces are tokenized with control tokens, the contents are tokenized without them, and the
+token ids are joined.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
 @dataclass(eq=False)
 class Observation:
     """
-    What an agent is shown before a turn.
+    Observation of an agent before a turn.
 
     Args:
-        content (`str` or `list[dict]`): as text or messages.
-        ids (`list[int]`): in tokens.
-        seen (`list[Turn]`): the turns and the feedback that are shown.
-        dropped (`int`): how many of them were left out to fit the model's window.
-        problem (`str`, *optional*): why it does not fit, where its episode is to end for that.
+        content (`str` or `list[dict]`): observation as text or messages.
+        ids (`list[int]`): token ids of the observation.
+        seen (`list[Turn]`): turns and feedback that are shown.
+        dropped (`int`): number of turns and feedback left out to fit the model's window.
+        problem (`str`, *optional*): reason why the observation does not fit, if its episode has to end.
     """
 
     content: str | Messages
@@ -47,14 +47,14 @@ class Observation:
 
 class Query(NamedTuple):
     """
-    What an observation is made from.
+    Inputs of an observation.
 
     Args:
-        agent ([`AgentSpec`]): who is about to speak.
-        prompt (`str` or `list[dict]`): the prompt of the dataset row.
-        seen (`Sequence[Turn]`): turns and feedback it is to see.
-        functions (`tuple[Callable, ...]`): that it may call.
-        after ([`Turn`], *optional*): its own turn that called functions; the results are the end of `seen`.
+        agent ([`AgentSpec`]): agent that acts next.
+        prompt (`str` or `list[dict]`): prompt of the dataset row.
+        seen (`Sequence[Turn]`): turns and feedback to show to the agent.
+        functions (`tuple[Callable, ...]`): functions that the agent may call.
+        after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
     """
 
     agent: AgentSpec
@@ -66,36 +66,36 @@ class Query(NamedTuple):
 
 class PromptBuilder:
     """
-    Turns what an agent is shown into token ids.
+    Builds the observations of agents, including their token ids.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the model.
         tokenize (`Callable`):
-            TRL's own tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)`
-            where an agent may call functions. Used where the default
-            view shows no text of a model, so that a lone agent's prompts are `GRPOTrainer`'s.
+            TRL's tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)` if the
+            agent may call functions. It is used for observations of the default view without turns or feedback, so
+            that the prompts of a single agent equal those of `GRPOTrainer`.
         view (`Callable`, *optional*, defaults to [`team_view`]):
-            `view(agent, prompt, seen)` returns the messages that the agent is shown. Whatever it returns is encoded
-            without control tokens.
+            Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
+            messages are encoded without control tokens.
         chat_template_kwargs (`dict`, *optional*):
-            Passed on to the chat template.
+            Keyword arguments of the chat template.
         plain (`bool`, *optional*, defaults to `False`):
-            Whether text prompts stay text instead of becoming a user message: for a lone agent without a system
-            prompt, as in `GRPOTrainer`, and for tokenizers without a chat template.
+            Whether to keep text prompts as text instead of converting them to a user message. Used for a single agent
+            without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
         window (`int`, *optional*):
-            Tokens that the model can attend to; no limit unless given.
+            Number of tokens that the model can attend to. If `None`, there is no limit.
         reserved (`dict[str, int]`, *optional*):
-            Tokens that each agent may still generate.
+            Number of tokens that each agent may generate after its observation.
         overflow (`str`, *optional*, defaults to `"raise"`):
-            What happens where an observation does not fit the window: `"raise"`, `"drop_oldest_turn"` (whole turns are
-            left out, from the oldest on) or `"end_episode"` (the observation says so in `problem`).
+            Behaviour if an observation does not fit the window: `"raise"` (an error is raised), `"drop_oldest_turn"`
+            (the oldest turns are left out) or `"end_episode"` (`problem` of the observation is set).
         chat_template (`str`, *optional*):
-            Chat template in place of the tokenizer's own.
+            Chat template to use instead of the tokenizer's own.
         ends (`Collection[int]`, *optional*):
-            Tokens that end a turn.
+            Ids of the tokens that end a turn.
         aliases (`Mapping[str, str]`, *optional*):
-            The names under which agents are shown to one another, where they are not their own.
+            Names that agents are shown of one another, by agent name, if they differ from the agents' names.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class PromptBuilder:
         """
         Args:
             queries (`Iterable[Query]`):
-                What each observation is made from; a tuple `(agent, prompt, seen)` will do.
+                Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
 
         Returns: the observations, in order.
 
         Raises:
-            ValueError: the chat template cannot render the messages, or they do not fit the model's window.
+            ValueError: The chat template cannot render the messages, or they do not fit the model's window.
         """
         asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
         contents = [self._observe(query) for query in asked]
@@ -180,7 +180,7 @@ class PromptBuilder:
         return self._shorter(query, observation, reserved)
 
     def _shorter(self, query: Query, observation: Observation, reserved: int) -> Observation:
-        """What still fits, without the oldest turns: as few of them as have to go, found by halving."""
+        """Drop as few of the oldest turns as necessary. A binary search finds the number."""
 
         def without(count: int) -> Observation:
             rest = query._replace(seen=_from(observation.seen, count), after=None)
@@ -215,7 +215,7 @@ class PromptBuilder:
 
     @staticmethod
     def _own_messages(query: Query, turn: Turn) -> Messages:
-        """A turn that called functions, and the results, as messages."""
+        """Return a turn with tool calls, and the results, as messages."""
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
         said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
         return [{"role": "assistant", "content": turn.raw_text}, *said]
@@ -227,14 +227,14 @@ class PromptBuilder:
         return self._spell(self._render(observation, functions), observation)
 
     def _spell(self, pieces: Sequence[str], messages: Messages) -> list[int]:
-        """Tokens of template text and, in every second place, of the message with that number."""
+        """Return token ids of `pieces`, which alternate between template text and the number of a message."""
         ids: list[int] = []
         for position, piece in enumerate(pieces):
             ids += self._encode(messages[int(piece)]["content"]) if position % 2 else self._encode_template(piece)
         return ids
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
-        """The turn's own prompt and tokens as they were, then the results of its calls, as TRL puts them together."""
+        """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
         _, *said = self._own_messages(query, turn)
         call = {"type": "function", "function": {"name": said[0]["name"], "arguments": {}}}
         calling: Messages = [
@@ -245,7 +245,7 @@ class PromptBuilder:
         before = self._template(calling, query.functions, add_generation_prompt=False)
         whole = self._template([*calling, *hollow], query.functions)
         end = self._tokenizer.eos_token or ""
-        if end and end in before:  # templates go on with a line break behind it, which was not sampled
+        if end and end in before:  # templates add a line break after it, which was not sampled
             before = before[: before.rindex(end) + len(end)]
         pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
         if not whole.startswith(before) or not _are_whole(pieces, len(said), mark):
@@ -261,13 +261,13 @@ class PromptBuilder:
         return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
 
     def _encode_template(self, piece: str) -> list[int]:
-        if piece not in self._template_ids:  # a handful of pieces, in every observation
+        if piece not in self._template_ids:  # cached, since all observations consist of the same few pieces
             ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
             self._template_ids[piece] = ids
         return self._template_ids[piece]
 
     def _render(self, messages: Messages, functions: Sequence[Callable] = ()) -> list[str]:
-        """The rendered template cut at its contents: template text, message number, template text, ..."""
+        """Render the template and split it at the contents: template text, message number, template text, ..."""
         mark, hollow = _hollow(messages)
         pieces = re.split(f"{mark}(\\d+){mark}", self._template(hollow, functions))
         if not _are_whole(pieces, len(messages), mark):
@@ -291,7 +291,7 @@ class PromptBuilder:
         )
 
     def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
-        """What the model is told of functions."""
+        """Return the JSON schemas of functions, which the model is shown."""
         return [self._schema(function) for function in functions]
 
     def _schema(self, function: Callable) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class PromptBuilder:
 
     @functools.cached_property
     def _renders_results(self) -> bool:
-        """Whether the template shows results of an earlier turn, whose call it knows as text alone."""
+        """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
         earlier = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "x"},
@@ -325,12 +325,12 @@ class PromptBuilder:
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
-    """Whether text prompts stay text instead of becoming a user message, as in `GRPOTrainer`: for a lone agent."""
+    """Return `True` if text prompts stay text, as in `GRPOTrainer`: a single agent without role prompt and tools."""
     return len(agents) == 1 and agents[0].system_prompt is None and not uses_tools
 
 
 def _as_shown(query: Query) -> Query:
-    """A query that goes on after calls, with what the calling turn was shown: its prompt stays as it was."""
+    """Restrict a query after tool calls to the items that the calling turn saw, so that its prompt is unchanged."""
     after = query.after
     if after is None:
         return query
@@ -344,7 +344,7 @@ def _as_shown(query: Query) -> Query:
 
 
 def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
-    """Without the oldest; results of a call that goes do not stay behind."""
+    """Drop the `count` oldest items, and then tool results whose call was dropped."""
     rest = list(seen[count:])
     while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
         rest.pop(0)
@@ -352,24 +352,24 @@ def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
 
 
 def _without_role(message: dict[str, Any]) -> dict[str, Any]:
-    """The result of a tool as a user's message, for templates that know it next to its call alone."""
+    """Convert a tool result to a user message, for templates that only render it directly after its call."""
     if message["role"] != "tool":
         return message
     return {"role": "user", "content": f"[{TOOL}]\n{message['content']}"}
 
 
 def _unbound(function: Callable) -> Callable:
-    """A method without its object: each episode has an environment of its own, all of them the same tools."""
+    """Return a method without its object. All episodes share the tools, but each has its own environment."""
     return getattr(function, "__func__", function)
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages]:
-    """A mark, and the messages with their numbers between such marks in the place of their contents."""
-    # Drawn from the operating system, so that no text can guess it and the random states of training stay put.
+    """Return a random mark, and the messages with their contents replaced by their numbers between two marks."""
+    # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
     return mark, [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
 
 
 def _are_whole(pieces: Sequence[str], count: int, mark: str) -> bool:
-    """Whether each message occurs once and no mark was cut."""
+    """Return `True` if each message occurs exactly once and every mark is complete."""
     return sorted(pieces[1::2], key=int) == [str(i) for i in range(count)] and not any(mark in p for p in pieces[::2])

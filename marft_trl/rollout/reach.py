@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Whether rewards reach the agents: opposed rewards cancel in the team's sum, and some agents may never get any."""
+"""Checks that rewards reach the agents: opposed rewards cancel in the team's sum, and some agents may get none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Correlation of two agents' rewards below which they are warned of, and the episodes that it takes to tell
+# Warn if the correlation of two agents' rewards is below the first number, over at least this number of episodes
 _OPPOSED, _ENOUGH_EPISODES = -0.5, 8
-# Generation batches in a row after which an agent without a reward is warned of
+# Number of generation batches in a row without an advantage after which there is a warning about an agent
 PATIENCE = 5
 
 
 class RewardReach:
     """
-    Watches what agents earn and which advantages come of it. The team's reward is one number, the sum of what its
-    agents earn: agents whose rewards are opposed learn little from it, or nothing.
+    Warns or raises if rewards do not reach the agents. The team's reward is the sum of the rewards of its agents, so
+    agents with opposed rewards learn little or nothing from it.
 
     Args:
         agents (`Sequence[str]`): names of the trained agents.
@@ -44,15 +44,15 @@ class RewardReach:
 
     def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
         """
-        Look at what agents earned in the episodes of a batch.
+        Check the rewards that agents earned in the episodes of a batch.
 
         Args:
-            earned (`Sequence[Mapping[str, float]]`): for each episode of all processes what each agent earned in it.
-            is_all (`bool`, *optional*, defaults to `True`): whether nothing else rewards the team.
+            earned (`Sequence[Mapping[str, float]]`): reward of each agent, for every episode of all processes.
+            is_all (`bool`, *optional*, defaults to `True`): `True` if the team gets no other rewards.
 
         Raises:
-            ValueError: nothing else rewards the team, and the rewards of agents cancel in every episode that earned
-                some, in at least eight episodes so far.
+            ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
+                eight or more episodes in which any were earned.
         """
         some = [its for its in earned if any(its.values())]
         names = sorted({name for its in some for name, value in its.items() if value})
@@ -83,13 +83,13 @@ class RewardReach:
 
     def note_advantages(self, have_some: Mapping[str, bool]) -> None:
         """
-        Look at the advantages of a generation batch.
+        Check the advantages of a generation batch.
 
         Args:
-            have_some (`Mapping[str, bool]`): for each trained agent whether any of its turns has an advantage that is
-                not 0, on any process.
+            have_some (`Mapping[str, bool]`): `True` for each trained agent that has a turn with a non-zero advantage
+                on any process.
         """
-        if not any(have_some.values()):  # nothing to learn for anybody, which other metrics show
+        if not any(have_some.values()):  # no agent has an advantage; other metrics show this
             return
         for name, has_some in have_some.items():
             self._in_a_row[name] = 0 if has_some else self._in_a_row[name] + 1

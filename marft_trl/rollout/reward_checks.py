@@ -19,7 +19,7 @@ from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, nam
 
 def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
     """
-    Raise if a reward function cannot be called with what the datasets and the trainer have.
+    Raise if a reward function has an argument that neither the datasets nor the trainer provide.
 
     Args:
         reward_funcs (`Sequence`):
@@ -28,8 +28,8 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
             As passed to the trainer, after [`check_datasets`].
 
     Raises:
-        TypeError: not something that can score.
-        ValueError: no reward function, or one that needs a column the dataset does not have.
+        TypeError: an item is not a function, a model or the name of a model.
+        ValueError: there is no reward function, or one needs a column that a dataset does not have.
     """
     if not reward_funcs:
         raise ValueError(
@@ -51,10 +51,10 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
 
 def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
     """
-    Raise if a function that scores single turns needs what neither the dataset nor the trainer has.
+    Raise if a reward function of single turns has an argument that neither the dataset nor the trainer provides.
 
     Args:
-        functions (`Mapping[str, Sequence[Callable]]`): the functions of each agent.
+        functions (`Mapping[str, Sequence[Callable]]`): reward functions of each agent's turns.
         train_dataset: as passed to the trainer, after [`check_datasets`].
     """
     columns = column_names(train_dataset) or []
@@ -89,10 +89,10 @@ def _required_arguments(func: Callable) -> list[str]:
 
 def checked_reward(func):
     """
-    A reward function whose results are checked before they count: one finite number or `None` per completion.
+    Wrap a reward function so that its results are checked: one finite number or `None` per completion.
 
-    Models and names of models are returned as they are. The wrapper keeps the name of the function, hands it copies of
-    the lists, and is asynchronous if the function is.
+    Models and names of models are returned unchanged. The wrapper keeps the name of the function, passes copies of the
+    lists to it, and is asynchronous if the function is.
     """
     if isinstance(func, (str, nn.Module)):
         return func
@@ -111,7 +111,7 @@ def checked_reward(func):
 
 
 def _copies(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A function that sorts or clears its lists must not reach into the trainer's."""
+    """Copy the lists among the arguments, so that a function that sorts or clears them does not affect the trainer."""
     copies = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
     for key in ("prompts", "completions", "completion_ids", "turns"):
         if key in copies:
@@ -127,19 +127,19 @@ def _copy(item: Any) -> Any:
 
 def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
     """
-    The scores as a list, after checking them.
+    Check scores and return them as a list.
 
     Args:
         scores (`list`, `tuple`, `numpy.ndarray` or `torch.Tensor`):
-            What a reward function returned.
+            Return value of a reward function.
         name (`str`):
-            The function's name.
+            Name of the function.
         expected (`int`):
-            How many scores there have to be.
+            Expected number of scores.
 
     Raises:
-        TypeError: not a list, or an item that is not a number or `None`.
-        ValueError: another number of scores, or one that is NaN or infinite.
+        TypeError: `scores` is not a list, or an item is neither a number nor `None`.
+        ValueError: there are more or fewer scores than expected, or a score is NaN or infinite.
     """
     if isinstance(scores, (torch.Tensor, np.ndarray)):
         if scores.ndim != 1:

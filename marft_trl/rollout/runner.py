@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Runs a team's workflow: what agents are shown, what they say, and the episodes that come of it."""
+"""Runs the workflow of a team: builds observations, generates turns and returns finished episodes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class EpisodeRunner:
     Args:
         agents (`Sequence[AgentSpec]`): the team.
         workflow ([`Workflow`]): decides who acts next and what each sees.
-        prompts ([`PromptBuilder`]): what agents are shown, in tokens.
+        prompts ([`PromptBuilder`]): builds the observations of agents.
         generator ([`Generator`]): samples turns.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes them.
-        ends (`Sequence[int]`): tokens that end a turn.
-        randomness ([`UserRandomness`]): of workflows, environments, tools and views.
-        limits ([`ToolLimits`]): what calls of tools may cost.
-        uses_tools (`bool`): whether agents were prepared for tools.
-        aliases (`Mapping[str, str]`): the names under which agents know one another, where they are not their own.
-        patience (`float`, *optional*): seconds that a workflow may wait for something that is neither a turn nor a
-            tool.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
+        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
+        limits ([`ToolLimits`]): limits of tool calls.
+        uses_tools (`bool`): `True` if the tokenizer was prepared for tools.
+        aliases (`Mapping[str, str]`): names that agents are shown of one another, if they differ from their own.
+        patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is
+            neither a turn nor a tool.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EpisodeRunner:
         self._limits, self._uses_tools = limits, uses_tools
         self._aliases, self._patience = dict(aliases or {}), patience
         self.options: dict[str, Any] = {}  # further options of the generator
-        self.dropped_turns = 0  # that were not shown, since the model's window was too short
+        self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
     def run(
         self,
@@ -94,7 +94,7 @@ class EpisodeRunner:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context manager: users' code runs on random states that are thrown away, so a rehearsal has no effect."""
+        """Context manager: run users' code with temporary random states, so that a rehearsal has no side effects."""
         kept = self.randomness
         self.randomness = UserRandomness(0, kept.device)
         try:
@@ -104,12 +104,12 @@ class EpisodeRunner:
             self.randomness = kept
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
-        """What agents are shown. Views are users' code."""
+        """Build observations. Views are users' code, so they run with the random states for users' code."""
         with self.randomness.theirs():
             return self.prompts.build(queries)
 
     def query(self, request: Request) -> Query:
-        """What the observation of a request is made from."""
+        """Return the inputs of the observation of a request."""
         agent = self._specs[request.agent]
         return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after)
 
@@ -147,7 +147,7 @@ class EpisodeRunner:
         ]
 
     def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
-        """Sampled tokens for each request; none where its episode ends instead."""
+        """Sample a completion for each request. It is empty if the episode of the request ends instead."""
         completions: list[Sampled] = [Sampled([]) for _ in requests]
         for by_reference in (False, True):
             mine = [
@@ -167,7 +167,7 @@ class EpisodeRunner:
         if not request.functions or self._is_truncated(request.agent, ids):
             return ()
         calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
-        is_lone = len(self._specs) == 1  # whose turn then ends, as in `GRPOTrainer`
+        is_lone = len(self._specs) == 1  # then a malformed call is the final turn, as in `GRPOTrainer`
         if not calls and not is_lone and self._before_calls(ids) is not None:
             return (MALFORMED,)
         return calls
@@ -177,7 +177,7 @@ class EpisodeRunner:
         return call_pattern(self._tokenizer, self.prompts.chat_template) if self._uses_tools else None
 
     def _before_calls(self, ids: list[int]) -> str | None:
-        """What a turn says before its calls, for teammates, who are shown no call; `None` where it begins none."""
+        """Return the text before the tool calls, which is shown to teammates, or `None` if the turn has no calls."""
         text = self._tokenizer.decode(ids)
         found = self._call_pattern.search(text) if self._call_pattern is not None else None
         return None if found is None else text[: found.start()].rstrip()

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Stop texts: one rule for what ends generation, where a turn is cut, and whether it counts as truncated."""
+"""Stop texts: a single rule for ending generation, cutting turns and deciding if a turn is truncated."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 
-# Tokens that a character may take, and tokens more that are decoded in front of a stop text, since a tokenizer may
-# write the first token of what it is given differently.
+# Maximum number of tokens per character, and number of additional tokens to decode before a stop text. The margin is
+# needed because a tokenizer may decode the first token of a sequence differently.
 _TOKENS_OF_A_CHARACTER, _MARGIN = 4, 8
 
 
 class StopTexts:
     """
-    The rule: a turn ends with the first of its own tokens after which the decoded turn holds a stop text. The prompt
-    plays no part.
+    Rule for stop texts: a turn ends with the first of its own tokens after which the decoded turn contains a stop
+    text. The prompt is ignored.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes the turn, control tokens included.
@@ -30,11 +30,11 @@ class StopTexts:
         self._window = _TOKENS_OF_A_CHARACTER * max(map(len, self.texts), default=0) + _MARGIN
 
     def are_in(self, ids: Sequence[int]) -> bool:
-        """Whether the decoded tokens of a turn hold a stop text."""
+        """Return `True` if the decoded tokens of a turn contain a stop text."""
         return bool(self.texts) and self._are_in_text(self._tokenizer.decode(list(ids)))
 
     def cut(self, ids: list[int]) -> list[int]:
-        """A turn up to the token that completes its first stop text: what follows is padding of a batch."""
+        """Cut a turn after the token that completes its first stop text. The tokens after it are padding."""
         if not self.are_in(ids):
             return ids
         low, high = 0, len(ids)  # the first `high` tokens hold a stop text, the first `low` do not
@@ -44,8 +44,8 @@ class StopTexts:
         return ids[:high]
 
     def end(self, turns: Sequence[list[int]]) -> list[bool]:
-        """For each turn, asked after every token of it, whether it ends here."""
-        # Most turns are told by their last tokens alone
+        """Return, for each turn, `True` if it ends here. Called after every generated token."""
+        # For most turns, decoding only their last tokens is enough
         recent = self._tokenizer.batch_decode([ids[-self._window :] for ids in turns])
         return [self._are_in_text(text) and self.are_in(ids) for text, ids in zip(recent, turns, strict=True)]
 
@@ -55,10 +55,10 @@ class StopTexts:
 
 class EndAtStopText(StoppingCriteria):
     """
-    The rule of [`StopTexts`] for one call of `generate`, whose rows are prompts of one width and what was sampled.
+    Stopping criterion that applies [`StopTexts`] during one call of `generate`, whose prompts are padded to one width.
 
-    transformers' own `StopStringCriteria` reads prompt and completion as one text, so that a stop text which begins in
-    the prompt ends a turn that does not hold it.
+    `StopStringCriteria` of transformers reads prompt and completion as one text. There, a stop text that begins in the
+    prompt could end a turn that does not contain it.
     """
 
     def __init__(self, stops: StopTexts):

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Tool calls in what a model sampled, and chat templates that know of tools, with TRL's help (checked for 1.16)."""
+"""Parsing of tool calls, and preparation of chat templates for tools. Uses TRL's functions (checked for 1.16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl.chat_template_utils import (
 from ..tools import ToolCall, tool_name
 
 
-# A shorter text may well be no call
+# Minimum length of the opening of a call. Shorter texts may also occur in turns without calls
 _SHORTEST_OPENING = 4
 
 
@@ -28,37 +28,37 @@ def parse_calls(
     tokenizer, completion_ids: list[int], prompt_ids: list[int], schemas: list[dict[str, Any]]
 ) -> tuple[ToolCall, ...]:
     """
-    The calls in a completion, as TRL reads them; none where it is no well-formed call. Never raises, whatever a model
-    sampled.
+    Parse the tool calls in a completion with TRL's parser. Returns no calls if a call is malformed, and raises no
+    error for any completion.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): prepared by [`prepare_template`].
-        completion_ids (`list[int]`): what was sampled.
-        prompt_ids (`list[int]`): what came before it.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer prepared by [`prepare_template`].
+        completion_ids (`list[int]`): token ids of the completion.
+        prompt_ids (`list[int]`): token ids of the prompt.
         schemas (`list[dict]`): JSON schemas of the functions that may be called.
     """
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
         found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
         return tuple(ToolCall(call["name"], call["arguments"]) for call in found)
-    except Exception:  # odd texts bring parsers to raise odd errors
+    except Exception:  # parsers can raise any error on unexpected texts
         return ()
 
 
-# What a call that cannot be read is named
+# Stands for a call that cannot be parsed
 MALFORMED = ToolCall("unknown", {}, problem="malformed")
 _TAG = re.compile(r"<[^<>\s]+>")
 
 
 def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     """
-    The text that begins a call in the chat template, such as `<tool_call>`: what comes before the function's name.
+    Return the text before the function's name with which the chat template begins a call, such as `<tool_call>`.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): prepared by [`prepare_template`].
-        chat_template (`str`, *optional*): chat template in place of the tokenizer's own.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer prepared by [`prepare_template`].
+        chat_template (`str`, *optional*): chat template to use instead of the tokenizer's own.
 
-    Returns: `None` where the template does not tell.
+    Returns: the text, or `None` if it cannot be derived from the template.
     """
     name = "marft-some-function"
     asked = [{"role": "user", "content": "x"}]
@@ -68,7 +68,7 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
         options = {"chat_template": chat_template, "tokenize": False}
         before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
         opening, found, _ = tokenizer.apply_chat_template(calling, **options).partition(name)
-    except Exception:  # templates raise what they like
+    except Exception:  # templates can raise any error
         return None
     if not found:
         return None
@@ -81,8 +81,9 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
 
 def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | None:
     """
-    What a call begins with, also one that was cut short: its opening at the beginning of a line, or before something
-    that may be a call. A text that mentions a tag begins none. `None` where the template does not tell.
+    Return a pattern that matches the beginning of a call, including an incomplete one. The opening has to be at the
+    beginning of a line or before the content of a call, so that a text that only mentions the tag does not match.
+    Returns `None` if the opening cannot be derived from the template.
     """
     opening = call_opening(tokenizer, chat_template)
     if opening is None:
@@ -95,10 +96,11 @@ def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | No
 
 def check_functions(functions: Sequence[Callable], whose: str) -> None:
     """
-    Raise for a function that a model cannot be told of.
+    Check that functions can be described to a model.
 
     Raises:
-        ValueError: names it and what its docstring or its types lack.
+        ValueError: A function has no valid JSON schema. The message contains the function and the problem of its
+            docstring or type hints.
     """
     for function in functions:
         try:
@@ -114,10 +116,10 @@ def prepare_template(tokenizer, whose: str) -> str | None:
     """
     Prepare a tokenizer for tools as `GRPOTrainer` does.
 
-    Returns: the chat template to use in place of the tokenizer's own, if it cannot be trained with.
+    Returns: the chat template to use instead of the tokenizer's own, or `None` if its own is suitable for training.
 
     Raises:
-        ValueError: the chat template knows no tools, or no way is known to read its calls.
+        ValueError: The chat template does not support tools, or the format of its calls is unknown.
     """
     if not supports_tool_calling(tokenizer):
         has = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"

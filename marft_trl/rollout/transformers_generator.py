@@ -17,13 +17,13 @@ from .stopping import EndAtStopText, StopTexts
 
 
 class Engine(Protocol):
-    """What [`TransformersGenerator`] runs `generate` with: a trainer ([`TrlEngine`]) or a model ([`ModelEngine`])."""
+    """Interface that [`TransformersGenerator`] calls `generate` through: [`TrlEngine`] or [`ModelEngine`]."""
 
     tokenizer: PreTrainedTokenizerBase
 
     @property
     def model(self) -> Any:
-        """The model whose `generate` runs, without wrappers of data parallelism."""
+        """Model whose `generate` is called, without data-parallel wrappers."""
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         """All settings of `generate` for an agent's sampling."""
@@ -47,15 +47,15 @@ class TransformersGenerator:
 
     Args:
         engine ([`Engine`]):
-            Does the generating.
+            Engine that calls `generate`.
         policies ([`Policies`]):
-            Switches adapters.
+            Policies of the team, used to activate the agents' adapters.
         samplings (`dict[str, Sampling]`):
-            How each agent samples.
+            Sampling settings of each agent.
         share (`bool`):
-            Compute what observations have in common once.
+            Whether to compute the common prefix of several observations only once.
         records (`bool`):
-            Keep log-probabilities of what is sampled.
+            Whether to record the log-probabilities of sampled tokens.
     """
 
     def __init__(self, engine: Engine, policies, samplings: dict[str, Sampling], share: bool, records: bool):
@@ -75,15 +75,15 @@ class TransformersGenerator:
         """
         Args:
             agents (`Sequence[str]`):
-                Who speaks, for each observation.
+                Name of the agent of each observation.
             prompt_ids (`Sequence[list[int]]`):
-                The observations.
+                Token ids of the observations.
             by_reference (`bool`, *optional*, defaults to `False`):
-                Let the agents' references speak instead of the agents.
+                Whether to sample from the agents' references instead of the agents.
             greedy (`bool`, *optional*, defaults to `False`):
-                Take the most likely token each time instead of sampling.
+                Whether to use greedy decoding instead of sampling.
 
-        Returns: what was sampled for each, in order.
+        Returns: the sampled completions, in order.
         """
         groups: dict[tuple[str, Sampling], list[int]] = {}
         for index, agent in enumerate(agents):
@@ -114,18 +114,18 @@ class TransformersGenerator:
         if sampling.stop:
             options["stopping_criteria"] = [EndAtStopText(self._stops[sampling])]
         if self._share and can_decode(self._merged(GenerationConfig(**settings))):
-            # `generation_kwargs` may sample otherwise than it is scored
+            # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             options["custom_generate"] = functools.partial(decode, recorder=recorder)
         return options
 
     def _merged(self, config: GenerationConfig) -> GenerationConfig:
-        """A config as `generate` completes it: what it leaves open is the model's."""
+        """Complete a config as `generate` does: missing settings are taken from the model's generation config."""
         merged = copy.deepcopy(config)
         merged.update(**self._engine.model.generation_config.to_dict(), defaults_only=True)
         return merged
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Whether a turn of an agent holds one of its stop texts."""
+        """Return `True` if a turn of an agent contains one of the agent's stop texts."""
         return self._stops[self._samplings[agent]].are_in(ids)

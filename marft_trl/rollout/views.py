@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What an agent is shown, as messages: its prompt, the task, and what others said, under their names."""
+"""Views: the messages that an agent is shown, with its role prompt, the task and the turns of others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..episodes.records import Messages, Seen, Turn
 # `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
 View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
-# A line like "[solver]" opens what a teammate says. The same line inside a teammate's text is quoted, so that no agent
-# can put words into another's mouth; whatever a model may take for the end of a line is one.
+# A line such as "[solver]" marks the beginning of a teammate's turn. If a teammate's text contains such a line, it is
+# quoted, so that no agent can pretend to be another. All characters that a model may read as line breaks count.
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SPEAKER_LINE = re.compile(
     rf"(?:(?<=[{_BREAKS}])|\A)([^\S{_BREAKS}]*\[[A-Za-z][A-Za-z0-9_-]{{0,47}}\][^\S{_BREAKS}]*)(?=[{_BREAKS}]|\Z)"
@@ -24,7 +24,7 @@ SEPARATOR = "\n\n"
 
 
 def speaker(turn: Seen) -> str:
-    """What a teammate is shown of a turn, or anybody of feedback: a line that names the speaker, then its words."""
+    """Return the text that teammates are shown of a turn or of feedback: a line with the speaker, then the text."""
     said = turn.raw_text
     if isinstance(turn, Turn) and turn.without_calls is not None:
         said = turn.without_calls
@@ -33,18 +33,18 @@ def speaker(turn: Seen) -> str:
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
-    The default view of an agent: its system prompt, the prompt of the dataset, then the turns it sees, its own as
-    `assistant`, the results of its own tools as `tool`, and everything else, that of others and feedback, as `user`
-    messages that name the speaker. Neighbours of one role are merged, so that templates which demand alternating roles
-    work.
+    Default view of an agent: its system prompt, the prompt of the dataset row, and the turns and feedback it sees. The
+    agent's own turns are `assistant` messages, the results of its own tool calls are `tool` messages, and all other
+    turns and feedback are `user` messages that name the speaker. Consecutive messages of the same role are merged, for
+    templates that require alternating roles.
 
     Args:
         agent ([`AgentSpec`]):
-            Who is about to speak.
+            Agent that acts next.
         prompt (`list[dict]`):
             Messages of the dataset row.
         seen (`Sequence[Turn]`):
-            The turns and the feedback it is shown, in order.
+            Turns and feedback to show, in order.
 
     Returns: `list[dict]` with `role` and `content`.
     """
@@ -59,7 +59,7 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
     if isinstance(item, Turn):
         own = item.agent == agent.name
         return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": speaker(item)}
-    if item.tool is not None and item.audience == agent.name:  # what its own call gave
+    if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
         return {"role": "tool", "name": item.tool, "content": item.text}
     return {"role": "user", "content": speaker(item)}
 
@@ -77,7 +77,7 @@ def merge_neighbours(messages: Messages) -> Messages:
 
 
 def fold_system(messages: Messages) -> Messages:
-    """Move the system message into the first user message, for templates that know no system role."""
+    """Move the system message into the first user message, for templates that do not support the system role."""
     if not messages or messages[0]["role"] != "system":
         return messages
     system, rest = messages[0], messages[1:]

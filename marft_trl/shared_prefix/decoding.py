@@ -1,13 +1,14 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-The fast generation: a decoding loop for `generate` of transformers, which prepares all else (`custom_generate=`).
+Fast decoding loop, passed to `generate` of transformers as `custom_generate=`. `generate` does the preparation.
 
-What differs from the loop of transformers, and why the distribution is the same:
+Differences from the loop of transformers, none of which changes the sampling distribution:
 
-- What prompts have in common goes through the model once; its keys and values are repeated (see `forward`).
-- The cache has its full size from the start, so that a step writes one column and copies nothing.
-- Rows that have finished leave the batch, and the last ones take their places. No row sees another, and processors of
-  logits, stopping criteria and draws are by row; with a processor that is not known to be, rows stay.
+- The common prefix of several prompts goes through the model once. Its keys and values are repeated (see `forward`).
+- The cache has its full size from the start, so that a step writes one column without copying the rest.
+- Finished rows leave the batch, and the last rows take their places. This changes nothing for the other rows, since
+  attention, logits processors, stopping criteria and draws are independent per row. If a logits processor is not known
+  to be independent per row, finished rows stay.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from .forward import RepeatedLayer, prefill, shared_pass
 from .prefixes import Cluster, plan_passes
 
 
-# Finished rows leave when they are one in so many: on a CPU finding their places costs as much as some rows of a step.
+# Finished rows leave the batch once they are at least 1/32 of it. On a CPU, moving rows costs as much as computing
+# several rows of a step.
 _LEAVING = 32
 
-# Processors that scale or select by row, and hold nothing of the batch.
+# Logits processors that treat each row independently and keep no state of the batch.
 _BY_ROW = (
     logits_process.MinLengthLogitsProcessor,
     logits_process.MinNewTokensLengthLogitsProcessor,
@@ -48,7 +50,7 @@ _BY_ROW = (
 
 
 def can_decode(config: GenerationConfig) -> bool:
-    """Whether [`decode`] does what a config asks for."""
+    """Return `True` if [`decode`] supports a generation config."""
     return (
         config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and config.guidance_scale in (None, 1)
@@ -59,7 +61,7 @@ def can_decode(config: GenerationConfig) -> bool:
 
 
 class JoinedLayer(RepeatedLayer):
-    """Also keeps what it puts together."""
+    """A [`RepeatedLayer`] that also stores the joined keys and values."""
 
     def update(self, *args, **kwargs):
         self.joined = super().update(*args, **kwargs)
@@ -67,7 +69,7 @@ class JoinedLayer(RepeatedLayer):
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values with room for `size` tokens."""
+    """Cache layer with preallocated memory for `size` tokens."""
 
     is_initialized: bool
 
@@ -89,7 +91,7 @@ class RoomyLayer(DynamicLayer):
         return self.length
 
     def keep_rows(self, count: int, free: torch.Tensor, moved: torch.Tensor) -> None:
-        """Keep the first `count` rows, after the rows `moved` have taken the places `free`."""
+        """Move the rows `moved` to the places `free`, then keep the first `count` rows."""
         for states in (self.keys, self.values):
             states[free, :, : self.length] = states[moved, :, : self.length]
         self.keys, self.values = self.keys[:count], self.values[:count]
@@ -97,12 +99,12 @@ class RoomyLayer(DynamicLayer):
 
 class Recorder:
     """
-    Keeps the log-probabilities of sampled tokens, where what is sampled from is what is scored: the model's
-    distribution at a temperature, in full precision.
+    Records the log-probabilities of sampled tokens. They are recorded only if the sampling distribution equals the
+    scoring distribution (temperature only, float32).
     """
 
     def __init__(self):
-        self.logps: torch.Tensor | None = None  # (B, T), or `None` where they have to be computed
+        self.logps: torch.Tensor | None = None  # (B, T), or `None` if they have to be computed later
 
     def start(self, shape: tuple[int, int], dtype: torch.dtype, processors: LogitsProcessorList) -> None:
         is_scored = all(isinstance(one, logits_process.TemperatureLogitsWarper) for one in processors)
@@ -123,21 +125,21 @@ def decode(
     **kwargs,
 ) -> torch.Tensor:
     """
-    The decoding loop, called by `generate`.
+    Decoding loop, called by `generate`.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config:
-            As `generate` prepares them; prompts `(B, P)`, padded on the left.
-        recorder ([`Recorder`], *optional*): keeps log-probabilities of what is sampled.
-        kwargs: `attention_mask` `(B, P)`, where there is padding; the rest has no use here.
+            Arguments as prepared by `generate`. The prompts `(B, P)` are padded on the left.
+        recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
+        kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
-    Returns: prompts with what follows them `(B, P + T)`, padded on the right.
+    Returns: prompts followed by completions `(B, P + T)`, padded on the right.
     """
     (batch, width), size = input_ids.shape, generation_config.max_length
     mask = kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
-    first = width - int(lengths.max())  # columns before it are padding in all rows: the cache has none of them
+    first = width - int(lengths.max())  # all columns before it are padding and are not in the cache
     is_padded = not bool(mask[:, first:].all())
     cache = _filled(model, [ids[one.bool()].tolist() for ids, one in zip(input_ids, mask, strict=True)], size - first)
     pad = pad_token_of(generation_config)
@@ -160,7 +162,7 @@ def decode(
         chosen, logps = _choose(scores, generation_config.do_sample)
         if recorder is not None:
             recorder.add(rows, end - width, logps)
-        tokens[:, end] = torch.where(done, tokens[:, end], chosen)  # what has finished is followed by padding
+        tokens[:, end] = torch.where(done, tokens[:, end], chosen)  # finished rows get padding
         result[rows, end] = tokens[:, end]
         done = done | stopping_criteria(tokens[:, : end + 1], None)
         finished = int(done.sum())
@@ -173,7 +175,7 @@ def decode(
 
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and its log-probability."""
+    """Choose a token for each row. Returns the tokens and their log-probabilities, each `(B,)`."""
     logps = scores.log_softmax(dim=-1)
     chosen = _draw(logps.exp()) if do_sample else scores.argmax(dim=-1, keepdim=True)
     return chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
@@ -181,9 +183,9 @@ def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.
 
 def _draw(probabilities: torch.Tensor) -> torch.Tensor:
     """
-    A draw `(B, 1)` from each row of probabilities `(B, V)`: where a uniform number falls among their sums. One random
-    number for a row; `torch.multinomial` takes one for each of its tokens, which for large vocabularies is most of a
-    step on a CPU. In double precision no token is too rare.
+    Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling. It needs one random
+    number per row, while `torch.multinomial` needs one per token of the vocabulary, which would dominate the time of a
+    step on a CPU. Double precision keeps the cumulative sums exact enough for rare tokens.
     """
     sums = probabilities.double().cumsum(dim=-1)
     if not bool(((sums[:, -1] > 0) & sums[:, -1].isfinite()).all()):
@@ -197,9 +199,10 @@ def _draw(probabilities: torch.Tensor) -> torch.Tensor:
 
 def _leave(cache: Cache, processors: LogitsProcessorList, done: torch.Tensor, count: int) -> torch.Tensor:
     """
-    Forget the rows that are done: the last of the `count` that go on take their places, so that no other is copied.
+    Remove finished rows. The last unfinished rows take their places, so that only these rows are copied. `count` rows
+    remain.
 
-    Returns: the rows that go on, in their new order.
+    Returns: indices of the remaining rows, in their new order.
     """
     stay = torch.arange(count, device=done.device)
     free, moved = done[:count].nonzero().squeeze(1), (~done[count:]).nonzero().squeeze(1) + count
@@ -214,7 +217,7 @@ def _leave(cache: Cache, processors: LogitsProcessorList, done: torch.Tensor, co
 
 
 def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int) -> Cache:
-    """A cache with all but the last token of prompts, padded on the left, and room for `size` tokens."""
+    """Return a cache with room for `size` tokens, filled with all but the last token of the left-padded prompts."""
     width = max(map(len, prompts)) - 1
     cache = Cache(layers=[RoomyLayer(size) for _ in range(model.config.get_text_config().num_hidden_layers)])
     if width == 0:
@@ -233,7 +236,7 @@ def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int) -> Cach
 def _shared(
     model: PreTrainedModel, prompts: list[list[int]], groups: list[Cluster], width: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values `(B, heads, W, D)` of all but the last token of prompts, by layer, padded on the left."""
+    """Return, per layer, keys and values `(B, heads, W, D)` of all but the last token, padded on the left."""
     rows = [prompt[:-1] for prompt in prompts]
     rest = [len(rows[row]) - group.length for group in groups for row in group.rows]
     if not any(rest):
@@ -244,7 +247,7 @@ def _shared(
         which = which.to(model.device)
         return [(layer.keys.index_select(0, which), layer.values.index_select(0, which)) for layer in kept.layers]
     _, starts, shared, cache = shared_pass(model.base_model, rows, groups, JoinedLayer)
-    # In a row of the second pass the padding is on both sides of what is shared and its rest: move it to the left
+    # In the second pass, padding is in front of the prefix and after the rest of a row: move all of it to the left
     ends = [shared + len(row) - start for row, start in zip(rows, starts, strict=True)]
     source = torch.tensor(ends, device=model.device).unsqueeze(1) + torch.arange(-width, 0, device=model.device)
     source = source.clamp(min=0)[:, None, :, None]

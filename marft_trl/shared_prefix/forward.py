@@ -1,15 +1,17 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-The fast forward: what rows have in common at their beginning is computed once, and nothing is scored that is not read.
+Fast forward pass. A prefix that several rows share is computed once, and only positions whose log-probability is used
+reach the LM head.
 
-Why it is exact. In a causal transformer the hidden state of a token depends on the tokens up to it, their positions
-and the weights. Rows that begin with the same tokens therefore have the same hidden states there, and what comes
-after reads only the keys and values of the beginning. So the beginning goes through the model once; its keys and
-values are repeated over the rows, in front of their own; positions count on, and padding between is masked. The
-gradients of all rows add up in the shared keys and values, as they would in the weights. What differs is the order of
-sums, that is, the last bits. Under dropout, rows that share a beginning share its noise.
+Why it is exact: in a causal transformer, the hidden state of a token depends only on the tokens up to it, on their
+positions and on the weights. Rows that begin with the same tokens have the same hidden states there, and later tokens
+only read the keys and values of the prefix. So the prefix goes through the model once. Its keys and values are
+repeated for every row, in front of the row's own keys and values. Positions continue after the prefix, and padding in
+between is masked. The gradients of all rows add up in the shared keys and values. The results differ from those of a
+plain pass only in the order of summation, that is, by rounding. With dropout, rows that share a prefix also share its
+dropout mask.
 
-The LM head is TRL's, called on the positions that are scored and no others.
+The LM head is TRL's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .prefixes import Cluster, plan_passes
 
 
 class KeptLayer(DynamicLayer):
-    """Keeps the keys and values of one pass, with their gradients. A layer that is run again changes nothing."""
+    """Cache layer that keeps the keys and values of one pass, with gradients. A recomputed layer changes nothing."""
 
     is_initialized: bool
 
@@ -42,7 +44,7 @@ class KeptLayer(DynamicLayer):
 
 
 class RepeatedLayer(DynamicLayer):
-    """Puts kept keys and values in front of those of a pass: for row `i` those of `index[i]`."""
+    """Cache layer that puts kept keys and values in front of those of a pass: for row `i`, those at `index[i]`."""
 
     def __init__(self, kept: KeptLayer, index: torch.Tensor):
         super().__init__()
@@ -55,13 +57,13 @@ class RepeatedLayer(DynamicLayer):
 
 class SharedPass(NamedTuple):
     """
-    What came of the rest of `B` rows after the beginnings that they share.
+    Result of a pass over the rest of `B` rows, which follows their shared prefixes.
 
     Args:
-        hidden (`torch.Tensor` of shape `(B, S, H)`): states of the rest, padded on the right.
-        starts (`list[int]`): where in each row the rest begins.
-        width (`int`): columns of the shared beginnings, which are padded on the left.
-        cache ([`~transformers.Cache`]): of the class of layers that was asked for.
+        hidden (`torch.Tensor` of shape `(B, S, H)`): hidden states of the rest of each row, padded on the right.
+        starts (`list[int]`): position in each row at which the rest begins.
+        width (`int`): number of columns of the shared prefixes, which are padded on the left.
+        cache ([`~transformers.Cache`]): cache of the pass, with layers of the requested class.
     """
 
     hidden: torch.Tensor
@@ -74,16 +76,17 @@ def hidden_states(
     backbone: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
 ) -> torch.Tensor:
     """
-    The hidden states that predict the tokens of completions; of an empty one, that of the prompt's last token.
+    Compute the hidden states that predict the tokens of completions. An empty completion gets the hidden state of the
+    prompt's last token.
 
     Args:
         backbone (`nn.Module`): a causal transformer without its head.
         prompts (`Sequence[Sequence[int]]`): token ids of `B` prompts, none empty.
-        completions (`Sequence[Sequence[int]]`): token ids of what follows each.
-        share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
+        completions (`Sequence[Sequence[int]]`): token ids of the completion of each prompt.
+        share (`bool`, *optional*, defaults to `True`): compute common prefixes of the prompts once.
 
-    Returns: `(B, V, H)`, `V` the longest completion or 1. Row `i` has `max(len(completions[i]), 1)` states; what comes
-    after them is to be ignored.
+    Returns: hidden states `(B, V, H)`, where `V` is the length of the longest completion, at least 1. Row `i` has
+    `max(len(completions[i]), 1)` valid states; ignore those after them.
     """
     device = next(backbone.parameters()).device
     counts = [max(len(completion), 1) for completion in completions]
@@ -113,13 +116,13 @@ def shared_pass(
     layer_class: Callable[[KeptLayer, torch.Tensor], RepeatedLayer],
 ) -> SharedPass:
     """
-    Two passes: the beginnings that rows share, and the rest of each row after its beginning.
+    Run two passes: one over the shared prefixes, and one over the rest of each row.
 
     Args:
         backbone (`nn.Module`): a causal transformer without its head.
         rows (`Sequence[Sequence[int]]`): token ids.
-        groups (`Sequence[Cluster]`): a partition of the rows.
-        layer_class (`Callable`): the class of the cache's layers in the second pass.
+        groups (`Sequence[Cluster]`): partition of the rows into rows with the same prefix.
+        layer_class (`Callable`): class of the cache's layers in the second pass.
     """
     device = next(backbone.parameters()).device
     starts, index = [0] * len(rows), [0] * len(rows)
@@ -135,13 +138,13 @@ def shared_pass(
         attention_mask=torch.cat([kept_mask[which], mask], dim=1),
         position_ids=torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(ids.size(1), device=device),
         past_key_values=cache,
-        use_cache=False,  # of our own making, not another one
+        use_cache=False,  # the model must not create another cache
     )
     return SharedPass(output.last_hidden_state, starts, kept_mask.size(1), cache)
 
 
 def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cache, torch.Tensor]:
-    """Keys and values of prefixes, padded on the left, and the mask `(G, W)` of what is not padding."""
+    """Compute the keys and values of prefixes, padded on the left, and the mask `(G, W)`: 0 for padding, else 1."""
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
     cache = Cache(layer_class_to_replicate=KeptLayer)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -152,7 +155,7 @@ def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cac
 def padded(
     rows: Sequence[Sequence[int]], device: torch.device, side: str = "right"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of token ids as a batch `(B, S)`, padded with 0, and the mask of what is not padding."""
+    """Pad rows of token ids with 0 to a batch `(B, S)`, and return it with its mask: 0 for padding, else 1."""
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     ones = [[1] * len(row) for row in rows]
@@ -165,12 +168,12 @@ def padded(
     return joined(rows), joined(ones)
 
 
-# Logits that TRL's head holds at once on a CPU: more than fit its caches take twice the time.
+# Number of logits that TRL's head holds at once on a CPU. More do not fit into its caches and take twice the time.
 _LOGITS_AT_ONCE = 2**22
 
 
 def scored_at_once(vocabulary: int, device: torch.device) -> int:
-    """Positions that go through the LM head together; on a GPU they are cut further by its kernel."""
+    """Number of positions that go through the LM head together. On a GPU, its kernel cuts them further."""
     return max(_LOGITS_AT_ONCE // vocabulary, 1) if device.type == "cpu" else 4096
 
 
@@ -178,14 +181,14 @@ def score(
     model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Log-probabilities and, where the head gives them, entropies `(N,)` with the fused LM head that TRL puts on a model.
+    Compute log-probabilities `(N,)` and, if the head gives them, entropies `(N,)` with TRL's fused LM head.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): a causal language model with the head.
-        hidden (`torch.Tensor` of shape `(N, H)`): the states that predict the tokens.
+        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
+        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """
-    if not len(tokens):  # connected to the model, so that backward runs
+    if not len(tokens):  # an empty result that is connected to the model, so that backward runs
         nothing = hidden.sum(dim=-1).float()
         return nothing, nothing
     size = scored_at_once(model.config.get_text_config().vocab_size, hidden.device)
@@ -199,8 +202,8 @@ def score(
 @torch.no_grad()
 def why_not(model: PreTrainedModel) -> str | None:
     """
-    Why the fast forward cannot serve a model, or `None` if it can: it is tried on a few tokens, so that a model whose
-    cache or positions work another way is found out whatever its family.
+    Reason why the fast forward does not work for a model, or `None` if it works. It is tried on a few tokens, so that
+    models with another kind of cache or positions are recognized, whatever their family.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -234,7 +237,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def needs_positions(model: PreTrainedModel) -> bool:
-    """Whether padding in front of a row moves it unless its positions are given, as where they are learned (GPT-2)."""
+    """`True` if left-padded rows need explicit `position_ids`, e.g. because positions are learned (GPT-2)."""
     backbone, device = model.base_model, next(model.parameters()).device
     if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
         return False
@@ -251,11 +254,11 @@ def needs_positions(model: PreTrainedModel) -> bool:
         alone = last(ids[:1, -len(row) :])
         left_out = _error(last(ids, attention_mask=mask), alone)
         rounding = _error(last(ids, attention_mask=mask, position_ids=positions), alone)
-    except Exception:  # it takes more than tokens, which TRL's pass may have
+    except Exception:  # the model needs other inputs than tokens, which TRL's pass may provide
         return False
     finally:
         model.train(was_training)
-    return left_out > 10 * rounding + 0.05  # half precision comes to 0.01
+    return left_out > 10 * rounding + 0.05  # in half precision, the error is about 0.01
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What token sequences have in common at their beginning: which rows to let share a prefix, and how long it is."""
+"""Common prefixes of token sequences: the rows that share a prefix, and its length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Cluster:
     Sequences that begin with the same tokens.
 
     Args:
-        length (`int`): number of tokens that are shared.
+        length (`int`): number of shared tokens.
         rows (`tuple[int, ...]`): positions of the sequences.
     """
 
@@ -22,24 +22,25 @@ class Cluster:
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed again."""
+        """Number of tokens that sharing saves."""
         return self.length * (len(self.rows) - 1)
 
 
 def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     """
-    Partition sequences so that many tokens are shared, each sequence sharing one prefix.
+    Partition sequences into clusters with a common prefix, so that many tokens are shared.
 
-    The last token of a sequence is never shared: each row has something left to compute. A sequence that shares
-    nothing is a cluster alone, with all but its last token as its prefix.
+    The last token of a sequence is never shared, so that every row has a token left to compute. A sequence that shares
+    nothing is a cluster of its own, whose prefix is all but its last token.
 
-    Sorted, sequences that share a prefix are neighbours, so the prefixes form a tree. From the leaves to the root, the
-    clusters below a node are joined at the node's prefix where that saves more than what they share by themselves.
+    After sorting, sequences with a common prefix are neighbours, and the prefixes form a tree. From the leaves to the
+    root, the clusters below a node are joined at the node's prefix if this saves more tokens than the clusters save by
+    themselves.
 
     Args:
         sequences (`Sequence[Sequence[int]]`): token ids, none empty.
 
-    Returns: the clusters; rows in ascending order within each, clusters by their first row.
+    Returns: clusters, sorted by their first row. The rows of a cluster are in ascending order.
     """
     order = sorted(range(len(sequences)), key=lambda row: tuple(sequences[row]))
     nodes: list[tuple[int, list[Cluster]]] = [(0, [])]  # from the root down: depth, and the clusters below so far
@@ -57,13 +58,13 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
 
 def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> list[Cluster]:
     """
-    The way through the model that computes fewer tokens, padding included.
+    Decide whether to compute shared prefixes once. The plan with fewer tokens, padding included, is chosen.
 
     Args:
-        prompts (`Sequence[Sequence[int]]`): beginnings of rows, which are searched for what they share.
-        more (`Sequence[int]`): how many tokens of each row come after it.
+        prompts (`Sequence[Sequence[int]]`): beginnings of the rows, searched for common prefixes.
+        more (`Sequence[int]`): number of tokens of each row after its prompt.
 
-    Returns: the rows that share a beginning; nothing where each row had better go through as it is.
+    Returns: clusters of rows that share a prefix, or an empty list if it is cheaper to compute every row as it is.
     """
     found = clusters(prompts)
     if len(found) == len(prompts):
@@ -75,7 +76,7 @@ def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> list[C
 
 
 def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:
-    """Finish the nodes deeper than `depth`; what is below them goes to the node at that depth."""
+    """Close the nodes deeper than `depth`. Their clusters move to the node at that depth."""
     while nodes[-1][0] > depth:
         below = _joined(*nodes.pop())
         if nodes[-1][0] < depth:
@@ -84,7 +85,7 @@ def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:
 
 
 def _joined(depth: int, below: list[Cluster]) -> list[Cluster]:
-    """Let those clusters share the prefix of a node that save less by their own."""
+    """Join the clusters that save more tokens with the prefix of a node than with their own."""
 
     def gains(cluster: Cluster) -> bool:
         return cluster.saved < len(cluster.rows) * depth
@@ -97,7 +98,7 @@ def _joined(depth: int, below: list[Cluster]) -> list[Cluster]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # slices compare at the speed of C
         middle = (low + high + 1) // 2

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Saving and loading a team: adapters by name, and the state that the Trainer forgets."""
+"""Saving and loading a team: the adapters, and the training state that the `Trainer` does not save."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def load_team_adapters(
     Load every adapter of the team from a checkpoint, in place.
 
     Raises:
-        ValueError: the checkpoint has another team, or one with other names.
+        ValueError: the agents, the adapters or `anonymous` differ from those of the checkpoint.
     """
     manifest = TeamManifest.load(folder)
     if manifest.anonymous != anonymous:
@@ -174,9 +174,10 @@ def load_team_adapters(
 
 def newest_complete(output_dir: str | Path) -> Path | None:
     """
-    The newest checkpoint that was written to its end; `None` where there is none.
+    The newest complete checkpoint, or `None` if there is none.
 
-    The Trainer writes `trainer_state.json` last, so a checkpoint without a readable one was cut short.
+    The `Trainer` writes `trainer_state.json` last. A checkpoint in which this file is missing or cannot be read is
+    incomplete.
     """
     folders = [
         path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
@@ -191,7 +192,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a checkpoint was written to its end."""
+    """Return `True` if a checkpoint is complete."""
     try:
         json.loads((Path(folder) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -208,14 +209,14 @@ def save_rollouts(
     extra: dict[str, Any] | None = None,
 ) -> None:
     """
-    Write the training rows in use and the position in them, so that a resumed run goes on with the same rows.
+    Write the training rows in use and the current position in them. A resumed run continues with the same rows.
 
     Args:
         folder (`str` or `Path`): folder of the checkpoint.
         rank (`int`): index of this process.
         world_size (`int`): number of processes.
-        step (`int`): forward and backward passes done so far.
-        slices (`Sequence[Slice]`, *optional*): the slices of the present generation batch, unless it is used up.
+        step (`int`): number of forward and backward passes so far.
+        slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if it is used up.
         extra (`dict`, *optional*): further state, JSON-serializable.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -249,10 +250,12 @@ def load_rollouts(
     folder: str | Path, rank: int, world_size: int
 ) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
     """
-    What [`save_rollouts`] wrote: the step, the slices and the further state; `None` where the checkpoint has none.
+    Load what [`save_rollouts`] wrote.
+
+    Returns: the step, the slices and the further state, or `None` if the checkpoint has no rollouts.
 
     Raises:
-        ValueError: the checkpoint was written by another number of processes.
+        ValueError: the checkpoint was written by a different number of processes.
     """
     first = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
     if not first.is_file():

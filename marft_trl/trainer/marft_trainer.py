@@ -56,45 +56,50 @@ class MARFTTrainer(GRPOTrainer):
     """
     Trains a team of LLM agents with reinforcement learning: one adapter per agent on one base.
 
-    The arguments that [`~trl.GRPOTrainer`] has mean the same here; those of a team come after them.
+    Arguments of [`~trl.GRPOTrainer`] have the same meaning here and come first. The arguments of a team follow.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The base of all agents. With a `PeftModel`, adapters that bear the name of an agent's are trained on, and
-            agents without one start from a copy of its adapter `default`.
+            Base model of all agents. In a `PeftModel`, adapters that are named like the adapter of an agent are
+            trained further, and missing ones start as copies of the adapter `default`.
         reward_funcs:
-            Score the team's answer, as in `GRPOTrainer`. Functions also get `turns`, for each episode its list of
-            [`Turn`], `earned`, what its turns earned, and `environments`, the environment it was played in or `None`.
-            May be left out where the workflow earns rewards.
+            Reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also passed
+            `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned in the
+            workflow) and `environments` (the environment of each episode, or `None`). Optional if the workflow earns
+            rewards.
         args ([`MARFTConfig`], *optional*):
-            Training arguments; a `GRPOConfig` works too.
+            Training arguments. A `GRPOConfig` is accepted too.
         train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers,
         quantization_config:
             As in `GRPOTrainer`.
         peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of every adapter whose agent brings none. Without any, all agents share one fully trained policy.
+            Config of the adapters of agents without a `peft_config`. If no agent has one either, all agents share one
+            fully trained policy.
         tools (`list[Callable]`, *optional*):
-            As in `GRPOTrainer`: functions that every agent may call which brings no `AgentSpec(tools=...)`.
+            Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`.
         rollout_func:
-            Not supported; write a [`Workflow`].
+            Not supported. Write a [`Workflow`] instead.
         environment_factory (`Callable`, *optional*):
-            As in `GRPOTrainer`; short for `workflow=EnvironmentLoop(environment_factory)`.
+            Class of the environment, as in `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`.
         agents (`list[AgentSpec]`):
-            The team, in order.
+            Agents of the team, in order.
         critic_peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of the critic's LoRAs. That of the first agent's adapter unless given.
+            Config of the critic's LoRAs. Defaults to the config of the first agent's adapter.
         workflow ([`Workflow`], *optional*, defaults to [`Sequential`]):
-            Decides who acts next and what each sees.
-        view (`Callable`, *optional*):
-            `view(agent, prompt, seen)` returns the messages an agent is shown. See [`team_view`], the default.
+            Program that decides which agent acts next and what each agent is shown.
+        view (`Callable`, *optional*, defaults to [`team_view`]):
+            Function that makes observations: `view(agent, prompt, seen)` returns the messages that an agent is shown.
         eval_metrics (*optional*):
-            Metrics over the team's answers: of the `evaluate` package, or callables `metric(answers, **columns)`.
+            Metrics of the team's answers in evaluations: metrics of the `evaluate` package, or callables
+            `metric(answers, **columns)`.
         anonymous (`bool` or `str`, *optional*, defaults to `False`):
-            Ablation: whether role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or left
-            out (`"none"`), and teammates shown as `agent_1`, `agent_2`, ... in place of their names.
+            Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or
+            left
+            out (`"none"`), and teammates are shown as `agent_1`, `agent_2`, ...
 
     Raises:
-        ValueError, TypeError: something that cannot work, before anything is generated.
+        ValueError, TypeError: an argument, or a combination of arguments, that cannot work. Raised before anything is
+            generated.
 
     Attributes:
         agents (`list[AgentSpec]`): the team.

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What is decided before training starts: the base model, its tokenizer, and what the trainer cannot do."""
+"""Set-up before training: base model, tokenizer, workflow and critic, and checks of the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def load_base(
     model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any
 ) -> PreTrainedModel | PeftModel:
     """
-    The base model, loaded as `GRPOTrainer` loads it when `model` is a name.
+    Return the base model. If `model` is a name, it is loaded like in `GRPOTrainer`.
 
-    Adapters are made before the parent's constructor runs, so a model given by name has to be loaded before it too.
+    The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
 
     Raises:
         TypeError: `model` is neither a name nor a model.
@@ -81,10 +81,10 @@ def load_tokenizer(
     processing_class: PreTrainedTokenizerBase | None, model: PreTrainedModel | PeftModel, args: MARFTConfig
 ) -> PreTrainedTokenizerBase:
     """
-    The tokenizer given, else the model's own.
+    Return `processing_class`. If it is `None`, load the tokenizer of the model.
 
     Raises:
-        TypeError: not a tokenizer.
+        TypeError: `processing_class` is not a tokenizer.
         ValueError: the model is a vision-language model.
     """
     if processing_class is None:
@@ -107,10 +107,10 @@ def load_tokenizer(
 
 def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
     """
-    Raise for arguments of `GRPOTrainer` and launchers that a team cannot honour.
+    Raise if an argument of `GRPOTrainer` or a launcher is used that does not support teams.
 
     Raises:
-        ValueError: names the argument and what to use instead.
+        ValueError: the message names the argument and the alternative.
     """
     instead = {
         "rollout_func": "Write a workflow and pass it as `workflow=`.",
@@ -119,7 +119,7 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
         if value:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
     sharded = args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    # Under `accelerate launch` the type is still that of plain data parallelism here; its environment tells
+    # Under `accelerate launch`, the type is still plain data parallelism at this point, so read the environment
     sharded |= any(os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("true", "1") for kind in _SHARDING)
     if sharded or args.deepspeed or args.fsdp:
         raise ValueError(
@@ -130,29 +130,29 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
 
 
 def tool_limits(args: MARFTConfig) -> ToolLimits:
-    """What calls of tools may cost."""
+    """Limits of tool calls, from the training arguments."""
     return ToolLimits(
         args.max_tool_calls, args.max_tool_calling_iterations, args.max_tool_output_length, args.tool_timeout
     )
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """Tokens that the model can attend to, `None` where its config states no limit."""
+    """Size of the model's context window in tokens, or `None` if its config states no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
-    """The agents, with the trainer's `tools` for those that bring none."""
+    """Return the agents, with the trainer's `tools` for agents that have none of their own."""
     general = as_tools(tools, "the trainer")
     return [agent if agent.tools or not general else dataclasses.replace(agent, tools=general) for agent in agents]
 
 
 def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Workflow:
     """
-    The workflow: the one given, one that plays in the environment, or a chain of the agents.
+    Return the workflow: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain of the agents.
 
     Raises:
-        ValueError: a workflow and an environment are given, or several environments.
+        ValueError: both a workflow and an environment were passed, or several environments.
     """
     if environment_factory is None:
         return Sequential() if workflow is None else workflow
@@ -173,11 +173,11 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
     """
     Prepare the tokenizer for the tools of the team.
 
-    Returns: the chat template to use in place of the tokenizer's own, if it cannot be trained with.
+    Returns: chat template to use instead of the tokenizer's, or `None` if the tokenizer's can be trained with.
 
     Raises:
-        ValueError: a tool cannot be described to a model, an agent is named like their results, or the chat template
-            knows no tools.
+        ValueError: no schema can be made of a tool, an agent has the name that tool results are shown under, or
+            the chat template does not support tools.
     """
     check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
     of_workflow = {tool_name(function) for function in workflow.functions}
@@ -197,11 +197,11 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     """
-    The workflow, after checking that it can run with these agents.
+    Check that the workflow can run with these agents, and return it.
 
     Raises:
-        TypeError: not a workflow object.
-        ValueError: it names an agent that the team does not have, or no agent would be trained.
+        TypeError: `workflow` is not a `Workflow` object.
+        ValueError: the workflow names an agent that the team does not have, or no agent is trainable.
     """
     if not isinstance(workflow, Workflow):
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
@@ -216,8 +216,8 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
 
 def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) -> list:
     """
-    The functions that score the team, with [`environment_reward`] among them where the workflow earns rewards. It gets
-    the weight 1 in `args.reward_weights`, where there are weights for the others.
+    Return the reward functions of the team. If the workflow earns rewards, [`environment_reward`] is added to them. If
+    `args.reward_weights` is set, the added function gets the weight 1.
     """
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
     if workflow.earns and args.advantage == "turn" and args.credit == "per_step":
@@ -244,7 +244,7 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
 
 
 def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | None = None) -> list[AgentSpec]:
-    """The agents, with the workflow's prompts for those that have none; or with generic prompts."""
+    """Return the agents with the workflow's system prompts where they have none, or with anonymous prompts."""
     if anonymous is not None:
         aliases = alias_names(agents)
         prompts = workflow.system_prompts([dataclasses.replace(agent, description=None) for agent in agents], aliases)
@@ -262,10 +262,10 @@ def turn_reward_funcs(
     args: MARFTConfig, agents: Sequence[AgentSpec], workflow: Workflow
 ) -> dict[str, tuple[Callable, ...]]:
     """
-    For each agent the functions that score its own turns: its own, else the workflow's.
+    Reward functions of single turns, by agent: those of the agent, or else those of the workflow.
 
     Raises:
-        ValueError: a trained agent has none under `credit="per_step"`, or there are some under another credit.
+        ValueError: with `credit="per_step"`, a trained agent has none; with another credit, there are some.
     """
     general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
     functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
@@ -285,11 +285,11 @@ def turn_reward_funcs(
 
 def placeholder_prompts(args: MARFTConfig) -> Dataset:
     """
-    The dataset of an environment that owns its data and returns the prompt from `reset()`: empty prompts, as many as a
-    generation batch needs, as `GRPOTrainer` (1.16) makes them.
+    Make the dataset for an environment that owns its data and returns the prompt from `reset()`. Like in `GRPOTrainer`
+    (1.16), it has as many empty prompts as a generation batch needs.
 
     Raises:
-        ValueError: `max_steps`, which then sets the length of training, is not set.
+        ValueError: `max_steps` is not set. Without a dataset, it defines the length of training.
     """
     if args.max_steps <= 0:
         raise ValueError(
@@ -303,10 +303,10 @@ def placeholder_prompts(args: MARFTConfig) -> Dataset:
 
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
     """
-    Raise for updates that use a batch more often than TRL repeats a streamed one.
+    Raise if updates use a generation batch more often than TRL repeats the rows of a stream.
 
     Raises:
-        ValueError: sequential updates of a stream.
+        ValueError: sequential updates with a streamed dataset.
     """
     if args.update_order == "sequential" and isinstance(train_dataset, IterableDataset):
         raise ValueError(
@@ -318,10 +318,10 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
 
 def check_learning(args: MARFTConfig, policies: Policies) -> None:
     """
-    Raise for settings that need adapters where there are none.
+    Raise if a setting needs adapters but there are none.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: the message names the setting.
     """
     needs = {"critic": args.critic is not None, "credit": args.credit == "counterfactual"}
     for name, is_set in needs.items():
@@ -342,10 +342,10 @@ def make_critic(
     autocast: Callable[[], Any],
 ) -> Critic | None:
     """
-    The critic that the training arguments ask for.
+    Make the critic from the training arguments. Returns `None` if `args.critic` is `None`.
 
     Raises:
-        ValueError: a `critic_peft_config` without a critic that has a LoRA.
+        ValueError: `critic_peft_config` was passed, but the critic has no LoRA.
     """
     kind = CRITICS[args.critic] if args.critic is not None else None
     if peft_config is not None and (kind is None or not kind.has_adapters):
@@ -356,6 +356,6 @@ def make_critic(
         peft_config = copy.deepcopy(model.peft_config[agents[0].adapter])
         peft_config.inference_mode = False
         if hasattr(peft_config, "init_lora_weights"):
-            peft_config.init_lora_weights = True  # others may change the base, on which the policies are
+            peft_config.init_lora_weights = True  # other values may change the base, which the policies share
     check_adapter_config(AgentSpec("critic"), peft_config, alone=False)
     return kind(policies, model, level, agents, peft_config, autocast)

@@ -226,7 +226,7 @@ class EpochSampler(RepeatSampler):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Forward to epoch `epoch`, counted from 0. accelerate calls it before each epoch."""
+        """Set the random state for `epoch`, counted from 0. accelerate calls this method before each epoch."""
         if self.shuffle:
             self.generator.manual_seed(self.seed)
             for _ in range(epoch):
@@ -315,7 +315,7 @@ class TrlEngine:
 @contextlib.contextmanager
 def _generating_with(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: `model.generate` gets further arguments."""
-    own = model.__dict__.get("generate")  # somebody else may have put one there
+    own = model.__dict__.get("generate")  # the instance may already have a patched `generate`
     model.generate = functools.partial(model.generate, **options)
     try:
         yield
@@ -528,8 +528,8 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
     a call the backbone returns the states that were computed before.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): a causal language model with the head.
-        hidden (`torch.Tensor` of shape `(N, H)`): the states that predict the tokens.
+        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
+        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """
     backbone = model.base_model
@@ -558,7 +558,7 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     others = [module for module in flagged if not isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer._can_checkpoint_with_cache = True
-    for module in others:  # whole models, which would not hand the cache on
+    for module in others:  # whole models, which would not pass the cache on
         module.gradient_checkpointing = False
     try:
         yield
@@ -623,8 +623,8 @@ def commit_of(config: Any) -> str | None:
 @contextlib.contextmanager
 def without_adapter_name_warning() -> Iterator[None]:
     """
-    Context manager: PEFT (0.21) does not warn of adapter names that are a part of "lora_", such as "a". They are saved
-    and loaded like others. Names that do fail are refused before.
+    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a".
+    Adapters with such names are saved and loaded correctly. Names that do fail are refused by [`add_adapters`].
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")

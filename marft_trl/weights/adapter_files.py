@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Adapters of saved teams, from a folder or the Hub: checked before they touch the base, then put on it."""
+"""Loading the adapters of a saved team from a folder or the Hub. Files are checked before the base is changed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .adapters import adapter_parameters, check_adapter_config, linear_shape
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# What is not needed to run a team; `*.bin` files are pickles
+# Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
 _NOT_NEEDED = ("checkpoint-*/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin")
-# All that a file of a LoRA may hold: its two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
+# Tensors that a LoRA file may hold: the two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
 _LORA_KEY = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"
 )
@@ -33,15 +33,15 @@ _LORA_KEY = re.compile(
 
 def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
     """
-    The folder of a saved team; a team on the Hub is downloaded without its checkpoints and its critic.
+    Return the local folder of a saved team. A team on the Hub is downloaded, without its checkpoints and its critic.
 
     Args:
         team (`str` or `os.PathLike`): a folder, or the Hub id of a team.
         revision (`str`, *optional*): branch, tag or commit on the Hub.
-        token (`str` or `bool`, *optional*): of the Hub.
+        token (`str` or `bool`, *optional*): token of the Hub.
 
     Raises:
-        FileNotFoundError: neither a folder of a team nor a Hub id.
+        FileNotFoundError: `team` is neither the folder of a saved team nor a Hub id.
     """
     path = Path(team)
     if path.is_dir():
@@ -75,16 +75,16 @@ def load_adapters(
         token (`str` or `bool`, *optional*):
             Token of the Hub.
 
-    Returns: a [`~peft.PeftModel`] with one adapter for each that the team has, by name. `set_adapter(name)` chooses.
+    Returns: a [`~peft.PeftModel`] with the adapters of the team under their names. `set_adapter(name)` activates one.
 
     Raises:
-        ValueError: an adapter that does not fit the base, or that would change it; nothing was touched then.
+        ValueError: an adapter does not fit the base or would change it. The base is then unchanged.
     """
     return put_on(model, team_folder(team, revision, token))
 
 
 def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """As [`load_adapters`], from a folder. Weights keep the precision in which they were saved."""
+    """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
     manifest = TeamManifest.load(folder)
     owners = {agent.adapter: agent for agent in reversed(manifest.agents)}
     if not manifest.adapters:
@@ -105,18 +105,18 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
     """
-    Check the files of an adapter before they touch the base: the config, then every tensor's name and shape.
+    Check the files of an adapter before they are loaded: the config, then the name and shape of every tensor.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: its config would change the base, it holds more or less than an adapter, or it was trained on
-            another base; the message names the agent.
+        FileNotFoundError: the folder has no weights.
+        ValueError: the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
+            on another base. The message names the agent.
     """
     if not (folder / WEIGHTS_NAME).is_file():
         raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {WEIGHTS_NAME} in {folder}.")
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # whatever a stranger has written into it
+    except Exception as error:  # a file from the Hub may hold anything
         raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
     check_adapter_config(agent, config, alone=False)
     if type(config) is not LoraConfig:
@@ -171,7 +171,7 @@ def _check_tensors(
 def _check_shape(
     agent: AgentSpec, match: re.Match, shape: Sequence[int], modules: Mapping[str, nn.Module], trained_on: str | None
 ) -> None:
-    """Raise one sentence for a tensor of a LoRA that does not fit its layer."""
+    """Raise a readable error if a tensor of a LoRA does not fit its layer."""
     name = match["module"]
     origin = f" The team was trained on {trained_on!r}: pass that base." if trained_on else ""
     if name not in modules:
@@ -193,8 +193,8 @@ def _check_shape(
 @torch.no_grad()
 def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
     """
-    Give the weights of an adapter the precision in which they were saved: PEFT creates adapters in that of the base or
-    in float32, and answers would differ from those of training.
+    Restore the precision that an adapter's weights were saved in. PEFT creates adapters in the precision of the base
+    or in float32, and the agents' turns would then differ from those in training.
     """
     saved = load_file(folder / WEIGHTS_NAME)
     for name, parameter in adapter_parameters(model, adapter).items():

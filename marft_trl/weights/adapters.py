@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""N policies on one base: one LoRA per adapter name, or one fully trained model shared by all agents."""
+"""Policies of a team on one base model: a LoRA per adapter name, or one fully trained model for all agents."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ..trainer.trl_seams import without_adapter_name_warning
 
 logger = get_logger(__name__)
 
-# With these ways of initializing LoRA an adapter starts as the identity and the base is left as it is. Others, such as
-# "pissa", change the base weights, which belong to all agents.
+# With these values of `init_lora_weights`, an adapter starts as the identity and the base does not change. Others,
+# such as "pissa", change the weights of the base, which all agents share.
 _IDENTITY_STARTS = (True, "gaussian", "orthogonal", "eva")
 
 
@@ -40,21 +40,22 @@ def add_adapters(
     autocast_adapter_dtype: bool = True,
 ) -> PreTrainedModel | PeftModel:
     """
-    Give every adapter name of the team its adapter on the one base.
+    Add one adapter to the base model for every adapter name of the team.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The base. In a `PeftModel`, an adapter with the name of an agent's is trained on, and adapters that are
-            missing start as copies of its adapter `default`.
+            The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
+            further, and missing adapters start as copies of its adapter `default`.
         agents (`Sequence[AgentSpec]`):
             The team.
         peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of adapters whose agents bring none. `None` for all of them: no adapters, one shared policy.
+            Config of the adapters of agents without a `peft_config`. If no agent has a config either, there are no
+            adapters, and all agents share one policy.
         autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
-            Passed on to PEFT.
+            Passed to PEFT.
 
     Raises:
-        ValueError: an adapter that cannot live beside others; the message names the agent.
+        ValueError: an adapter cannot share the base with others. The message names the agent.
     """
     if isinstance(model, PeftModel):
         return _complete(model, agents, peft_config)
@@ -86,7 +87,7 @@ def add_adapters(
 
 
 def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
-    """Give adapters to the agents that have none in a model with adapters: of their config, or a copy of `default`."""
+    """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
     configs = {name: agent.peft_config or peft_config for name, agent in missing.items()}
     has_default = "default" in model.peft_config
@@ -137,7 +138,7 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
 
 
 def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
-    """Raise unless an adapter of this config can live on the base, beside others unless it is `alone`."""
+    """Raise if an adapter with this config cannot share the base with other adapters (or be on it `alone`)."""
     if config is None:
         raise ValueError(
             f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
@@ -181,7 +182,7 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
 
 
 def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
-    """PEFT tells adapters apart by a part of their parameters' names, which must not occur in the base's names."""
+    """Raise if the adapter's name occurs in the names of the base's parameters: PEFT finds adapters by such parts."""
     taken = {part for name, _ in model.named_parameters() for part in name.split(".")} | {"model", "base_model"}
     if agent.adapter in taken:
         raise ValueError(
@@ -193,10 +194,10 @@ def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
 
 def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
     """
-    Load the weights of an adapter from its PEFT folder into the adapter of that name, in place.
+    Load the weights of an adapter from its PEFT folder, in place.
 
     Raises:
-        ValueError: the file holds other tensors than the adapter has.
+        ValueError: the tensors in the file do not fit the adapter.
     """
     weights = load_peft_weights(str(folder), device="cpu")
     _check_shapes(model, adapter, weights, folder)
@@ -222,7 +223,7 @@ def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Te
 
 
 def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
-    """Numbers of inputs and outputs of a linear layer, also a quantized one; `None` for other layers."""
+    """Number of inputs and outputs of a linear layer, which may be quantized; `None` for other layers."""
     layer = getattr(layer, "base_layer", layer)
     if isinstance(layer, Conv1D):
         return layer.nx, layer.nf
@@ -232,7 +233,7 @@ def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
-    """Parameters of one adapter by their full names, in the order of the model."""
+    """Parameters of an adapter by full name, in the order of the model."""
     own: set[int] = set()
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):

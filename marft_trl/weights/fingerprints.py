@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What base, tokenizer and chat template a team was trained with: names, revisions, and hashes of what they say."""
+"""Names, revisions and hashes of the base, the tokenizer and the chat template that a team was trained with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..manifest import BaseModel
 from ..trainer.trl_seams import commit_of
 
 
-# What says where a model came from and how it is kept, not what it is
+# Config fields that describe the origin or the storage of a model, not its architecture
 _NOT_HASHED = frozenset(
     {
         *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
@@ -29,13 +29,13 @@ def describe_base(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, revision: str | None = None
 ) -> BaseModel:
     """
-    The base as the manifest has it.
+    Describe the base model for the manifest.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the base.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): its tokenizer.
-        chat_template (`str`, *optional*): what prompts were rendered with.
-        revision (`str`, *optional*): asked for when it was loaded; the commit that was found wins.
+        chat_template (`str`, *optional*): chat template that prompts were rendered with.
+        revision (`str`, *optional*): revision that was requested. The commit that was found, if known, replaces it.
     """
     config = model.config
     name = get_config_model_id(config) or type(model).__name__
@@ -56,7 +56,7 @@ def describe_base(
 
 
 def hash_of_config(config: PreTrainedConfig) -> str:
-    """SHA-256 of what a config says of the architecture, as far as it differs from the defaults of its class."""
+    """SHA-256 of the config fields that describe the architecture and differ from the defaults of their class."""
     return _sha256(_plain(config.to_diff_dict()))
 
 

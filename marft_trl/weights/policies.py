@@ -21,14 +21,15 @@ SHARED_POLICY = "policy"
 
 class Policies:
     """
-    The policies of a team: which parameters belong to which adapter, and which adapter acts.
+    The policies of a team: the parameters of each adapter, and the adapter that is active.
 
-    All switching of adapters goes through here. PEFT's `set_adapter` takes `requires_grad` from all other adapters,
-    and a gradient whose adapter is switched off between forward and backward is lost without an error.
+    All switching of adapters goes through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False`
+    on all other adapters. And if an adapter is switched off between forward and backward, its gradient is lost without
+    an error.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            What [`add_adapters`] returned.
+            Model returned by [`add_adapters`].
         agents (`Sequence[AgentSpec]`):
             The team.
     """
@@ -48,7 +49,7 @@ class Policies:
         self.release()
 
     def adapter_of(self, agent: str) -> str:
-        """Name of the adapter an agent acts with; `"policy"` without adapters."""
+        """Name of the adapter that an agent acts with; `"policy"` if there are no adapters."""
         return self._adapter_of[agent]
 
     def agents_of(self, adapter: str) -> list[str]:
@@ -71,24 +72,24 @@ class Policies:
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def add_critic(self, name: str, config: PeftConfig) -> None:
-        """Put an adapter for a critic on the base. It is trained with the others and belongs to no agent."""
+        """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
         self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
         self.activate(next(iter(self._adapter_of)))
 
     def activate(self, agent: str) -> None:
-        """Let an agent's adapter act. With gradient checkpointing it has to stay active until backward has run."""
+        """Activate an agent's adapter. With gradient checkpointing, it must stay active until backward has run."""
         self.activate_adapter(self._adapter_of[agent])
 
     def activate_adapter(self, name: str) -> None:
-        """As [`~Policies.activate`], for the adapter of a critic."""
+        """Like [`~Policies.activate`], for an adapter by name, such as one of the critic."""
         if self.has_adapters:
-            # inference_mode: requires_grad is ours to set, for all adapters at once
+            # `release` sets `requires_grad` for all adapters at once, so PEFT must not
             self._model.set_adapter(name, inference_mode=True)
             self.release()
 
     def release(self) -> None:
-        """Let gradients reach all trained adapters, and only these."""
+        """Set `requires_grad` on all trained adapters and on those of the critic, and on no others."""
         if self.has_adapters:
             frozen = [name for name in self.names if name not in self.trained]
             self._model.set_requires_grad([*self.trained, *self._critics], True)
@@ -96,8 +97,11 @@ class Policies:
 
     def remember_starts(self, all_of_them: bool = False) -> None:
         """
-        Keep the present weights of adapters that do not start as the identity, as their references; of all adapters
-        where references will change.
+        Copy the current weights of adapters that do not start as the identity. The copies are their references.
+
+        Args:
+            all_of_them (`bool`, *optional*, defaults to `False`): copy the weights of all adapters. Needed if
+                references will be moved, see [`~Policies.mix_references`].
         """
         for name in self.names if self.has_adapters else []:
             if all_of_them or not self._is_identity(name):
@@ -105,30 +109,30 @@ class Policies:
 
     @torch.no_grad()
     def mix_references(self, alpha: float) -> None:
-        """Make the reference of each trained adapter `alpha * policy + (1 - alpha) * reference`."""
+        """Move the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
         for name in self.trained:
             pairs = zip(self._starts[name], self.parameters(name).values(), strict=True)
             for reference, parameter in pairs:
                 reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
 
     def references(self) -> dict[str, torch.Tensor]:
-        """The kept references by adapter and number of their tensor."""
+        """The copied references, keyed by adapter name and position of the tensor."""
         return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
 
     def starts_as_base(self, agent: str) -> bool:
-        """Whether the reference of an agent is the base without any adapter."""
+        """Return `True` if the reference of an agent is the base without any adapter."""
         return self._adapter_of[agent] not in self._starts
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Context manager: no adapter acts."""
+        """Context manager: deactivate all adapters."""
         with self._model.disable_adapter():
             yield
-        self.release()  # leaving disable_adapter takes requires_grad from all adapters but the active one
+        self.release()  # on exit, `disable_adapter` sets `requires_grad=False` on all but the active adapter
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
-        """Context manager: the policy of an agent is its own start: the base, or the weights its adapter came with."""
+        """Context manager: the policy of an agent is its reference: the base, or the weights its adapter began with."""
         adapter = self._adapter_of[agent]
         if self.starts_as_base(agent):
             with self.base():

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""References that follow their policies."""
+"""Reference policies: moving them towards the policies (`sync_ref_model`), saving and loading them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REFERENCES_NAME = "marft_references.safetensors"
 
 class SyncReferences(TrainerCallback):
     """
-    `sync_ref_model` for agents with adapters: every `ref_model_sync_steps` steps the reference of each trained adapter
-    moves towards its policy by `ref_model_mixup_alpha`, as TRL's `SyncRefModelCallback` does with whole models. The
-    base is not part of it.
+    Callback that implements `sync_ref_model` for agents with adapters. Every `ref_model_sync_steps` steps, it moves
+    the reference of each trained adapter towards the policy by `ref_model_mixup_alpha`. TRL's `SyncRefModelCallback`
+    does the same with whole models. The base does not change.
 
     Args:
-        policies ([`Policies`]): the policies, which keep the references of all adapters.
+        policies ([`Policies`]): the policies. They hold the references of all adapters.
 
     Source: TR-DPO (2404.09656), soft update.
     """
@@ -37,14 +37,14 @@ class SyncReferences(TrainerCallback):
 
 
 def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
-    """The references: of adapters, or TRL's reference model, each of whose weights is named once."""
+    """References by name: those of the adapters, or the weights of TRL's reference model."""
     if ref_model is None:
         return policies.references()
     return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
 
 
 def save_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
-    """Write the references beside a checkpoint: a resumed run must not take the loaded weights for them."""
+    """Write the references into a checkpoint. Otherwise, a resumed run would take the loaded weights as references."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _references(policies, ref_model).items()}
     save_file(tensors, Path(folder) / REFERENCES_NAME)
 
@@ -55,7 +55,7 @@ def load_references(policies: Policies, ref_model: nn.Module | None, folder: str
     Load what [`save_references`] wrote, in place.
 
     Raises:
-        ValueError: the checkpoint has none, or those of other adapters.
+        ValueError: the checkpoint has no references, or those of other adapters.
     """
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from ..agents import AgentSpec
 
 
-# Turns after which a picture of a loop is complete
+# Maximum number of turns in the flowchart of a loop
 _LONGEST_PICTURE = 24
-# Names under which something other than an agent may speak: those that prompts keep agents from writing as their own.
+# Allowed names of speakers that are not agents. Prompts quote such names in the text of agents, so that no agent can
+# pretend to be one of these speakers.
 SPEAKER_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 
 
@@ -42,17 +43,17 @@ class Workflow(ABC):
             episode.answer = draft
     ```
 
-    One object runs many episodes at once, so keep what belongs to an episode in local variables of `run`.
+    One workflow object runs many episodes at once, so keep the state of an episode in local variables of `run`.
 
     Attributes:
         reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
-            Score the turns of agents that bring no `reward_funcs` of their own, under `credit="per_step"`.
+            Reward functions for the turns of agents without their own `reward_funcs`, used with `credit="per_step"`.
         earns (`bool`, defaults to `False`):
-            Whether turns earn rewards inside an episode, with `episode.observe(..., reward=...)` or `episode.earn`.
-            The trainer then counts them as a reward function, `environment_reward`.
+            `True` if turns earn rewards during an episode, through `episode.observe(..., reward=...)` or
+            `episode.earn`. The trainer reports them as the reward function `environment_reward`.
         functions (`Sequence[Callable]`):
-            What `episode.turn(..., tools=...)` passes, from any one episode: the trainer checks before training that
-            models can be told of it.
+            Functions that the workflow passes as `episode.turn(..., tools=...)`, taken from an example episode. Before
+            training, the trainer checks that they can be described to a model.
     """
 
     reward_funcs: Callable | Sequence[Callable] | None = None
@@ -62,8 +63,8 @@ class Workflow(ABC):
     @abstractmethod
     async def run(self, episode: LiveEpisode) -> None:
         """
-        Run one episode: let agents speak with `await episode.turn(name, sees=[...])` and set `episode.answer` to the
-        turn that answers for the team (the last one unless set).
+        Run one episode: request turns with `await episode.turn(name, sees=[...])`, and set `episode.answer` to the
+        turn that is the team's answer. By default, the last turn is the answer.
         """
 
     def check(self, agents: Sequence[str]) -> None:
@@ -80,8 +81,8 @@ class Workflow(ABC):
 
     def named_agents(self) -> list[str]:
         """
-        Names of agents known to appear in this workflow. The default reads the literal names out of the source of the
-        methods (`episode.turn("writer")`); names computed at run time are checked when the turn is asked for.
+        Return the names of agents that are known to appear in this workflow. By default, these are the literal names
+        in the source code (`episode.turn("writer")`). Names computed at run time are checked when a turn is requested.
         """
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(type(self))))
@@ -98,42 +99,44 @@ class Workflow(ABC):
 
     def system_prompts(self, agents: Sequence[AgentSpec], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
         """
-        Role prompts for agents whose part follows from the workflow; they hold where the agent has none.
+        Return role prompts for agents whose role is defined by the workflow. They are used for agents without
+        their own `system_prompt`.
 
         Args:
             agents (`Sequence[AgentSpec]`): the team.
-            aliases (`Mapping[str, str]`, *optional*): the names under which agents know one another.
+            aliases (`Mapping[str, str]`, *optional*): names that agents are shown of one another, by agent name.
         """
         return {}
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         """
-        Who is shown to whom, as pairs of node names, for [`mermaid`]. The default runs the workflow with empty replies
-        and leaves out what follows from the rest; a node is an agent, numbered where it speaks more than once. In a
-        loop that does not end by itself agents are not numbered, and links lead back.
+        Return the links of the flowchart drawn by [`mermaid`], as pairs `(shown, sees)` of node names. The default
+        runs the workflow with empty turns and omits links that follow from other links. A node is an agent, with a
+        number if it has several turns. For a loop that does not end by itself, agents are not numbered, and links can
+        lead back.
         """
         left = _LONGEST_PICTURE
 
         def reply(agent: str, seen: Sequence[Seen]) -> str:
             nonlocal left
             left -= 1
-            if left < 0:  # a loop that waits for certain words would never end
+            if left < 0:  # a loop that waits for a certain text would never end
                 raise EndOfEpisode("it is long enough for a picture")
             return ""
 
         try:
             turns = rehearse(self, agents, reply).turns
-        except Exception:  # it needs columns, an environment or real replies
+        except Exception:  # the workflow needs dataset columns, an environment or real turns
             return []
         return turn_links(turns, numbered=left >= 0)
 
     def mermaid(self, agents: Sequence[str] = (), links: Sequence[tuple[str, str]] | None = None) -> str:
         """
-        The workflow as a [Mermaid](https://mermaid.js.org) flowchart, as Markdown viewers draw it.
+        Return the workflow as a [Mermaid](https://mermaid.js.org) flowchart, which Markdown viewers can draw.
 
         Args:
-            agents (`Sequence[str]`, *optional*): names of the team's agents; those the workflow names unless given.
-            links (`Sequence[tuple[str, str]]`, *optional*): who is shown to whom; [`links`] unless given.
+            agents (`Sequence[str]`, *optional*): names of the team's agents. Defaults to [`named_agents`].
+            links (`Sequence[tuple[str, str]]`, *optional*): links of the flowchart. Defaults to [`links`].
         """
         names = list(agents) or self.named_agents()
         pairs = self.links(names) if links is None else list(links)
@@ -145,14 +148,14 @@ class Workflow(ABC):
 
     def describe(self) -> dict:
         """
-        The workflow as JSON-serializable data, for the team's manifest: its `class` and, for a ready-made workflow,
-        the arguments that make it anew (see [`rebuild`]).
+        Return the workflow as JSON-serializable data for the team's manifest: the `class` and, for a ready-made
+        workflow, the arguments from which [`rebuild`] creates it again.
         """
         return {"class": self.class_name}
 
     @property
     def class_name(self) -> str:
-        """Name of the class; with its module where it is a user's own, which may be named like a ready-made one."""
+        """Name of the class. Your own classes include the module, to tell them from ready-made workflows."""
         own = type(self)
         is_ready_made = own.__module__.startswith(f"{__package__}.")
         return own.__name__ if is_ready_made else f"{own.__module__}.{own.__qualname__}"
@@ -164,17 +167,17 @@ def callable_name(function: Callable) -> str:
 
 
 def _label(name: str) -> str:
-    """A name that cannot end its box in a picture."""
+    """Replace characters that have a meaning in Mermaid labels."""
     return "".join(char if char.isalnum() or char in " _-." else "_" for char in name)
 
 
 def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, str]]:
     """
-    Who is shown to whom among the turns of an episode, without links that a longer way makes plain.
+    Return the pairs `(shown, sees)` among the turns of an episode, without pairs that a longer path already implies.
 
     Args:
-        turns (`Sequence[Turn]`): the turns.
-        numbered (`bool`, *optional*, defaults to `True`): tell turns of one agent apart by numbers.
+        turns (`Sequence[Turn]`): turns of an episode.
+        numbered (`bool`, *optional*, defaults to `True`): whether to number the turns of an agent that has several.
     """
     counts = Counter(turn.agent for turn in turns)
     spoken: Counter[str] = Counter()
@@ -193,7 +196,7 @@ def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, 
 
 
 async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
-    """Let agents speak side by side: `await together(episode.turn(name, sees=[plan]) for name in names)`."""
+    """Run turns in parallel: `await together(episode.turn(name, sees=[plan]) for name in names)`."""
     tasks = [asyncio.ensure_future(turn) for turn in turns]
     try:
         return [await task for task in tasks]
@@ -205,11 +208,11 @@ async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
 
 def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
     """
-    A list of agents' names.
+    Return the names of agents as a list, after checking them.
 
     Raises:
-        TypeError: not a list of strings.
-        ValueError: empty.
+        TypeError: `names` is not a list of strings.
+        ValueError: `names` is empty.
     """
     where = f"`{field}` of `{type(workflow).__name__}`"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -221,10 +224,10 @@ def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
 
 def check_count(field: str, count: object, workflow: Workflow) -> int:
     """
-    A whole number of at least 1.
+    Return `count`, after checking that it is an integer of at least 1.
 
     Raises:
-        ValueError: anything else.
+        ValueError: `count` is not an integer of at least 1.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         name = type(workflow).__name__

@@ -14,59 +14,62 @@ from ..hints import did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
 
-# What the loop itself calls
+# Methods that the loop calls; agents cannot call them as tools
 _OWN_METHODS = ("reset", "step", "get_reward")
 
 
 class Environment(Protocol):
     """
-    What [`EnvironmentLoop`] plays with. Any method may be `async`; those that are not run one at a time, all
-    environments in one thread. What is random in it has to follow from the row, so that all episodes of a group face
-    the same task.
+    Interface of the environments of [`EnvironmentLoop`]. Any method may be `async`. Synchronous methods of all
+    environments run in the same thread, one at a time. Randomness has to be derived from the row, so that all episodes
+    of a group get the same task.
 
-    As in TRL's `environment_factory`, an environment may leave out `step` and have methods that agents call as tools,
-    with types and docstrings; and `get_reward() -> float`, a reward for the whole episode, which the last turn earns.
+    As in TRL's `environment_factory`, `step` is optional, and agents can call public methods with type hints and
+    docstrings as tools. The optional method `get_reward() -> float` returns a reward for the whole episode, which is
+    assigned to the last turn.
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Begin an episode on a dataset row. Returns what agents are shown besides the prompt, if anything."""
+        """Begin an episode on a dataset row. Returns feedback to show to agents after the prompt, or `None`."""
 
     def step(self, turns: Sequence[Turn]) -> tuple[str | None, float | Mapping[str, float], bool]:
         """
         Play one round.
 
         Args:
-            turns (`Sequence[Turn]`): the turns of this round, in order.
+            turns (`Sequence[Turn]`): turns of this round, in order.
 
-        Returns: feedback that agents are shown; the reward of the round, for the team or by the name of the agent; and
-            whether the episode is over.
+        Returns: the feedback for the agents; the reward of the round, as a number for the team or a mapping by agent
+            name; and `True` if the episode is finished.
         """
 
 
 class EnvironmentLoop(Workflow):
     """
-    Agents speak, an environment answers, until it is done or the horizon is reached. Each episode has an environment
-    object of its own; one more is made at the start, to see what it has. Agents see the prompt and all turns and
-    feedback so far. Without a `step` there is one round, in which agents may call the environment's methods as tools.
+    Rounds of turns followed by a step of an environment, until the environment is done or the horizon is reached. Each
+    episode has its own environment object; an additional one is created at the start to inspect its methods. Agents
+    see the prompt and all turns and feedback so far. If the environment has no `step`, there is a single round, in
+    which agents can call the methods of the environment as tools.
 
-    The rewards of the rounds are counted as the reward function `environment_reward`. With a critic they flow back
-    through GAE from the round that earned them, and where the horizon ends an episode the critic values what the first
-    agent would have seen next.
+    The rewards of the rounds are reported as the reward function `environment_reward`. With a critic, GAE propagates
+    each reward back from the round that earned it. If the horizon ends an episode, the critic's value of the first
+    agent's next observation is added.
 
     Args:
         environment (`Callable[[], Environment]`):
-            Makes an environment: usually its class.
+            Function that creates an environment, usually its class.
         agents (`Sequence[str]`, *optional*):
-            Who speaks in a round, in order; all agents of the team unless given.
+            Names of the agents that act in each round, in order. Defaults to all agents of the team.
         horizon (`int`, *optional*, defaults to `5`):
-            Largest number of rounds.
+            Maximum number of rounds.
         side_by_side (`bool`, *optional*, defaults to `False`):
-            Whether the agents of a round speak at once, without seeing one another's turns of it.
+            Whether to run the turns of a round in parallel. The agents then do not see one another's turns of this
+            round.
         source (`str`, *optional*, defaults to `"environment"`):
-            Name under which agents are shown its words.
+            Name of the environment that agents are shown with its feedback.
         tools (`Sequence[str]`, *optional*):
-            Names of methods that agents may call as tools. Unless given: all public ones of an environment without
-            `step`, none of one with it.
+            Names of the methods that agents may call as tools. Defaults to all public methods if the environment has
+            no `step`, and to none otherwise.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class EnvironmentLoop(Workflow):
         return [await episode.turn(agent, tools=tools) for agent in agents]
 
     def _example(self) -> Any:
-        """An environment to look at, since a function that makes one does not tell what it has."""
+        """Create an environment to inspect its methods, which a factory function does not reveal."""
         try:
             example = self.environment()
         except TypeError as error:
@@ -193,17 +196,18 @@ class EnvironmentLoop(Workflow):
 
 
 def _public_methods(environment: Any) -> list[str]:
-    """Names of the methods of its class, as TRL finds them; looking at the object could run its properties."""
+    """Return the public methods of the class, as TRL does. Inspecting the object itself could run its properties."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
 
 
 def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
     """
-    Names of the methods that agents may call.
+    Return the names of the methods that agents may call.
 
     Raises:
-        ValueError: the environment has no such method.
+        TypeError: `tools` is a string instead of a list.
+        ValueError: The environment does not have a method of `tools`.
     """
     methods = _public_methods(environment)
     if isinstance(tools, str):

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""A directed acyclic graph: who sees whom, with branches that run side by side."""
+"""Workflow as a directed acyclic graph of turns, with branches that run in parallel."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .base import Workflow
 
 class Graph(Workflow):
     """
-    A directed acyclic graph (DAG) of turns. Each node is one turn and sees the prompt and the turns of the nodes it
-    names; nodes that do not depend on one another speak side by side and share batches.
+    A directed acyclic graph (DAG) of turns. Each node is one turn, which sees the prompt and the turns of the nodes it
+    lists. Nodes that do not depend on one another run in parallel and share batches.
 
     Args:
         sees (`Mapping[str, Sequence[str]]`):
-            For each node the nodes it sees, in the order they are shown.
+            Nodes that each node sees, in the order in which they are shown.
         agents (`Mapping[str, str]`, *optional*):
-            Which agent speaks at a node. The one of the node's name unless given, so an agent that speaks at several
-            nodes needs an entry for each.
+            Agent of each node. Defaults to the agent with the name of the node. An agent that acts at several nodes
+            needs an entry for each of them.
         answer (`str`, *optional*):
-            Node that answers for the team. The only node that no other sees unless given.
+            Node whose turn is the team's answer. Defaults to the only node that no other node sees.
 
     Raises:
-        ValueError: the graph has a cycle, names unknown nodes, or has nodes that cannot reach the answer; all
-            problems are named at once.
+        ValueError: The graph has a cycle, contains unknown nodes, or has nodes that the answer does not depend on. The
+            message lists all problems.
 
     Example:
 
@@ -73,7 +73,7 @@ class Graph(Workflow):
         episode.answer = tasks[self.answer].result()
 
     async def _speak(self, episode: LiveEpisode, node: str, tasks: Mapping[str, asyncio.Task[Turn]]) -> Turn:
-        # A finished task returns without a round of the event loop, so that neighbours ask in the same round.
+        # Awaiting a finished task does not yield to the event loop, so parallel nodes send requests in the same round.
         seen = [await tasks[other] for other in self.sees[node]]
         return await episode.turn(self.agents[node], sees=seen)
 
@@ -121,7 +121,7 @@ class Graph(Workflow):
         if answer is not None and answer not in self.sees:
             return [f"`answer` names {answer!r}, which is not a node.{did_you_mean(answer, self.sees)}"]
         if answer is None and not sinks:
-            return []  # a cycle, which is named
+            return []  # the graph has a cycle, which is already reported
         idle = sorted(set(self.sees) - _ancestors(self.sees, answer if answer is not None else sinks[0]))
         return [f"the answer does not depend on {', '.join(map(repr, idle))}"] if idle else []
 
@@ -142,7 +142,7 @@ def _names(node: str, others: object) -> list[str]:
 
 
 def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each cycle that shares no node with those before it."""
+    """Return the cycles of the graph. Cycles that share a node with an earlier one are omitted."""
     found: list[str] = []
     rest = dict(sees)
     while True:
@@ -161,7 +161,7 @@ def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _ancestors(sees: Mapping[str, Sequence[str]], node: str) -> set[str]:
-    """The node and all that it depends on."""
+    """Return the node and all nodes that it depends on."""
     found, waiting = {node}, [node]
     while waiting:
         fresh = [other for other in sees.get(waiting.pop(), ()) if other not in found]

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""An agent decides who acts next and when to stop; its routing is trained like everything else it says."""
+"""Workflow with an orchestrator: an agent that decides who acts next. Its decisions are trained like all turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .base import Workflow, check_count, check_names
 if TYPE_CHECKING:
     from ..agents import AgentSpec
 
-# Bounded, without nesting or alternatives that overlap: linear in the text, whatever a model writes.
+# The repetition is bounded, and there are no nested or overlapping alternatives. Matching is therefore linear in the
+# length of the text for every text.
 _TAG = re.compile(r"<call>([^<>]{0,64})</call>|<done ?/>")
 
 PROMPT = """You lead a team. Decide who acts next. Your teammates:
@@ -28,11 +29,12 @@ is solved, write <done/>. Write exactly one tag."""
 @dataclass(frozen=True)
 class Route:
     """
-    What an orchestrator decided.
+    Decision of an orchestrator.
 
     Args:
-        agent (`str`, *optional*): who acts next; `None` to finish.
-        problem (`str`, *optional*): why its text is no decision: `"no_tag"`, `"several_tags"` or `"unknown_agent"`.
+        agent (`str`, *optional*): name of the agent that acts next; `None` ends the episode.
+        problem (`str`, *optional*): reason why the text has no valid decision: `"no_tag"`, `"several_tags"` or
+            `"unknown_agent"`.
     """
 
     agent: str | None = None
@@ -41,11 +43,11 @@ class Route:
 
 def parse_route(text: str, agents: Sequence[str]) -> Route:
     """
-    Read the one tag of an orchestrator's text, in linear time. Never raises, whatever the text.
+    Parse the tag in the text of an orchestrator, in linear time. Raises no error for any text.
 
     Args:
-        text (`str`): what the orchestrator said.
-        agents (`Sequence[str]`): names that it may call.
+        text (`str`): text of the orchestrator's turn.
+        agents (`Sequence[str]`): names of the agents that the orchestrator may call.
     """
     tags = _TAG.finditer(text)
     first, second = next(tags, None), next(tags, None)
@@ -61,28 +63,29 @@ def parse_route(text: str, agents: Sequence[str]) -> Route:
 
 class Orchestrated(Workflow):
     """
-    An orchestrator speaks, and the agent that it calls speaks, until it is done. Everybody sees everything so far. The
-    last turn of a called agent answers, or the orchestrator's where it called nobody.
+    Alternating turns of an orchestrator and of the agent that it calls, until the orchestrator ends the episode. All
+    agents see all earlier turns. The last turn of a called agent is the team's answer; if the orchestrator called no
+    agent, its own turn is the answer.
 
-    Its decisions are tags in its text: `<call>solver</call>` or `<done/>`, exactly one. Anything else is counted
-    (`workflow/routing/no_tag`, `several_tags`, `unknown_agent`) and `fallback` applies.
+    The orchestrator decides with exactly one tag in its text: `<call>solver</call>` or `<done/>`. For any other text,
+    `fallback` applies and the problem is counted (`workflow/routing/no_tag`, `several_tags`, `unknown_agent`).
 
     Args:
         orchestrator (`str`):
-            Agent that decides.
+            Name of the orchestrator agent.
         agents (`Sequence[str]`, *optional*):
-            Agents it may call; all others of the team unless given.
+            Names of the agents that the orchestrator may call. Defaults to all other agents of the team.
         max_turns (`int`, *optional*, defaults to `10`):
-            Largest number of turns of an episode, the orchestrator's included. An episode that reaches it ends there
-            and is counted (`workflow/routing/out_of_turns`).
+            Maximum number of turns per episode, including turns of the orchestrator. Episodes that reach it end and
+            are counted (`workflow/routing/out_of_turns`).
         max_tokens (`int`, *optional*):
-            Sampled tokens after which no further turn begins (`workflow/routing/out_of_tokens`). No limit unless
-            given.
+            Number of sampled tokens per episode after which no further turn begins. Such episodes are counted
+            (`workflow/routing/out_of_tokens`). If `None`, there is no limit.
         fallback (`str`, *optional*, defaults to `"finish"`):
-            What happens where the orchestrator's text is no decision: `"finish"` ends the episode, the name of an
-            agent lets that one act.
+            Action if the text of the orchestrator has no valid decision: `"finish"` ends the episode, and the name of
+            an agent lets this agent act.
         penalty (`float`, *optional*, defaults to `0.0`):
-            Reward, zero or negative, that the orchestrator's turn earns where its text is no decision.
+            Reward, zero or negative, of an orchestrator's turn without a valid decision.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Orchestrated(Workflow):
             raise ValueError(f"`Orchestrated` cannot let {self.orchestrator!r} call itself; leave it out of `agents`.")
 
     async def run(self, episode: LiveEpisode) -> None:
-        # What it may write is what it knows its teammates by
+        # The orchestrator writes the names that it is shown, which are aliases in an anonymous team
         known = {episode.aliases.get(name, name): name for name in self._callable(episode.agents)}
         while True:
             decision = await self._turn(episode, self.orchestrator)
@@ -122,7 +125,7 @@ class Orchestrated(Workflow):
                 break
 
     async def _turn(self, episode: LiveEpisode, agent: str) -> Turn:
-        """A turn, which may call tools as long as there are turns left."""
+        """Request a turn. Turns with tool calls count towards `max_turns`, which limits the rounds of calls."""
         return await episode.turn(agent, rounds=self.max_turns - len(episode.turns) - 1)
 
     def _fall_back(self, episode: LiveEpisode, decision: Turn, problem: str) -> Route:

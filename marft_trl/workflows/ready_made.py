@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Short ready-made workflows, each an example of how to write one."""
+"""Short ready-made workflows, which are also examples for your own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .base import Workflow, callable_name, check_count, check_names, together
 
 class Debate(Workflow):
     """
-    Agents answer side by side, round after round, each seeing what all said in the rounds before; then a judge sees
-    everything and answers. Source: Du et al. (2305.14325).
+    Rounds of parallel turns, in which each agent sees the turns of all earlier rounds. At the end, a judge sees all
+    turns and answers. Source: Du et al. (2305.14325).
 
     Args:
         agents (`Sequence[str]`):
             Names of the debaters.
         rounds (`int`, *optional*, defaults to `2`):
-            How many times everybody speaks.
+            Number of rounds. Each debater has one turn per round.
         judge (`str`, *optional*):
-            Agent that answers after the last round. Without one the most frequent text of the last round answers, the
-            earliest debater's where several are.
+            Name of the agent that answers after the last round. If `None`, the turn with the most frequent text of the
+            last round is the answer; among equally frequent texts, the one of the first debater.
     """
 
     def __init__(self, agents: Sequence[str], rounds: int = 2, judge: str | None = None):
@@ -47,14 +47,14 @@ class Debate(Workflow):
 
 class MixtureOfAgents(Workflow):
     """
-    Layers of agents that speak side by side, each seeing the layer before; then an aggregator sees the last layer and
-    answers. Source: Wang et al. (2406.04692).
+    Layers of agents that act in parallel, where each layer sees the turns of the layer before. At the end, an
+    aggregator sees the last layer and answers. Source: Wang et al. (2406.04692).
 
     Args:
         layers (`Sequence[Sequence[str]]`):
-            Names of the agents of each layer; a name may appear more than once.
+            Names of the agents of each layer. A name may appear more than once.
         aggregator (`str`):
-            Agent that answers.
+            Name of the agent that gives the team's answer.
     """
 
     def __init__(self, layers: Sequence[Sequence[str]], aggregator: str):
@@ -78,14 +78,14 @@ class MixtureOfAgents(Workflow):
 
 class UntilApproved(Workflow):
     """
-    A writer writes, a reviewer reviews, the writer writes again, until the reviewer approves. The last draft answers.
+    Drafts of a writer, each reviewed by a reviewer, until the reviewer approves. The last draft is the team's answer.
 
     Args:
-        writer (`str`): agent that writes; sees its own last draft and the review of it.
-        reviewer (`str`): agent that reviews; sees the last draft alone.
-        rounds (`int`, *optional*, defaults to `3`): largest number of reviews.
+        writer (`str`): name of the agent that writes. It sees its own last draft and the review of this draft.
+        reviewer (`str`): name of the agent that reviews. It sees only the last draft.
+        rounds (`int`, *optional*, defaults to `3`): maximum number of reviews.
         approves (`str` or `Callable`, *optional*, defaults to `"APPROVED"`):
-            Text that an approving review holds, or `approves(review: Turn) -> bool`.
+            Text that marks a review as an approval, or a function `approves(review: Turn) -> bool`.
     """
 
     def __init__(
@@ -122,6 +122,6 @@ class UntilApproved(Workflow):
 
 
 def most_frequent(turns: Sequence[Turn]) -> Turn:
-    """The first turn of those whose text, without surrounding blanks, occurs most often."""
+    """Return the first turn with the most frequent text. Surrounding whitespace is ignored."""
     counts = Counter(turn.text.strip() for turn in turns)
     return max(turns, key=lambda turn: counts[turn.text.strip()])

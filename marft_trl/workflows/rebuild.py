@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""A workflow made anew from what a manifest says of it."""
+"""Creation of a workflow from its description in a team manifest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _READY_MADE: dict[str, type[Workflow]] = {
 
 def rebuild(description: Mapping[str, Any], environment_factory: Callable | None = None) -> Workflow:
     """
-    The workflow that [`Workflow.describe`] described.
+    Create a workflow from its description.
 
     Args:
-        description (`Mapping[str, Any]`): the description.
-        environment_factory (`Callable`, *optional*): makes the environment of an [`EnvironmentLoop`].
+        description (`Mapping[str, Any]`): description, as returned by [`Workflow.describe`].
+        environment_factory (`Callable`, *optional*): function that creates the environment of an [`EnvironmentLoop`].
 
     Raises:
-        ValueError: it is a user's own workflow, or it needs a function that no description holds.
+        ValueError: The workflow is your own class, or it needs a function that a description cannot contain.
     """
     name = str(description["class"])
     if name not in _READY_MADE:
@@ -44,8 +44,8 @@ def rebuild(description: Mapping[str, Any], environment_factory: Callable | None
         environment = arguments.pop("environment", None)
         if environment_factory is None:
             raise ValueError(
-                f"The team plays in the environment `{environment}`: pass what makes it as `environment_factory=`, or "
-                "the whole workflow as `workflow=`."
+                f"The team plays in the environment `{environment}`: pass what makes it as `environment_factory=` (a "
+                "class or a function), or pass the whole workflow as `workflow=`."
             )
         arguments["environment"] = environment_factory
     elif environment_factory is not None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The chain: one agent after the other."""
+"""Workflow as a chain: one agent after the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .base import Workflow, check_count, check_names
 
 class Sequential(Workflow):
     """
-    Agents speak one after the other; each sees the prompt and all earlier turns. The last turn answers.
+    Chain of turns, one agent after the other. Each agent sees the prompt and all earlier turns. The last turn is the
+    team's answer.
 
     Args:
         agents (`Sequence[str]`, *optional*):
-            Names in the order of speaking; a name may appear more than once. The team's order unless given.
+            Names of the agents in the order of their turns. A name may appear more than once. Defaults to all agents
+            in the order of the team.
         rounds (`int`, *optional*, defaults to `1`):
-            How many times the whole order is run.
+            Number of times that the whole chain runs.
     """
 
     def __init__(self, agents: Sequence[str] | None = None, rounds: int = 1):
