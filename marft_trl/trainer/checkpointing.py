@@ -79,7 +79,8 @@ class Checkpoints:
         anonymous: str | None,
         args: MARFTConfig,
     ):
-        self._state, self._owners, self._schedule = state, dict(owners), schedule
+        self.owners = dict(owners)
+        self._state, self._schedule = state, schedule
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
         self._agents, self._anonymous, self._args = agents, anonymous, args
 
@@ -87,7 +88,7 @@ class Checkpoints:
         """Write the state of this process into a checkpoint. Every process calls it."""
         is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
         slices = None if is_spent else self._state.slices
-        extra = {name: owner.state_dict() for name, owner in self._owners.items()}
+        extra = {name: owner.state_dict() for name, owner in self.owners.items()}
         rank, world_size = self._args.process_index, self._args.world_size
         save_rollouts(folder, rank, world_size, self._state.micro_step, slices, extra)
         if self._args.sync_ref_model and self._args.should_save:
@@ -101,7 +102,7 @@ class Checkpoints:
         if restored is None:
             return
         self._state.micro_step, self._state.slices, extra = restored
-        for name, owner in self._owners.items():
+        for name, owner in self.owners.items():
             if name in extra:
                 owner.load_state_dict(extra[name])
 

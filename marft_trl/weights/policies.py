@@ -132,7 +132,7 @@ class Policies:
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
-        """Context manager: the policy of an agent is its reference: the base, or the weights its adapter began with."""
+        """Context manager: the policy of an agent is its reference, the base or the weights its adapter began with."""
         adapter = self._adapter_of[agent]
         if self.starts_as_base(agent):
             with self.base():

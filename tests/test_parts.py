@@ -1,0 +1,271 @@
+"""Parts of the trainer, built and tried without one, and without a model."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
+from marft_trl.advantages.credit import CreditAssigner
+from marft_trl.advantages.estimators import BaselineEstimator
+from marft_trl.learning.adapter_updates import AdapterUpdates
+from marft_trl.learning.data import Row, Slice
+from marft_trl.learning.levels import ActionLevel, TokenLevel
+from marft_trl.learning.sequential import SequentialFactors
+from marft_trl.processes import Processes
+from marft_trl.randomness import UserRandomness
+from marft_trl.reporting.reporter import Reporter
+from marft_trl.rollout.reach import RewardReach
+from marft_trl.rollout.rollouts import Rollout, Rollouts
+from marft_trl.run_metrics import Metrics
+
+
+AGENTS = [AgentSpec("planner"), AgentSpec("solver", trainable=False)]
+
+
+class Board(dict):
+    """A dictionary of metrics as TRL has it, and whether the run is training."""
+
+    def __init__(self):
+        super().__init__(train={}, eval={})
+        self.is_training = True
+        for mode in self:
+            self[mode] = _Lists()
+
+    def metrics(self):
+        return Metrics(self, lambda: self.is_training)
+
+
+class _Lists(dict):
+    def __missing__(self, key):
+        self[key] = []
+        return self[key]
+
+
+@pytest.fixture
+def processes():
+    """One process. An `Accelerator` would forget its state when the next config is made."""
+    cpu = torch.device("cpu")
+    return Processes(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=cpu))
+
+
+def config(tmp_path, **settings):
+    return MARFTConfig(str(tmp_path), per_device_train_batch_size=4, num_generations=2, use_cpu=True, **settings)
+
+
+def episode(index, earned=(0.0, 0.0), truncated=False):
+    turns = (
+        Turn("planner", "a plan", 0, prompt_ids=(5,), completion_ids=(6, 7)),
+        Turn("solver", "seven", 1, sees=(0,), prompt_ids=(5, 6), completion_ids=(8,), truncated=truncated),
+    )
+    return Episode("q", {"prompt": "q"}, index, turns, turns[1], history=turns, asked=((), turns[:1]), earned=earned)
+
+
+def rollout(rewards, **fields):
+    episodes = [episode(index, **fields) for index in range(len(rewards))]
+    return Rollout(episodes, torch.tensor(rewards).unsqueeze(1), torch.tensor(rewards))
+
+
+def rows_of(its):
+    return [
+        [
+            Row(turn.agent, turn.agent, torch.tensor(turn.prompt_ids), torch.tensor(turn.completion_ids), episode=e)
+            for turn in one.turns
+        ]
+        for e, one in enumerate(its.episodes)
+    ]
+
+
+REWARDS = SimpleNamespace(
+    names=["right", "environment_reward"], weights=torch.tensor([1.0, 2.0]), functions=[None, None]
+)
+TRAINED = SimpleNamespace(is_trained=lambda agent: agent == "planner")
+
+
+def credit_of(args, processes, board, scorer=None, earns=False):
+    return CreditAssigner(None, scorer, REWARDS, earns, args, board.metrics(), processes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule", "expected"),
+    [
+        ({}, "equal", [3.0, 3.0]),
+        ({"credit": "step_discount", "credit_discount": 0.5}, "step_discount", [1.5, 3.0]),
+        # As rewards, what was earned stays with its turn: 3 = 1 (rest) + 2 * 1 (earned by the first)
+        ({"credit_kind": "rewards"}, "equal", [2.0, 1.0]),
+    ],
+)
+def test_credit_without_a_trainer(tmp_path, processes, settings, rule, expected):
+    credit = credit_of(config(tmp_path, **settings), processes, Board(), earns=True)
+    (its,) = credit.assign(rollout([3.0], earned=(1.0, 0.0)), rule)
+    assert its.tolist() == expected
+
+
+def test_own_rewards_are_mixed_in_and_reported_once(tmp_path, processes):
+    board = Board()
+    args = config(tmp_path, credit="per_step", own_reward_weight=0.25)
+    scorer = SimpleNamespace(of_turns=lambda episodes, turns: torch.tensor([4.0, math.nan] * (len(turns) // 2)))
+    credit = credit_of(args, processes, board, scorer)
+    (its,) = credit.assign(rollout([2.0]), "per_step")
+    assert its[0] == 0.25 * 4 + 0.75 * 2 and its[1].isnan()
+    (own,) = credit.take_own_rewards()
+    assert own[0] == 4.0 and math.isnan(own[1]) and credit.take_own_rewards() == []
+    assert board["train"]["own_reward"] == [4.0]
+
+
+def estimator(args, processes, board):
+    credit = credit_of(args, processes, board)
+    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, (2, 1), processes)
+
+
+def test_one_advantage_for_all_turns_of_an_episode(tmp_path, processes):
+    board, args = Board(), config(tmp_path, scale_rewards="none")
+    its, baseline = rollout([1.0, 0.0, 0.5, 0.5]), estimator(args, processes, board)
+    assert [[turn.agent for turn in turns] for turns in baseline.turns(its, True)] == [["planner"]] * 4
+    rows, std, credited = baseline.estimate(its, rows_of(its), training=True)
+    assert [[row.advantage for row in mine] for mine in rows] == [[0.5] * 2, [-0.5] * 2, [0.0] * 2, [0.0] * 2]
+    assert std[0] > 0 and std[2] == 0 and credited == {"planner", "solver"}
+    assert all(row.advantage == 0.0 for mine in rows_of(its) for row in mine)  # the rows that went in stay
+
+
+def test_candidates_are_compared_in_training_alone(tmp_path, processes):
+    args = config(tmp_path, advantage="turn", turn_candidates=2)
+    baseline = estimator(args, processes, Board())
+    assert baseline.baseline(True).name == "turn" and baseline.baseline(False).name == "group"
+    assert baseline.gives_one_advantage_to_all(False) and not baseline.gives_one_advantage_to_all(True)
+
+
+def test_factors_of_joint_actions_by_hand(processes):
+    """Two joint actions; the planner's turn in the first became exp(0.5) times as likely, in the second exp(-1)."""
+    board, old = Board(), torch.tensor([-1.0, -1.0])
+    rows = [
+        Row(
+            agent, agent, torch.tensor([5]), torch.tensor([6, 7]), old_per_token_logps=old, episode=e, number=2 * e + i
+        )
+        for e in range(2)
+        for i, agent in enumerate(("planner", "solver"))
+    ]
+    moved = {0: old + 0.25, 2: old - 0.5}
+    scores = SimpleNamespace(
+        scoring=lambda: torch.no_grad(), of_policy=lambda rows: [moved[row.number] for row in rows]
+    )
+    for level, divisor in ((TokenLevel(), 1), (ActionLevel("token"), 2)):
+        factors = SequentialFactors(scores, level, None, board.metrics(), processes)
+        (slice_,) = factors.after_update([Slice(rows)], "planner")
+        first, second = math.exp(0.5 / divisor), math.exp(-1.0 / divisor)
+        assert [row.factor for row in slice_.rows] == pytest.approx([first, first, second, second])
+        (again,) = factors.after_update([slice_], "planner")
+        assert again.rows[0].log_factor == pytest.approx(1.0 / divisor)
+    assert [row.factor for row in rows] == [1.0] * 4 and factors.after_update([Slice(rows)], None)[0].rows is rows
+    clipped = SequentialFactors(scores, TokenLevel(), 0.1, board.metrics(), processes)
+    assert clipped.after_update([Slice(rows)], "planner")[0].rows[2].factor == pytest.approx(0.9)
+    assert board["train"]["sequential_factor/mean"][0] == pytest.approx((math.exp(0.5) + math.exp(-1)) / 2)
+
+
+class TwoLayers:
+    """Policies of two agents, each with a layer of its own."""
+
+    trained = ["one", "two"]
+
+    def __init__(self):
+        self.layers = {name: nn.Linear(2, 2) for name in self.trained}
+
+    def parameters(self, adapter):
+        return dict(self.layers[adapter].named_parameters())
+
+    def adapter_of(self, agent):
+        return agent
+
+    def agents_of(self, adapter):
+        return [adapter] if adapter in self.trained else []
+
+
+def test_updates_of_plain_layers(tmp_path):
+    args = config(tmp_path, target_kl=0.1, num_iterations=2)
+    accelerator, board, policies = Accelerator(cpu=True), Board(), TwoLayers()
+    state = SimpleNamespace(entropy_coef=0.0, optimizer_step=0)
+    agents = [AgentSpec("one", learning_rate=0.5), AgentSpec("two")]
+    updates = AdapterUpdates(policies, None, agents, args, board.metrics(), Processes(accelerator), state, accelerator)
+    optimizer = torch.optim.SGD([p for layer in policies.layers.values() for p in layer.parameters()], lr=0.1)
+    updates.split_groups(optimizer, is_ours=True)
+    assert [(group["adapter"], group["lr"]) for group in optimizer.param_groups] == [("one", 0.5), ("two", 0.1)]
+    with updates.micro_step(nn.Identity()):
+        for layer in policies.layers.values():
+            layer(torch.ones(2)).sum().backward()
+    updates.divergence.add("one", torch.tensor([2.0]), torch.tensor([1.0]))
+    updates.divergence.add("two", torch.tensor([0.01]), torch.tensor([1.0]))
+    updates.finish(is_update=True)
+    assert policies.layers["one"].weight.grad is None and policies.layers["two"].weight.grad is not None
+    assert board["train"]["agents/one/stopped_updates"] == [1.0]
+    assert updates.clip(0.5).item() > 0.5 and board["train"]["agents/two/grad_norm"][0] > 0.5
+    assert torch.stack([p.grad.norm() for p in policies.layers["two"].parameters()]).norm().item() <= 0.5 + 1e-4
+    policies.layers["two"].weight.grad.fill_(math.inf)
+    updates.clip(0.5)
+    assert updates.state_dict()["skipped_in_a_row"] == {"two": 1}
+    again = AdapterUpdates(policies, None, agents, args, board.metrics(), Processes(accelerator), state, accelerator)
+    again.load_state_dict(copy.deepcopy(updates.state_dict()))
+    assert again.state_dict() == updates.state_dict()
+
+
+def rollouts(args, processes, board, per_func, counts=None):
+    one = episode(0)
+    if counts:
+        one = Episode("q", one.row, 0, one.turns, one.answer, earned=one.earned, counts=counts)
+    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, answer: [one] * len(rows))
+    branches = SimpleNamespace(take_generated=dict, take_nodes=list, answer_with_candidates=None)
+    scorer = SimpleNamespace(
+        of_batch=lambda episodes: torch.tensor([per_func] * len(episodes)), of_team=lambda scores: scores.sum(dim=1)
+    )
+    workflow = SimpleNamespace(earns=False)
+    reach = RewardReach(["planner"])
+    return Rollouts(runner, branches, scorer, REWARDS, workflow, reach, args, False, False, board.metrics(), processes)
+
+
+def test_rollouts_report_counts_and_stop_at_unscored_batches(tmp_path, processes):
+    board, rows = Board(), [{"prompt": "q"}] * 2
+    args = config(tmp_path, max_unscored_batches=2)
+    counted = rollouts(args, processes, board, [1.0, 0.5], counts={"rounds": 3})
+    its = counted.run(rows, training=True)
+    assert its.rewards.tolist() == [1.5, 1.5] and its.own_rewards == [1.5, 1.5]
+    assert board["train"]["workflow/rounds"] == [3.0] and board["train"]["context/dropped_turns"] == [0.0]
+    silent = rollouts(args, processes, board, [math.nan, math.nan])
+    silent.run(rows, training=True)
+    silent.run(rows, training=False)  # an evaluation says nothing of training
+    state = silent.state_dict()
+    resumed = rollouts(args, processes, board, [math.nan, math.nan])
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"returned None for all 2 episodes of 2 generation batches"):
+        resumed.run(rows, training=True)
+
+
+def test_a_report_without_a_model(tmp_path, processes):
+    board, tables = Board(), []
+    state = SimpleNamespace(
+        num_tokens_seen=0,
+        optimizer_step=4,
+        see_tokens=lambda count: setattr(state, "num_tokens_seen", state.num_tokens_seen + count),
+        take_user_metrics=lambda: {"style": [1.0, 2.0]},
+        take_user_columns=lambda: {"hint": ["a", "b"]},
+        fill_table=lambda *columns, **more: tables.append((columns, more)),
+    )
+    tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(one) for one in ids], decode=str)
+    rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
+    reporter = Reporter(
+        *(["planner", "solver"], rewards, [], tokenizer, UserRandomness(0, torch.device("cpu"))),
+        *(config(tmp_path, log_completions=True), board.metrics(), state, processes),
+    )
+    advantages = [[0.5, None], [[0.1, 0.3], None]]
+    reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], {"turns": 2, "tokens": 10})
+    train = board["train"]
+    assert train["reward"] == [0.5] and train["style"] == [1.5] and train["branches/tokens"] == [10.0]
+    assert train["agents/planner/completions/mean_length"] == [2.0] and train["agents/solver/turns"] == [1.0]
+    assert state.num_tokens_seen == 2 * (1 + 2 + 2 + 1) + 10 and train["num_tokens"] == [state.num_tokens_seen]
+    reporter.before_log()
+    (_, completions, means), more = tables[-1]
+    assert completions == ["a plan", "seven"] * 2 and means == [0.5, None, pytest.approx(0.2), None]
+    assert more["extra"]["hint"] == ["a", "a", "b", "b"] and more["rewards"]["right"] == [1.0, 1.0, 0.0, 0.0]
+    assert (tmp_path / "completions" / "transcripts_00004.html").exists()
