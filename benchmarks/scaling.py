@@ -85,12 +85,12 @@ def team_step(job):
 
     def step():
         start = time.process_time()
-        trainer._buffered_inputs = None
+        trainer.parts.state.slices = None
         trainer.training_step(trainer.model, rows, None)
-        trainer._clip_grad_norm(trainer.model)
+        trainer.parts.updates.clip(trainer.args.max_grad_norm)
         trainer.optimizer.step()
         seconds = time.process_time() - start
-        trainer._buffered_inputs = None
+        trainer.parts.state.slices = None
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         left = memory("VmRSS")
         trainer.model.zero_grad()

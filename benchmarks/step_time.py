@@ -68,7 +68,7 @@ def make(trainer_class, options, prompts, folder, agents=None):
 
 
 def team_rows(trainer, agent):
-    return [row for slice_ in trainer._buffered_inputs for row in slice_.rows if row.agent == agent]
+    return [row for slice_ in trainer.parts.state.slices for row in slice_.rows if row.agent == agent]
 
 
 def chat(system, text):

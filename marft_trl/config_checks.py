@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .advantages.baselines import BASELINES
+from .advantages.credit_rules import CREDITS
 from .hints import did_you_mean
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 
 
 ACTION_LOGPROBS = ("sum", "token", "word")
-CREDITS = ("equal", "step_discount", "per_step", "counterfactual")
 CREDIT_KINDS = ("rewards", "returns")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
@@ -62,27 +62,47 @@ _NONE_MEANS = {
 }
 
 # `(field, other field, value)`: the field has no effect unless the other field has this value.
-_DEPENDENT = [
-    ("action_logprob", "level", "action"),
-    ("normalize_advantages", "advantage", "gae"),
-    ("counterfactual_samples", "credit", "counterfactual"),
-    ("turn_candidates", "advantage", "turn"),
-    ("continue_from", "advantage", "turn"),
-    ("candidate_reward", "advantage", "turn"),
-    ("sequential_clip", "update_order", "sequential"),
-    ("credit_discount", "credit", "step_discount"),
-    ("own_reward_weight", "credit", "per_step"),
-    ("critic_learning_rate", "advantage", "gae"),
-    ("critic_max_grad_norm", "advantage", "gae"),
-    ("value_clip", "advantage", "gae"),
-    ("value_loss", "advantage", "gae"),
-    ("gae_lambda", "advantage", "gae"),
-    ("token_gamma", "advantage", "gae"),
-    ("token_gae_lambda", "advantage", "gae"),
-    ("token_gamma", "level", "token"),
-    ("token_gae_lambda", "level", "token"),
-    ("gamma", "credit_kind", "rewards"),
-    ("gae_lambda", "credit_kind", "rewards"),
+
+
+def has_turn_ratio(args: Any) -> bool:
+    """`True` if the level has one policy ratio per turn."""
+    return args.level in LEVELS and LEVELS[args.level].ratio == "sequence"
+
+
+def uses_candidates(args: Any) -> bool:
+    """`True` if candidates for a turn are compared."""
+    return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
+
+
+def _is_read_by_level(name: str) -> Callable[[Any], bool]:
+    return lambda args: name in LEVELS[args.level].settings
+
+
+# Fields that have no effect unless another field has a certain value: the field, the other field, the value that is
+# suggested, and whether the other field has such a value.
+_DEPENDENT: list[tuple[str, str, str, Callable[[Any], bool]]] = [
+    ("action_logprob", "level", "action", _is_read_by_level("action_logprob")),
+    ("token_gamma", "level", "token", _is_read_by_level("token_gamma")),
+    ("token_gae_lambda", "level", "token", _is_read_by_level("token_gae_lambda")),
+    ("sequential_clip", "update_order", "sequential", lambda args: args.update_order == "sequential"),
+    ("credit_discount", "credit", "step_discount", lambda args: args.credit == "step_discount"),
+    ("counterfactual_samples", "credit", "counterfactual", lambda args: CREDITS[args.credit].reruns),
+    ("own_reward_weight", "credit", "per_step", lambda args: CREDITS[args.credit].scores_turns),
+    *(
+        (name, "advantage", "turn", uses_candidates)
+        for name in ("turn_candidates", "continue_from", "candidate_reward")
+    ),
+    *(
+        (name, "advantage", "gae", lambda args: args.advantage == "gae")
+        for name in (
+            *("normalize_advantages", "critic_learning_rate", "critic_max_grad_norm", "value_clip", "value_loss"),
+            *("gae_lambda", "token_gamma", "token_gae_lambda"),
+        )
+    ),
+    *(
+        (name, "credit_kind", "rewards", lambda args: args.credit_kind == "rewards")
+        for name in ("gamma", "gae_lambda")
+    ),
 ]
 
 
@@ -139,7 +159,7 @@ def check_choices(args: Any) -> None:
         "level": tuple(LEVELS),
         "action_logprob": ACTION_LOGPROBS,
         "critic": (None, *CRITICS),
-        "credit": CREDITS,
+        "credit": tuple(CREDITS),
         "credit_kind": CREDIT_KINDS,
         "normalize_advantages": NORMALIZATIONS,
         "value_loss": VALUE_LOSSES,
@@ -167,11 +187,11 @@ def check_combinations(args: Any) -> None:
     for holds, message in refused:
         if holds:
             raise ValueError(message)
-    for name, other, needed in _DEPENDENT:
+    for name, other, needed, holds_for in _DEPENDENT:
         is_set = name in args.given and getattr(args, name) != type(args).__dataclass_fields__[name].default
-        if is_set and getattr(args, other) != needed:
+        if is_set and not holds_for(args):
             is_open = not (
-                other == "credit_kind" and args.credit == "counterfactual"
+                other == "credit_kind" and CREDITS[args.credit].reruns
             )  # counterfactual credit is always returns, so setting `credit_kind` is no fix
             fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
             raise ValueError(
@@ -182,7 +202,7 @@ def check_combinations(args: Any) -> None:
 def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
     generations = args.num_generations
     is_lone = args.generation_batch_size == 1
-    normalizes = args.advantage == "gae" and args.level == "action" and args.normalize_advantages != "none"
+    normalizes = args.advantage == "gae" and has_turn_ratio(args) and args.normalize_advantages != "none"
     baseline = BASELINES.get(args.advantage)
     compares = baseline is not None and baseline.needs_group
     return [
@@ -225,15 +245,16 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 
 def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
-    by_token = args.advantage == "gae" and args.level == "token"
+    per_turn = has_turn_ratio(args)
+    by_token = args.advantage == "gae" and not per_turn
     return [
         (
-            args.level == "action" and args.loss_type not in _LOSSES_OF_ACTIONS,
+            per_turn and args.loss_type not in _LOSSES_OF_ACTIONS,
             f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
             f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
         ),
         (
-            args.level == "action" and args.importance_sampling_level == "sequence",
+            per_turn and args.importance_sampling_level == "sequence",
             "`importance_sampling_level='sequence'` is `level='action'` with `action_logprob='token'`: set these, and "
             "leave `importance_sampling_level` out.",
         ),
@@ -248,12 +269,12 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
         ),
         (
-            args.level == "action" and args.beta > 0 and args.use_bias_correction_kl,
+            per_turn and args.beta > 0 and args.use_bias_correction_kl,
             "`use_bias_correction_kl` at `level='action'` would weigh the KL of every token by the ratio of the whole "
             "turn, which is not bounded. Leave it out.",
         ),
         (
-            args.level == "action" and args.top_entropy_quantile < 1.0,
+            per_turn and args.top_entropy_quantile < 1.0,
             f"`top_entropy_quantile={args.top_entropy_quantile}` trains some tokens of a turn, but at "
             "`level='action'` a turn is one action. Set `level='token'`, or leave it out.",
         ),
@@ -262,14 +283,15 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`target_kl` measures the policy ratio, which `use_policy_ratio=False` leaves out. Leave one of them out.",
         ),
         (
-            args.level == "action" and args.off_policy_mask_threshold is not None,
+            per_turn and args.off_policy_mask_threshold is not None,
             "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
         ),
     ]
 
 
 def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
-    group_like = args.advantage in ("group", "agent")
+    baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
+    normalizes = baseline is not None and baseline.takes_normalized_objectives
     return [
         (
             args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
@@ -277,22 +299,22 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
             "'group', 'agent' and 'turn'. Leave it out.",
         ),
         (
-            args.credit == "counterfactual" and args.credit_kind == "rewards",
+            rule.reruns and args.credit_kind == "rewards",
             "`credit='counterfactual'` compares the whole outcome for every turn, so adding it up over turns "
             "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
         ),
         (
-            args.advantage == "turn" and args.credit in ("step_discount", "counterfactual"),
+            uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
             f"`advantage='turn'` scores each candidate of a turn, which leaves nothing for `credit={args.credit!r}` "
             "to divide. Use `credit='equal'` or `'per_step'`.",
         ),
         (
-            args.advantage == "turn" and args.credit_kind == "rewards",
+            uses_candidates(args) and args.credit_kind == "rewards",
             "`advantage='turn'` has the return of every candidate, so `credit_kind='rewards'` does not apply. Leave "
             "it out.",
         ),
         (
-            args.multi_objective_aggregation == "normalize_then_sum" and not (group_like and args.credit == "equal"),
+            args.multi_objective_aggregation == "normalize_then_sum" and not (normalizes and args.credit == "equal"),
             "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
             f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
             f"`credit={args.credit!r}`.",
@@ -328,7 +350,7 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
             f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
         ),
         (
-            args.update_order == "sequential" and args.advantage == "turn",
+            args.update_order == "sequential" and uses_candidates(args),
             "`update_order='sequential'` multiplies ratios along an episode, but with `advantage='turn'` most rows "
             "are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
         ),

@@ -11,13 +11,13 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from .advantages.baselines import BASELINES
+from .advantages.credit_rules import CREDITS
 from .config_checks import (
     ACTION_LOGPROBS,
     CANDIDATE_REWARDS,
     CONTEXT_OVERFLOWS,
     CONTINUATIONS,
     CREDIT_KINDS,
-    CREDITS,
     NORMALIZATIONS,
     UPDATE_ORDERS,
     VALUE_LOSSES,
@@ -26,6 +26,7 @@ from .config_checks import (
     check_combinations,
     check_numbers,
     check_supported,
+    has_turn_ratio,
 )
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
@@ -396,10 +397,10 @@ class MARFTConfig(GRPOConfig):
         self._apply_preset()
         if self.loss_type is None:
             self.loss_type = LEVELS[self.level].loss_type if self.level in LEVELS else "dapo"
-        if self.level == "action" and "use_bias_correction_kl" not in self.given:
+        if has_turn_ratio(self) and "use_bias_correction_kl" not in self.given:
             self.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
         if self.credit_kind is None:
-            is_stream = self.advantage == "gae" and self.credit != "counterfactual"
+            is_stream = self.advantage == "gae" and not (self.credit in CREDITS and CREDITS[self.credit].reruns)
             self.credit_kind = "rewards" if is_stream else "returns"
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.

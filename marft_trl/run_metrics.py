@@ -50,15 +50,15 @@ class Metrics:
         """Set the value of a name, in place of those added before."""
         self._store[self.mode][name] = [value]
 
-    def means(self) -> dict[str, float]:
+    def means(self, mode: str) -> dict[str, float]:
         """Means of the values that are not NaN, by name."""
-        known = {name: [value for value in its if value == value] for name, its in self._store[self.mode].items()}
+        known = {name: [value for value in its if value == value] for name, its in self._store[mode].items()}
         return {name: sum(values) / len(values) for name, values in known.items() if values}
 
-    def replace(self, values: Mapping[str, float]) -> None:
+    def replace(self, values: Mapping[str, float], mode: str) -> None:
         """Set all names at once; those that are not among the values are forgotten."""
-        self._store[self.mode].clear()
-        self._store[self.mode].update({name: [value] for name, value in values.items()})
+        self._store[mode].clear()
+        self._store[mode].update({name: [value] for name, value in values.items()})
 
 
 class StepMetrics:
@@ -74,12 +74,12 @@ class StepMetrics:
         self._agents = list(agents)
         self._values: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
-    def add(self, agent: str, metrics: dict[str, list[float]], num_tokens: int) -> None:
+    def add(self, agent: str, metrics: dict[str, list[float]], weight: int) -> None:
         """Add the metrics that TRL's loss recorded for one micro-batch."""
         for name, values in metrics.items():
             for value in values:
                 if value is not None and not math.isnan(value):
-                    self._values[agent, name].append((value, num_tokens))
+                    self._values[agent, name].append((value, weight))
 
     def join(self, names: Sequence[str], processes: Processes) -> dict[str, float]:
         """
@@ -107,13 +107,13 @@ class StepMetrics:
         for n, name in enumerate(names):
             for a, agent in enumerate(self._agents):
                 if name in AGENT_METRICS and sums[a, n, 1] > 0:
-                    joined[f"agents/{agent}/{name}"] = self._figure(name, sums[a, n], extremes[a, n])
+                    joined[f"agents/{agent}/{name}"] = self._value(name, sums[a, n], extremes[a, n])
             if sums[:, n, 1].sum() > 0:
-                joined[name] = self._figure(name, sums[:, n].sum(dim=0), extremes[:, n].max())
+                joined[name] = self._value(name, sums[:, n].sum(dim=0), extremes[:, n].max())
         return joined
 
     @staticmethod
-    def _figure(name: str, total: torch.Tensor, extreme: torch.Tensor) -> float:
+    def _value(name: str, total: torch.Tensor, extreme: torch.Tensor) -> float:
         if name in _JOINS:
             return extreme.item() * (-1.0 if _JOINS[name] == "min" else 1.0)
         return (total[0] / total[1]).item()

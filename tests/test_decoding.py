@@ -242,7 +242,14 @@ def test_beams_of_the_model_s_own_config_are_left_to_transformers(model_folder, 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.generation_config.num_beams = 2
     trainer = team_trainer(model, tmp_path)
-    assert not can_decode(trainer.parts.runner.generator._merged(GenerationConfig(**trainer.generation_kwargs)))
+    calls = []
+    generate = trainer.model.get_base_model().generate
+    trainer.model.get_base_model().generate = lambda *args, **kwargs: (
+        calls.append(kwargs.get("custom_generate")),
+        generate(*args, **kwargs),
+    )[1]
+    trainer.parts.runner.generator.generate(["reasoner"], [[5, 6, 7]])
+    assert calls == [None]
 
 
 @pytest.mark.parametrize(

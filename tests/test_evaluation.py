@@ -184,6 +184,25 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     assert len(logs) == 3 and logs == plain_logs
 
 
+def test_an_evaluation_between_two_logs_leaves_the_metrics_of_training_alone(model_folder, tmp_path):
+    def train(**when):
+        settings = {"max_steps": 4, "logging_steps": 4, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
+        evaluation = {"eval_dataset": tiny_dataset(4, seed=1)}
+        trainer = team_trainer(model_folder, tmp_path, settings={**settings, **when}, **evaluation)
+        evaluate = trainer.evaluate
+
+        def without_trace(*args, **kwargs):
+            with torch.random.fork_rng():
+                return evaluate(*args, **kwargs)
+
+        trainer.evaluate = without_trace
+        trainer.train()
+        (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return {name: value for name, value in entry.items() if name != "step_time"}
+
+    assert train() == train(eval_strategy="steps", eval_steps=3)
+
+
 def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):
     """With several agents, micro-batches and a critic."""
     settings = {**PPO, "per_device_train_batch_size": 8, "level": "action", "normalize_advantages": "none"}

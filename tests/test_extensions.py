@@ -8,6 +8,7 @@ from torch import nn
 
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.advantages.baselines import BASELINES, Baseline
+from marft_trl.advantages.credit_rules import CREDITS, CreditRule
 from marft_trl.learning.critic import CRITICS, Critic
 from marft_trl.learning.levels import LEVELS, ActionLevel
 from marft_trl.rollout.generator import Sampled
@@ -125,7 +126,33 @@ def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
     expected = (logps - row.old_per_token_logps).sum() / len(logps) ** 0.5
     assert expected != 0
     torch.testing.assert_close(seen.log_ratios, expected.unsqueeze(0))
-    torch.testing.assert_close((logps - seen.old_logps[0]), expected.expand(len(logps)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(logps - seen.old_logps[0], expected.expand(len(logps)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_level_of_ones_own_is_checked_as_the_ready_made_ones(tmp_path, monkeypatch):
+    monkeypatch.setitem(LEVELS, "root", RootLevel)
+    with pytest.raises(ValueError, match="`loss_type='dapo'` weighs a turn by its tokens"):
+        MARFTConfig(str(tmp_path), level="root", loss_type="dapo")
+    with pytest.raises(ValueError, match=r"`token_gamma=0.5` has no effect with `level='root'`"):
+        MARFTConfig(str(tmp_path), level="root", token_gamma=0.5, **PPO, critic="shared")
+    assert MARFTConfig(str(tmp_path), level="root").loss_type == "grpo"
+    assert not MARFTConfig(str(tmp_path), level="root").use_bias_correction_kl
+
+
+def last_alone(reward, steps, discount, as_rewards):
+    """The whole reward for the last turn, nothing for the others."""
+    credit = torch.zeros(len(steps))
+    credit[-1] = reward
+    return credit
+
+
+def test_a_credit_rule_of_ones_own(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(CREDITS, "last", CreditRule("last", last_alone))
+    trainer = team_trainer(model_folder, tmp_path, settings={"credit": "last", "advantage": "none", "max_steps": 1})
+    trainer.train()
+    rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
+    assert {row.advantage for row in rows if row.agent == "reasoner"} == {0.0}
+    assert len({row.advantage for row in rows if row.agent == "actor"}) > 1
 
 
 def best_of_prompt(samples, scale):

@@ -338,17 +338,17 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
         with torch.no_grad():
             present = trainer.parts.log_probs.of_policy(rows)
         change = {
-            (row.episode, row.round): (now - row.old_per_token_logps).sum().item()
+            (row.episode, row.joint_action): (now - row.old_per_token_logps).sum().item()
             for row, now in zip(rows, present, strict=True)
             if row.adapter == adapter
         }
         slices = after_update(slices, adapter)
-        assert {row.round for row in rows} == {0, 1} and len(change) == 8
+        assert {row.joint_action for row in rows} == {0, 1} and len(change) == 8
         for row in (row for slice_ in slices for row in slice_.rows):
-            factor = math.exp(change[row.episode, row.round])
+            factor = math.exp(change[row.episode, row.joint_action])
             expected = factor if clip is None else min(max(factor, 1 - clip), 1 + clip)
             assert row.factor == pytest.approx(expected, rel=1e-3)
-            by_action[row.episode, row.round] = (row.factor, factor)
+            by_action[row.episode, row.joint_action] = (row.factor, factor)
         for clipped, factor in by_action.values():
             seen.append(clipped)
             raw.append(factor)

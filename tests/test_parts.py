@@ -119,7 +119,12 @@ def test_own_rewards_are_mixed_in_and_reported_once(tmp_path, processes):
 
 def estimator(args, processes, board):
     credit = credit_of(args, processes, board)
-    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, (2, 1), processes)
+    settings = SimpleNamespace(
+        scale_rewards=args.scale_rewards,
+        multi_objective_aggregation="sum_then_normalize",
+        group_size=lambda training: 2 if training else 1,
+    )
+    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, settings, processes)
 
 
 def test_one_advantage_for_all_turns_of_an_episode(tmp_path, processes):
@@ -254,9 +259,10 @@ def test_a_report_without_a_model(tmp_path, processes):
     )
     tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(one) for one in ids], decode=str)
     rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
+    settings = SimpleNamespace(log_completions=True, num_completions_to_print=None, group_size=lambda training: 2)
     reporter = Reporter(
         *(["planner", "solver"], rewards, [], tokenizer, UserRandomness(0, torch.device("cpu"))),
-        *(config(tmp_path, log_completions=True), board.metrics(), state, processes),
+        *(config(tmp_path), settings, board.metrics(), state, processes),
     )
     advantages = [[0.5, None], [[0.1, 0.3], None]]
     reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], {"turns": 2, "tokens": 10})

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Sequential, TeamManifest
+from marft_trl.learning.data import Row, Slice
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+from marft_trl.trainer.checkpointing import load_rollouts, save_rollouts
 from marft_trl.weights.adapters import load_adapter_weights
 from marft_trl.weights.policies import Policies
 
@@ -319,6 +321,65 @@ def test_policies_know_their_parameters(model_folder, tmp_path):
     assert own["reasoner"] and not own["reasoner"] & own["actor"]
     everything = {name for name, _ in trainer.model.named_parameters() if "lora_" in name}
     assert own["reasoner"] | own["actor"] == everything
+
+
+def test_rows_of_a_checkpoint_of_an_older_version_are_numbered(tmp_path):
+    """Before rows had numbers, joint actions were named rounds and the entropy control stood alone."""
+    rows = [
+        Row("a", "a", torch.tensor([5]), torch.tensor([6]), joint_action=index, number=index + 7, advantage=0.5)
+        for index in range(3)
+    ]
+    save_rollouts(tmp_path, 0, 1, 4, [Slice(rows[:2], tokens={"a": 2}), Slice(rows[2:])], {"x": 1})
+    step, (first, second), extra = load_rollouts(tmp_path, 0, 1)
+    assert (step, extra) == (4, {"x": 1}) and first.tokens == {"a": 2} and first.adapters == frozenset()
+    assert [row.number for row in (*first.rows, *second.rows)] == [7, 8, 9]
+    path = tmp_path / "marft_rollouts_0.json"
+    state = json.loads(path.read_text())
+    for row in (row for slice_ in state["slices"] for row in slice_["rows"]):
+        row["round"] = row.pop("joint_action")
+        del row["number"]
+    path.write_text(json.dumps(state))
+    _, (first, second), _ = load_rollouts(tmp_path, 0, 1)
+    loaded = [*first.rows, *second.rows]
+    assert [row.number for row in loaded] == [0, 1, 2] == [row.joint_action for row in loaded]
+    assert all(row.completion_ids.equal(torch.tensor([6])) and row.advantage == 0.5 for row in loaded)
+
+
+def test_entropy_control_of_an_older_checkpoint_is_gone_on_with(model_folder, tmp_path):
+    settings = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.0, "max_steps": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.train()
+    path = tmp_path / "checkpoint-2" / "marft_rollouts_0.json"
+    state = json.loads(path.read_text())
+    state["extra"] = {"entropy_control": state["extra"]["updates"]["entropy_control"]}
+    path.write_text(json.dumps(state))
+    resumed = team_trainer(model_folder, tmp_path, settings=settings)
+    resumed.parts.checkpoints.load(tmp_path / "checkpoint-2")
+    for adapter in ("reasoner", "actor"):
+        assert resumed.parts.updates.entropy_coef_of(adapter) == trainer.parts.updates.entropy_coef_of(adapter)
+    control = resumed.parts.updates.state_dict()["entropy_control"]
+    assert control == trainer.parts.updates.state_dict()["entropy_control"] and control["actor"][0] < 0.1
+
+
+def test_a_checkpoint_that_is_written_again_pushes_no_state_of_the_run(model_folder, tmp_path):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **PPO, "critic": "shared"}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    resumed = team_trainer(model_folder, tmp_path, settings=settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    target = tmp_path / "pushed"
+    target.mkdir()
+    resumed.parts.files.copy_checkpoint(tmp_path / "checkpoint-2", target)
+    assert {path.name for path in target.iterdir()} == {"marft_team.json", "actor", "reasoner", "_critic"}
+    assert {path.name for path in (target / "_critic").iterdir()} >= {"value_heads.safetensors", "adapter_config.json"}
+
+
+def test_a_late_push_has_its_repository_on_the_card(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 1})
+    trainer.train()
+    trainer.hub_model_id = "me/my-team"  # set by `init_hf_repo`, which `push_to_hub` calls
+    trainer.create_model_card()
+    assert 'Team.from_pretrained("me/my-team"' in (tmp_path / "README.md").read_text()
 
 
 PUSH = """

@@ -24,6 +24,7 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.learning.batching import collate
 from marft_trl.learning.data import Row
 from marft_trl.rollout.generator import Sampling
+from marft_trl.shared_prefix.forward import hidden_states
 from marft_trl.trainer import trl_seams
 from marft_trl.trainer.trl_seams import (
     EpochSampler,
@@ -33,14 +34,17 @@ from marft_trl.trainer.trl_seams import (
     TrlLoss,
     TrlPrompts,
     TrlRewards,
+    TrlSettings,
     TrlState,
     checkpoint_folder,
     commit_of,
+    configure_parent,
     forward_in_precision,
     fused_head,
     generation_defaults,
     keep_4bit_weights,
     pad_token_of,
+    swapped,
     trl_log_probs,
     without_adapter_name_warning,
     without_false_warning,
@@ -158,7 +162,61 @@ def test_TrlLoss_reads_old_log_probabilities_after_it_has_asked_for_new_ones(tra
         assert "entropy" in metrics and not trainer.parts.state.metrics["eval"]
     # A ratio of 1, of e (clipped at 1.2) and of 1/e
     assert losses == pytest.approx([-1.0, -1.2, -math.exp(-1.0)], rel=1e-4)
-    assert type(trainer.accelerator).__name__ == "Accelerator" and "get_high_entropy_mask" in dir(trainer)
+
+
+def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder):
+    """Those that were the class's are the class's again; also when TRL raises."""
+    before, of_model = dict(trainer.__dict__), dict(trainer.model.__dict__)
+    with pytest.raises(KeyError):
+        TrlLoss(trainer)(trainer.model, {}, entropy_coef=0.0, max_completion_length=16)
+    with pytest.raises(ZeroDivisionError), TrlRewards(trainer).locally([len]):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), without_printed_table(trainer):
+        raise ZeroDivisionError
+    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    with pytest.raises(Exception, match="."):
+        engine.generate([[10**9]], engine.settings(Sampling.of(AgentSpec("solo"), trainer.args)), {})
+    with pytest.raises(ZeroDivisionError), swapped(trainer, {"get_high_entropy_mask": None, "beta": 7.0}):
+        assert trainer.beta == 7.0 and trainer.get_high_entropy_mask is None
+        raise ZeroDivisionError
+    assert trainer.__dict__.keys() == before.keys() and "get_high_entropy_mask" not in trainer.__dict__
+    assert all(trainer.__dict__[name] is value for name, value in before.items())
+    assert trainer.model.__dict__.keys() == of_model.keys() and grpo_trainer.gather is gather
+
+
+def test_TrlSettings_are_read_when_they_are_used(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    settings = TrlSettings(trainer)
+    trainer.beta, trainer.loss_type, trainer.scale_rewards, trainer.top_entropy_quantile = 0.5, "bnpo", "none", 0.3
+    trainer.mask_truncated_completions, trainer.log_completions, trainer.num_completions_to_print = True, True, 2
+    trainer.num_generations, trainer.num_generations_eval = 8, 3
+    trainer.multi_objective_aggregation = "normalize_then_sum"
+    found = [settings.beta, settings.loss_type, settings.scale_rewards, settings.top_entropy_quantile]
+    assert found == [0.5, "bnpo", "none", 0.3] and settings.multi_objective_aggregation == "normalize_then_sum"
+    assert settings.mask_truncated_completions and settings.log_completions and not settings.aux_loss_enabled
+    assert settings.num_completions_to_print == 2
+    assert (settings.group_size(True), settings.group_size(False)) == (8, 3)
+
+
+def test_configure_parent_sets_what_the_constructor_derives_otherwise(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"beta": 0.1, "level": "action"})
+    assert trainer.beta == trainer.args.beta == 0.1 and trainer.args.ddp_broadcast_buffers is False
+    assert trainer.importance_sampling_level == "sequence"
+    configure_parent(trainer, 0.2, None)
+    assert trainer.beta == 0.2 and trainer.importance_sampling_level == "sequence"
+
+
+def test_checkpointing_with_caches_gives_the_gradients_of_a_plain_pass(model_folder):
+    prompts, completions = [[7, 8, 9], [7, 8, 10], [7, 8, 9]], [[11, 12], [13], [14, 15, 16]]
+    gradients = []
+    for checkpointing in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(model_folder).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        hidden_states(model.base_model, prompts, completions).sum().backward()
+        assert not any("_can_checkpoint_with_cache" in module.__dict__ for module in model.modules())
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_LocalAccelerator_gathers_nothing(trainer):

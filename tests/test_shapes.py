@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_trl import Turn, Workflow
-from marft_trl.episodes import EndOfEpisode, rounds
+from marft_trl.episodes import EndOfEpisode, joint_actions
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
@@ -370,11 +370,11 @@ def test_joint_actions_by_hand():
         calling = (ToolCall("add", {}),) if calls else ()
         return Turn(agent, "x", index=0, fed=fed, tool_calls=calling, audience=agent if calls else None)
 
-    assert rounds([]) == []
-    assert rounds([turn("a"), turn("b"), turn("c")]) == [0, 0, 0]  # a chain is one joint action
-    assert rounds([turn("a"), turn("b"), turn("a"), turn("b")]) == [0, 0, 1, 1]  # an agent speaks again
-    assert rounds([turn("a"), turn("b", fed=1), turn("c", fed=1)]) == [0, 1, 1]  # an environment came between
-    assert rounds([turn("a", calls=True), turn("a"), turn("b"), turn("a")]) == [0, 0, 0, 1]  # a call is no action
-    assert rounds([turn("a"), turn("a"), turn("b"), turn("b")]) == [0, 1, 0, 1]  # side by side, whoever comes first
+    assert joint_actions([]) == []
+    assert joint_actions([turn("a"), turn("b"), turn("c")]) == [0, 0, 0]  # a chain is one joint action
+    assert joint_actions([turn("a"), turn("b"), turn("a"), turn("b")]) == [0, 0, 1, 1]  # an agent speaks again
+    assert joint_actions([turn("a"), turn("b", fed=1), turn("c", fed=1)]) == [0, 1, 1]  # an environment came between
+    assert joint_actions([turn("a", calls=True), turn("a"), turn("b"), turn("a")]) == [0, 0, 0, 1]  # calls
+    assert joint_actions([turn("a"), turn("a"), turn("b"), turn("b")]) == [0, 1, 0, 1]  # side by side
     called = [turn("a", calls=True), turn("a", fed=1), turn("b", fed=1), turn("a", fed=2)]
-    assert rounds(called) == [0, 0, 0, 1]  # a call of a method of the environment
+    assert joint_actions(called) == [0, 0, 0, 1]  # a call of a method of the environment

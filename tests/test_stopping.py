@@ -12,6 +12,7 @@ from marft_trl import AgentSpec
 from marft_trl.rollout.generator import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
+from marft_trl.tiny import tiny_tokenizer
 from marft_trl.trainer.trl_seams import TrlEngine
 
 from .helpers import config, team_trainer
@@ -25,15 +26,15 @@ def trainer(request, model_folder, tmp_path_factory):
     """A trainer for each way of generating, with the padding token apart from the end-of-sequence token or not."""
     share, is_apart = request.param
     model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = tiny_tokenizer()
     trainer = team_trainer(
         model,
         tmp_path_factory.mktemp("stops"),
+        processing_class=tokenizer if is_apart else _with_pad_as_end(tokenizer),
         agents=[AgentSpec("solo")],
         args=config("stops", share_prefixes=share, num_iterations=2, max_completion_length=LONGEST),
     )
-    if not is_apart:
-        trainer.processing_class = trainer.processing_class = _with_pad_as_end(trainer.processing_class)
-        trainer.generation_kwargs["pad_token_id"] = trainer.processing_class.pad_token_id
+    assert (trainer.generation_kwargs["pad_token_id"] == tokenizer.eos_token_id) != is_apart
     return trainer
 
 

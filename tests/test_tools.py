@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.chat_template_utils import qwen3_chat_template
 
-from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
+from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
@@ -202,7 +202,13 @@ def calculates(agent, seen):
 
 def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
     tools = {"solver": [add, fail]}
-    episode = rehearse(Sequential(), ["planner", "solver", "judge"], calculates, "q", tools)
+
+    class Kept(Sequential):
+        async def run(self, episode):
+            await super().run(episode)
+            assert episode.busy == 0 and not episode.calling
+
+    episode = rehearse(Kept(), ["planner", "solver", "judge"], calculates, "q", tools)
     assert [turn.agent for turn in episode.turns] == ["planner", "solver", "solver", "judge"]
     _, call, answer, judge = episode.turns
     assert [feedback.text for feedback in episode.feedback] == ["7", "{'error': 'no such thing'}"]
@@ -430,21 +436,8 @@ def test_results_of_tools_hold_no_control_token(text):
 # ---- In the trainer ----
 
 
-def replace_generation(trainer, generate):
-    """Lets a trainer sample by `generate(prompt_ids)`, which returns token ids and `None`, as `GRPOTrainer` asks."""
-    if isinstance(trainer, MARFTTrainer):
-
-        def by_agent(agents, prompt_ids, **_):
-            found = {}
-            for agent in dict.fromkeys(agents):
-                mine = [index for index, name in enumerate(agents) if name == agent]
-                said, _ = generate([prompt_ids[index] for index in mine])
-                found |= {index: Sampled(ids) for index, ids in zip(mine, said, strict=True)}
-            return [found[index] for index in range(len(agents))]
-
-        trainer.parts.runner.generator.generate = by_agent
-    else:
-        trainer.__dict__["_generate_single_turn"] = generate
+# The method of TRL by which `GRPOTrainer` samples, and a team by way of `TransformersGenerator` and `TrlEngine`
+TRL_GENERATION = "_generate_single_turn"
 
 
 def canned(trainer, log=None):
@@ -461,7 +454,7 @@ def canned(trainer, log=None):
             said.append(ids_of(("7" if index % 2 else "8") if is_after or index % 4 == 3 else CALL))
         return said, None
 
-    replace_generation(trainer, generate)
+    setattr(trainer, TRL_GENERATION, generate)
     return waves
 
 
@@ -784,10 +777,30 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
 
 def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path)
-    replace_generation(trainer, lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None))
+    setattr(trainer, TRL_GENERATION, lambda prompt_ids, *_, **__: ([ids_of(CALL)[:-1] for _ in prompt_ids], None))
     episodes = trainer.parts.runner.run([{"prompt": "What is 3+4?"}] * 2, trainer.parts.runner.answer)
     assert [len(episode.turns) for episode in episodes] == [1, 1] and not episodes[0].feedback
     assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()
+
+
+def test_a_candidate_that_calls_a_tool_is_scored_as_it_is(model_folder, tmp_path):
+    """Its agent has not gone on yet, so there is no final turn that could be scored in its place."""
+
+    def calls(completions, **kwargs):
+        return [float("tool_call" in text) + 0.25 for text in map(str, completions)]
+
+    settings = {
+        **{"credit": "per_step", "advantage": "turn", "turn_candidates": 2, "num_generations": 1},
+        **{"per_device_train_batch_size": 4},
+    }
+    agents = [AgentSpec("solver", tools=[add], reward_funcs=calls)]
+    trainer = tool_trainer(model_folder, tmp_path, settings, agents=agents)
+    canned(trainer)
+    trainer.model.train()
+    rollout = trainer.parts.rollouts.run([dict(ROWS[0])] * 4, training=True)
+    returns = [worth for node in rollout.nodes for worth in node.returns]
+    assert all(worth == worth for worth in returns) and {0.25, 1.25} == set(returns)
+    assert any(turn.tool_calls for turn in rollout.episodes[0].turns)  # the best candidate was gone on from
 
 
 def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):

@@ -75,6 +75,8 @@ class Baseline:
             Whether it divides by the deviation that `scale_rewards` names.
         uses_candidates (`bool`, *optional*, defaults to `False`):
             Whether it compares candidates for one turn, which the trainer then samples.
+        takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
+            Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
         by_episode (`Callable`, *optional*):
             `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole episodes, for
             turns that all have the return of their episode. Without it the function is asked turn by turn.
@@ -87,6 +89,7 @@ class Baseline:
     needs_group: bool = False
     scales: bool = False
     uses_candidates: bool = False
+    takes_normalized_objectives: bool = False
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
     in_evaluation: str | None = None
 
@@ -128,8 +131,15 @@ def _none(samples: Samples, scale: str) -> torch.Tensor:
 BASELINES: dict[str, Baseline] = {
     baseline.name: baseline
     for baseline in (
-        Baseline("group", _group, needs_group=True, scales=True, by_episode=functional.group_advantages),
-        Baseline("agent", _agent, needs_group=True, scales=True),
+        Baseline(
+            "group",
+            _group,
+            needs_group=True,
+            scales=True,
+            takes_normalized_objectives=True,
+            by_episode=functional.group_advantages,
+        ),
+        Baseline("agent", _agent, needs_group=True, scales=True, takes_normalized_objectives=True),
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),

@@ -12,11 +12,12 @@ from ..configs import MARFTConfig
 from ..episodes.records import Episode
 from ..processes import Processes
 from ..rewards import environment_reward
-from ..rollout.branches import Branches
+from ..rollout.alternatives import Alternatives
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
 from ..trainer.trl_seams import TrlRewards
+from .credit_rules import CREDITS
 
 
 class CreditAssigner:
@@ -24,7 +25,7 @@ class CreditAssigner:
     Gives every turn its part of the team's reward.
 
     Args:
-        branches ([`Branches`]): re-runs of counterfactual credit.
+        alternatives ([`Alternatives`]): re-runs of counterfactual credit.
         scorer ([`RewardScorer`]): rewards of single turns.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
         earns (`bool`): whether turns earn rewards in the workflow.
@@ -35,7 +36,7 @@ class CreditAssigner:
 
     def __init__(
         self,
-        branches: Branches,
+        alternatives: Alternatives,
         scorer: RewardScorer,
         rewards: TrlRewards,
         earns: bool,
@@ -43,7 +44,7 @@ class CreditAssigner:
         metrics: Metrics,
         processes: Processes,
     ):
-        self._branches, self._scorer, self._rewards, self._earns = branches, scorer, rewards, earns
+        self._alternatives, self._scorer, self._rewards, self._earns = alternatives, scorer, rewards, earns
         self._args, self._metrics, self._processes = args, metrics, processes
         self._own_rewards: list[list[float]] = []
 
@@ -58,26 +59,22 @@ class CreditAssigner:
 
         Args:
             rollout ([`Rollout`]): episodes with rewards.
-            credit (`str`): `"equal"`, `"step_discount"`, `"per_step"` or `"counterfactual"`.
+            credit (`str`): name of a rule in `CREDITS`.
         """
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
         episodes, rewards = rollout.episodes, rollout.own_rewards
-        if credit == "counterfactual":
-            others = self._branches.counterfactual_rewards(episodes)
+        rule = CREDITS[credit]
+        if rule.reruns:
+            others = self._alternatives.counterfactual_rewards(episodes)
             return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
         # As a stream, and for turns scored by themselves, what an environment gave stays where it was earned
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
-        if as_rewards or credit == "per_step":
+        if as_rewards or rule.scores_turns:
             earned = [self._earned(episode) for episode in episodes]
             rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
-        if credit == "step_discount":
-            counts = [len(episode.turns) for episode in episodes]
-            pairs = zip(rewards, counts, strict=True)
-            team = [functional.step_discount_credit(r, count, args.credit_discount) for r, count in pairs]
-        else:
-            steps = [torch.tensor(episode.joint_steps()) for episode in episodes]
-            team = [functional.equal_credit(r, its, as_rewards) for r, its in zip(rewards, steps, strict=True)]
-        if credit == "per_step":
+        pairs = zip(rewards, (torch.tensor(episode.joint_steps()) for episode in episodes), strict=True)
+        team = [rule.share(reward, steps, args.credit_discount, as_rewards) for reward, steps in pairs]
+        if rule.scores_turns:
             weight = args.own_reward_weight
             own = self._of_turns(episodes, as_rewards or self._earns)
             team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]

@@ -16,13 +16,14 @@ from ..episodes.records import Turn
 from ..learning.data import Row
 from ..learning.levels import Discounts, Level
 from ..processes import Processes
-from ..rollout.branches import Node
+from ..rollout.alternatives import Node
 from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
-from ..trainer.trl_seams import TrlRewards
+from ..trainer.trl_seams import TrlRewards, TrlSettings
 from ..weights.policies import Policies
 from .baselines import BASELINES, Baseline, Samples
 from .credit import CreditAssigner
+from .credit_rules import CREDITS
 
 
 class Estimated(NamedTuple):
@@ -61,8 +62,9 @@ class Estimator(Protocol):
 
 
 def credit_rule(args: MARFTConfig, training: bool) -> str:
-    """The credit; in evaluation one that needs neither re-runs nor columns that only training may have."""
-    return "equal" if not training and args.credit in ("counterfactual", "per_step") else args.credit
+    """Name of the credit rule. In evaluation, rules that need re-runs or training columns are replaced."""
+    rule = CREDITS[args.credit]
+    return rule.name if training or rule.in_evaluation is None else rule.in_evaluation
 
 
 class BaselineEstimator:
@@ -74,8 +76,8 @@ class BaselineEstimator:
         rewards ([`TrlRewards`]): weights of the reward functions.
         agents (`Sequence[AgentSpec]`): the team.
         policies ([`Policies`]): which agents are trained.
-        args ([`MARFTConfig`]): the baseline and the scaling of advantages.
-        group_sizes (`tuple[int, int]`): episodes of a prompt in training and in evaluation.
+        args ([`MARFTConfig`]): the baseline and the credit.
+        settings ([`TrlSettings`]): scaling of advantages, sizes of groups.
         processes ([`Processes`]): the processes of the run.
     """
 
@@ -86,12 +88,12 @@ class BaselineEstimator:
         agents: Sequence[AgentSpec],
         policies: Policies,
         args: MARFTConfig,
-        group_sizes: tuple[int, int],
+        settings: TrlSettings,
         processes: Processes,
     ):
         self._credit, self._rewards, self._args, self._processes = credit, rewards, args, processes
         self._names = [agent.name for agent in agents]
-        self._policies, self._group_sizes = policies, group_sizes
+        self._policies, self._settings = policies, settings
 
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         if self.baseline(training).uses_candidates:
@@ -114,8 +116,9 @@ class BaselineEstimator:
     def estimate(
         self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
     ) -> Estimated:
-        group_size, scale, rewards = self._group_sizes[not training], self._args.scale_rewards, rollout.rewards
-        if self._args.multi_objective_aggregation == "normalize_then_sum":
+        group_size, scale = self._settings.group_size(training), self._settings.scale_rewards
+        rewards = rollout.rewards
+        if self._settings.multi_objective_aggregation == "normalize_then_sum":
             weights = self._rewards.weights.to(rewards.device)
             rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
@@ -232,7 +235,7 @@ class CriticEstimator:
         return Estimated(normalized, None, self._credited(rollout, credits))
 
     def _credited(self, rollout: Rollout, credits: Sequence[torch.Tensor]) -> set[str]:
-        """Agents any of whose turns has a return that is not 0: a critic's noise makes advantages of nothing."""
+        """Agents with a turn whose return is not 0. Advantages do not tell: errors of a critic make them non-zero."""
         found = set()
         for episode, credit in zip(rollout.episodes, credits, strict=True):
             known = credit.nan_to_num(nan=0.0)

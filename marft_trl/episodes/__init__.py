@@ -2,7 +2,7 @@
 """Episodes: the record of what happened, the handle that a workflow holds, and what runs many of them at once."""
 
 from .live import LiveEpisode
-from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Seen, Turn, joint_steps, rounds
+from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Seen, Turn, joint_actions, joint_steps
 
 
 __all__ = [
@@ -14,6 +14,6 @@ __all__ = [
     "LiveEpisode",
     "Seen",
     "Turn",
+    "joint_actions",
     "joint_steps",
-    "rounds",
 ]

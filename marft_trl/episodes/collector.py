@@ -196,7 +196,7 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         quiet = quiet + 1 if len(waiting) == known else 0
         if quiet < _QUIET_ROUNDS:
             continue
-        # Wait for the tools of all branches, so that batches do not depend on how long tools take
+        # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
         blocked = {request.episode.index for request in waiting if not request.episode.busy}
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
         if not elsewhere or any(task.done() and task.exception() for task in tasks):

@@ -258,7 +258,7 @@ class LiveEpisode:
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
         Call a function of your own. A synchronous function runs in a thread that all episodes share, one call at a
-        time, while other episodes continue. Branches of this episode that call functions at the same time continue
+        time, while other episodes continue. Alternatives of this episode that call functions at the same time continue
         together, so that results do not depend on how long the functions take.
 
         Returns: the function's result, awaited if the function is asynchronous.

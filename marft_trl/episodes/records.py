@@ -255,9 +255,9 @@ class Episode:
         """Index of the joint step of each turn, see [`joint_steps`]."""
         return joint_steps(self.turns, self.fed)
 
-    def rounds(self) -> list[int]:
-        """Index of the joint action of each turn, see [`rounds`]."""
-        return rounds(self.turns)
+    def joint_actions(self) -> list[int]:
+        """Index of the joint action of each turn, see [`joint_actions`]."""
+        return joint_actions(self.turns)
 
 
 class EndOfEpisode(BaseException):
@@ -295,7 +295,7 @@ def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:
     return steps
 
 
-def rounds(turns: Sequence[Turn]) -> list[int]:
+def joint_actions(turns: Sequence[Turn]) -> list[int]:
     """
     The joint action that each turn is part of, 0, 1, ...: one turn of each agent, as in algorithms for teams that act
     once per step of an environment. A chain of agents is one joint action, though its turns are joint steps of their

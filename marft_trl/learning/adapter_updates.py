@@ -147,7 +147,7 @@ class AdapterUpdates:
         optimizer step clears the gradients of value heads, since the Trainer clears those of the model alone.
         """
         if not self._is_open and self._critic is not None:
-            self._critic.heads.zero_grad(set_to_none=True)
+            self._critic.zero_grad()
         self._is_open = True
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield

@@ -90,6 +90,10 @@ class Critic:
         heads = {f"{part}.{name}": parameter for name, parameter in self.heads[part].named_parameters()}
         return {**self._policies.parameters(part), **heads} if self.has_adapters else heads
 
+    def zero_grad(self) -> None:
+        """Clear the gradients of the value heads, which are not part of the model."""
+        self.heads.zero_grad(set_to_none=True)
+
     def num_values(self, num_tokens: int) -> int:
         """Number of values of a turn of so many tokens."""
         return self._level.num_values(num_tokens)

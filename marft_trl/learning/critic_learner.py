@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import functional
+from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..processes import Processes
@@ -85,13 +86,14 @@ class CriticLearner:
     @property
     def may_keep_passes(self) -> bool:
         """
-        Whether the critic may learn from the very values that advantages are made of. Where rows serve one update, its
-        weights are then still those that gave the values, so a second pass would give the same. Not where memory is
-        short, or where turns are generated or scored between the values and the update.
+        Whether the update of the critic may reuse the passes that gave `old_values`. If rows serve one update, the
+        weights are then still the same, so a second pass would give the same values. Passes are not kept if memory is
+        short, or if turns are generated or scored between the values and the update.
         """
+        rule = CREDITS[self._args.credit]
         if self._critic.num_kept_features(1) or self._batcher.is_checkpointing:
             return False
-        return self._schedule.generate_every == 1 and self._args.credit not in ("counterfactual", "per_step")
+        return self._schedule.generate_every == 1 and not (rule.reruns or rule.scores_turns)
 
     @property
     def num_kept_passes(self) -> int:
@@ -110,7 +112,7 @@ class CriticLearner:
             may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
 
         Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode the value of
-        what would have been seen next where a horizon cut it, else 0.
+        the next observation if a horizon cut the episode, else 0.
         """
         beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
         filled = self._fill([*rows, *beyond.values()], may_keep)

@@ -46,8 +46,8 @@ class Row:
             the same joint action and were updated before.
         log_factor (`float`):
             Logarithm of this product, before clipping.
-        round (`int`):
-            Index of the joint action in the episode, see [`~Episode.rounds`].
+        joint_action (`int`):
+            Index of the joint action in the episode, see [`~Episode.joint_actions`].
         number (`int`):
             Position among the rows of its generation batch on this process.
         critic (`str`, *optional*):
@@ -72,7 +72,7 @@ class Row:
     words: int = 1
     factor: float = 1.0
     log_factor: float = 0.0
-    round: int = 0
+    joint_action: int = 0
     number: int = 0
     critic: str | None = None
     old_values: torch.Tensor | None = None

@@ -3,14 +3,14 @@
 The levels of optimisation: what a policy ratio, an advantage and a value belong to. A token (MARFT-T), or a whole turn
 as one action (MARFT-A).
 
-To add a level, write a class with the methods of [`Level`] and give it a name in `LEVELS`.
+To add a level, write a class with the attributes and methods of [`Level`] and give it a name in `LEVELS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -23,14 +23,13 @@ class SeenByLoss(NamedTuple):
     What the loss of a micro-batch of `B` rows is given. `T` tokens of the longest turn.
 
     Args:
-        logps (`torch.Tensor` of shape `(B, T)`): log-probabilities of the policy.
-        entropies (`torch.Tensor` of shape `(B, T)`): whose mean over counted tokens is the entropy bonus.
-        old_logps (`torch.Tensor` of shape `(B, T)`, *optional*): log-probabilities of the policy that sampled, in
-            place of those of the rows.
+        entropies (`torch.Tensor` of shape `(B, T)`): entropies whose mean over counted tokens is the entropy bonus.
+        old_logps (`torch.Tensor` of shape `(B, T)`, *optional*): log-probabilities that TRL's loss takes for those of
+            the policy that sampled, in place of the rows' own. At action level they make the log-ratio of every token
+            that of its turn, and carry its gradient.
         log_ratios (`torch.Tensor` of shape `(N,)`): the log-ratios that count, for the divergence of an update.
     """
 
-    logps: torch.Tensor
     entropies: torch.Tensor
     old_logps: torch.Tensor | None
     log_ratios: torch.Tensor
@@ -53,19 +52,25 @@ class Discounts:
 
 
 class Level(Protocol):
-    """Everything that depends on the level."""
+    """
+    What a policy ratio, an advantage and a value belong to, and the arithmetic that depends on it.
 
-    @property
-    def loss_type(self) -> str:
-        """Loss type where the training arguments name none."""
+    Attributes:
+        settings (`frozenset[str]`): fields of the training arguments that only this level reads.
+        loss_type (`str`): loss type if the training arguments name none.
+        ratio (`str`, *optional*): `"sequence"` if a turn has one policy ratio: TRL's `importance_sampling_level`.
+            `None` for that of the training arguments.
+        reads_completions (`bool`): whether the critic reads the tokens of a turn, and not the observation alone.
+    """
 
-    @property
-    def ratio(self) -> str | None:
-        """TRL's `importance_sampling_level`; `None` for that of the training arguments."""
+    settings: ClassVar[frozenset[str]]
+    loss_type: ClassVar[str]
+    ratio: ClassVar[str | None]
+    reads_completions: ClassVar[bool]
 
-    @property
-    def reads_completions(self) -> bool:
-        """Whether the critic reads the tokens of a turn, and not the observation alone."""
+    @classmethod
+    def of(cls, args: Any) -> Level:
+        """The level under training arguments."""
 
     def num_values(self, num_tokens: int) -> int:
         """Number of values of a turn of so many tokens, at least 1."""
@@ -120,9 +125,10 @@ class Level(Protocol):
 class TokenLevel:
     """One ratio, one advantage and one value per token."""
 
-    loss_type = "dapo"
-    ratio = None
-    reads_completions = True
+    settings: ClassVar[frozenset[str]] = frozenset({"token_gamma", "token_gae_lambda"})
+    loss_type: ClassVar[str] = "dapo"
+    ratio: ClassVar[str | None] = None
+    reads_completions: ClassVar[bool] = True
 
     @classmethod
     def of(cls, args: Any) -> TokenLevel:
@@ -145,7 +151,7 @@ class TokenLevel:
         self, logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, torch.Tensor], rows: Sequence[Row]
     ) -> SeenByLoss:
         old = inputs.get("old_per_token_logps", logps.detach())
-        return SeenByLoss(logps, entropies, None, (logps - old)[inputs["completion_mask"].bool()])
+        return SeenByLoss(entropies, None, (logps - old)[inputs["completion_mask"].bool()])
 
     def estimate(self, rewards, values, steps, discounts, last_value):
         lengths = torch.tensor([len(its) for its in values])
@@ -173,9 +179,10 @@ class ActionLevel:
 
     logprob: str = "sum"
 
-    loss_type = "grpo"  # every turn counts once
-    ratio = "sequence"
-    reads_completions = False
+    settings: ClassVar[frozenset[str]] = frozenset({"action_logprob"})
+    loss_type: ClassVar[str] = "grpo"  # every turn counts once
+    ratio: ClassVar[str | None] = "sequence"
+    reads_completions: ClassVar[bool] = False
 
     @classmethod
     def of(cls, args: Any) -> ActionLevel:
@@ -209,7 +216,7 @@ class ActionLevel:
         shares = mask.sum() / (mask.sum(dim=1, keepdim=True).clamp(min=1) * len(mask))
         # TRL takes the mean log-ratio over a turn's tokens: with these old log-probabilities each of them is the
         # turn's
-        return SeenByLoss(logps, entropies * shares, logps - ratios.unsqueeze(1), ratios[mask.bool().any(dim=1)])
+        return SeenByLoss(entropies * shares, logps - ratios.unsqueeze(1), ratios[mask.bool().any(dim=1)])
 
     def estimate(self, rewards, values, steps, discounts, last_value):
         factors = discounts.gamma, discounts.gae_lambda, last_value
@@ -220,7 +227,7 @@ class ActionLevel:
         return values[0].item()
 
 
-LEVELS: dict[str, Any] = {"token": TokenLevel, "action": ActionLevel}
+LEVELS: dict[str, type[Level]] = {"token": TokenLevel, "action": ActionLevel}
 
 
 def level_of(args: Any) -> Level:

@@ -48,7 +48,7 @@ class LogProbs:
         batcher ([`MicroBatcher`]): cuts rows into micro-batches.
         collate ([`Collator`]): makes tensors of rows.
         accelerator ([`~accelerate.Accelerator`]): precision, and the model without wrappers.
-        args ([`MARFTConfig`]): gradient checkpointing.
+        checkpointing_kwargs (`dict`, *optional*): settings of gradient checkpointing.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class LogProbs:
         batcher: MicroBatcher,
         collate: Collator,
         accelerator: Accelerator,
-        args: MARFTConfig,
+        checkpointing_kwargs: dict[str, Any] | None,
     ):
         self._model, self._reference, self._policies = model, reference, policies
         self._samplings, self._temperature, self._plain = samplings, temperature, plain
         self._passes, self._batcher, self._collate = passes, batcher, collate
-        self._accelerator, self._args = accelerator, args
+        self._accelerator, self._checkpointing_kwargs = accelerator, checkpointing_kwargs
         self._transform: Transform | None = None
 
     def activate(self, agent: str) -> None:
@@ -79,7 +79,7 @@ class LogProbs:
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
         """Context manager: nothing is kept for a backward pass, and gradients are not checkpointed."""
-        with torch.no_grad(), disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs):
+        with torch.no_grad(), disable_gradient_checkpointing(self._model, self._checkpointing_kwargs):
             yield
 
     # ---- Steps that fill rows ----
@@ -197,7 +197,7 @@ class LogProbs:
         mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
         self.activate(batch.agent)
         width = tensors["completion_ids"].size(1)
-        with disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs):
+        with disable_gradient_checkpointing(self._model, self._checkpointing_kwargs):
             if self._passes.give_positions:
                 _, entropies, _ = self._placed(self._model, ids, mask, width)
             else:
@@ -248,7 +248,7 @@ class Passes:
     def __init__(self, base: PreTrainedModel, args: MARFTConfig, accelerator: Accelerator, has_aux_loss: bool):
         self._base, self._accelerator = base, accelerator
         self.share = args.share_prefixes and self._can_share(args, has_aux_loss)
-        # TRL's pass leaves positions to the model, which counts padding in front of a prompt: no matter to most
+        # TRL passes no `position_ids`, so models count padding on the left. Most models are not affected
         with accelerator.autocast():
             needs_positions = not self.share and forward.needs_positions(base)
         self.give_positions = self.share or (needs_positions and not has_aux_loss)

@@ -13,7 +13,7 @@ from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..run_metrics import Metrics, StepMetrics
-from ..trainer.trl_seams import TrlLoss, TrlState
+from ..trainer.trl_seams import TrlLoss, TrlSettings, TrlState
 from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights
@@ -26,7 +26,7 @@ from .micro_batcher import MicroBatcher
 
 class Notes:
     """
-    What the losses of a step leave behind beside gradients.
+    Metrics and sums that the losses of a step collect.
 
     Args:
         agents (`Sequence[str]`): names of the agents.
@@ -53,9 +53,8 @@ class TeamLoss:
         policies ([`Policies`]): switch adapters.
         level ([`Level`]): unit of the policy ratio.
         samplings (`Mapping[str, Sampling]`): how each agent samples.
-        args ([`MARFTConfig`]): the loss.
-        beta (`float`): coefficient of the KL to the references.
-        has_aux_loss (`bool`): whether the routers of a mixture of experts have a loss of their own.
+        args ([`MARFTConfig`]): the policy ratio, the steps of a generation batch, entropy control.
+        settings ([`TrlSettings`]): the loss.
         state ([`TrlState`]): the mode, and the micro-steps of an optimizer step.
         metrics ([`Metrics`]): get the metrics of losses.
         processes ([`Processes`]): the processes of the run.
@@ -73,8 +72,7 @@ class TeamLoss:
         level: Level,
         samplings: Mapping[str, Sampling],
         args: MARFTConfig,
-        beta: float,
-        has_aux_loss: bool,
+        settings: TrlSettings,
         state: TrlState,
         metrics: Metrics,
         processes: Processes,
@@ -83,7 +81,7 @@ class TeamLoss:
         self._critic, self._updates, self._policies, self._level = critic, updates, policies, level
         self._samplings, self._agents = samplings, list(samplings)
         self._args, self._state, self._metrics, self._processes = args, state, metrics, processes
-        self._metric_names = loss_metrics(args, beta, state.has_entropy_bonus, has_aux_loss)
+        self._settings = settings
         self._notes = Notes(self._agents, updates.divergence)
 
     def of_slice(
@@ -132,7 +130,7 @@ class TeamLoss:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
     def _log(self, notes: Notes) -> None:
-        found = notes.metrics.join(self._metric_names, self._processes)
+        found = notes.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
         if self._critic is not None:
             found |= notes.values.metrics(self._processes)
         for name, value in found.items():
@@ -144,7 +142,7 @@ class TeamLoss:
         """The losses of the micro-batches of a slice, to be computed one after the other."""
         trained = [row for row in slice_.rows if row.is_trained]
         thresholds = self._log_probs.high_entropy_thresholds(
-            [row for row in trained if row.adapter in learning], self._args.top_entropy_quantile, self._processes
+            [row for row in trained if row.adapter in learning], self._settings.top_entropy_quantile, self._processes
         )
         parts: list[Callable[[], torch.Tensor]] = []
         # The critic comes first: its kept passes are gone before the policies need memory
@@ -163,7 +161,7 @@ class TeamLoss:
     ) -> torch.Tensor:
         """TRL's loss of the rows of one agent, with the weight that makes micro-batches and processes add up."""
         args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
-        weights = loss_weights(batch, slice_, str(args.loss_type), self._processes.count, steps, self._level)
+        weights = loss_weights(batch, slice_, self._settings.loss_type, self._processes.count, steps, self._level)
         tensors = self._collate(batch.rows)
         if not args.use_policy_ratio:  # then TRL takes the present policy for the one that sampled: a ratio of 1
             tensors.pop("old_per_token_logps", None)
@@ -193,7 +191,7 @@ class TeamLoss:
         divergence.add(batch.adapter, seen.log_ratios, entropies[inputs["completion_mask"].bool()])
         if seen.old_logps is not None:
             inputs["old_per_token_logps"] = seen.old_logps  # TRL reads them after this
-        return seen.logps, seen.entropies
+        return logps, seen.entropies
 
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -201,15 +199,15 @@ def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
     return (entropies * mask.float() >= known) & mask.bool()
 
 
-def loss_metrics(args: MARFTConfig, beta: float, has_entropy_bonus: bool, has_aux_loss: bool) -> list[str]:
+def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
     """Names of the metrics that TRL's loss adds under these settings, the same on every process."""
     names = ["entropy"]
-    names += ["kl"] if beta != 0.0 else []
+    names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []
-    names += ["aux_loss"] if has_aux_loss else []
-    if args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+    names += ["aux_loss"] if settings.aux_loss_enabled else []
+    if settings.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         names += [f"clip_ratio/{metric}" for metric in ("low_mean", "high_mean", "region_mean")]
         names += ["clip_ratio/low_min", "clip_ratio/high_max"]
-    names += ["cispo_clip_ratio"] if args.loss_type == "cispo" else []
-    names += ["vespo/phi_seq_mean"] if args.loss_type == "vespo" else []
+    names += ["cispo_clip_ratio"] if settings.loss_type == "cispo" else []
+    names += ["vespo/phi_seq_mean"] if settings.loss_type == "vespo" else []
     return names

@@ -74,7 +74,7 @@ class ActivationCost:
 
     Args:
         per_token (`float`): bytes per token that goes through the model, padding included.
-        per_repeat (`float`): bytes per token of a shared prefix and row behind it, for repeated keys and values.
+        per_repeat (`float`): bytes for each token of a shared prefix that is copied into a row (its keys and values).
         per_checkpointed (`float`): bytes per token with gradient checkpointing.
     """
 

@@ -23,7 +23,7 @@ from .memory import ActivationCost, free_memory, head_size, measure_activations,
 
 logger = get_logger(__name__)
 
-# Of the free memory, what micro-batches may fill: the rest is for what is needed for a moment, and for fragments.
+# Share of the free memory that micro-batches may use. The rest is for short-lived tensors and fragmentation.
 _FILLED = 0.7
 
 

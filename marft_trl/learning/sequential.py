@@ -62,19 +62,20 @@ class SequentialFactors:
         if adapter is None:
             return list(slices)
         rows = [row for slice_ in slices for row in slice_.rows]
-        actions = {key: index for index, key in enumerate(dict.fromkeys((row.episode, row.round) for row in rows))}
+        keys = dict.fromkeys((row.episode, row.joint_action) for row in rows)
+        actions = {key: index for index, key in enumerate(keys)}
         updated = [row for row in rows if row.adapter == adapter and row.is_trained and len(row.completion_ids)]
         more = self._log_factors(updated, actions)
         log_factors = torch.zeros(len(actions), dtype=torch.float64)
         for row in rows:
-            log_factors[actions[row.episode, row.round]] = (
-                row.log_factor + more[actions[row.episode, row.round]].item()
+            log_factors[actions[row.episode, row.joint_action]] = (
+                row.log_factor + more[actions[row.episode, row.joint_action]].item()
             )
         factors = functional.clipped_factors(log_factors.float(), self._clip)
         self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
         places = {key: (log_factors[index].item(), factors[index].item()) for key, index in actions.items()}
         return [
-            replace(slice_, rows=[_with(row, *places[row.episode, row.round]) for row in slice_.rows])
+            replace(slice_, rows=[_with(row, *places[row.episode, row.joint_action]) for row in slice_.rows])
             for slice_ in slices
         ]
 
@@ -86,7 +87,7 @@ class SequentialFactors:
             new = self._log_probs.of_policy(updated)
         pairs = [(row.old_per_token_logps, its) for row, its in zip(updated, new, strict=True)]
         sums = torch.stack([(its - then).sum() for then, its in pairs if then is not None])
-        places = torch.tensor([actions[row.episode, row.round] for row in updated])
+        places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
         return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
 
     def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:

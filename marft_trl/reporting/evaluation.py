@@ -67,23 +67,23 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
         agents (`Sequence[str]`):
             Names of the agents.
     """
-    figures = {"reward": _mean(record["reward"] for record in records)}
-    figures["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])
+    metrics = {"reward": _mean(record["reward"] for record in records)}
+    metrics["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])
     for name in records[0]["rewards"]:
-        figures[f"rewards/{name}/mean"] = _mean(record["rewards"][name] for record in records)
-        figures[f"rewards/{name}/std"] = _std(
+        metrics[f"rewards/{name}/mean"] = _mean(record["rewards"][name] for record in records)
+        metrics[f"rewards/{name}/std"] = _std(
             [record["rewards"][name] for record in records if record["rewards"][name] is not None]
         )
     turns = [turn for record in records for turn in record["turns"]]
-    figures |= _lengths(turns)
+    metrics |= _lengths(turns)
     for agent in agents:
         its = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent]
         if its:
-            figures[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
+            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
             lengths = _lengths([turn for turn, _ in its])
-            figures |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_METRICS}
-        figures[f"agents/{agent}/turns"] = len(its) / len(records)
-    return figures
+            metrics |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_METRICS}
+        metrics[f"agents/{agent}/turns"] = len(its) / len(records)
+    return metrics
 
 
 def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
@@ -109,16 +109,16 @@ def measure_answers(
     Raises:
         TypeError: a callable returned neither a number nor a dict of numbers.
     """
-    figures: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for metric in metrics:
         if isinstance(metric, evaluate.EvaluationModule):
             result = metric.compute(predictions=list(answers), references=columns[reference_column])
-            figures |= _numbers(result, metric.name)
+            measured |= _numbers(result, metric.name)
         else:
             name = get_callable_name(metric)
             result = metric(list(answers), **columns)
-            figures |= _numbers(result if isinstance(result, Mapping) else {name: result}, name)
-    return figures
+            measured |= _numbers(result if isinstance(result, Mapping) else {name: result}, name)
+    return measured
 
 
 def _numbers(result: Mapping[str, Any], metric: str) -> dict[str, float]:

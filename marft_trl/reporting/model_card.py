@@ -46,9 +46,9 @@ Workflow: `{{ workflow }}`
 {{ picture }}
 ```
 
-{% endif %}{% if figures_table %}## Figures
+{% endif %}{% if metrics_table %}## Metrics
 
-{{ figures_table }}
+{{ metrics_table }}
 
 {% endif %}{{ usage }}
 ## Training
@@ -120,7 +120,7 @@ def team_card(
     repo: str | None = None,
     dataset_name: str | None = None,
     tags: Sequence[str] = (),
-    figures: dict[str, float] | None = None,
+    metrics: dict[str, float] | None = None,
     max_rank: int = 16,
     picture: str | None = None,
 ) -> ModelCard:
@@ -138,7 +138,7 @@ def team_card(
             Hub id of the training data.
         tags (`Sequence[str]`, *optional*):
             Tags of the card.
-        figures (`dict[str, float]`, *optional*):
+        metrics (`dict[str, float]`, *optional*):
             Metrics to show.
         max_rank (`int`, *optional*, defaults to `16`):
             Largest rank of the adapters.
@@ -170,7 +170,7 @@ def team_card(
         agents_table=_agents_table(manifest),
         workflow=_workflow_line(manifest.workflow),
         picture=picture,
-        figures_table=_figures_table(figures or {}),
+        metrics_table=_metrics_table(metrics or {}),
         usage=use.format(model=given, base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
         paper_title=PAPER["title"],
         paper_id=PAPER["id"],
@@ -189,10 +189,10 @@ def _agents_table(manifest: TeamManifest) -> str:
     return "\n".join(rows)
 
 
-def _figures_table(figures: dict[str, float]) -> str:
-    if not figures:
+def _metrics_table(metrics: dict[str, float]) -> str:
+    if not metrics:
         return ""
-    rows = [f"| {name} | {value:.4g} |" for name, value in figures.items()]
+    rows = [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
     return "\n".join(["| metric | value |", "|---|---|", *rows])
 
 

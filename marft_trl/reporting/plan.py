@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +74,7 @@ class Planner:
         window (`int`, *optional*): tokens that the model can attend to.
         share (`bool`): whether rows share what they have in common.
         processes ([`Processes`]): the processes of the run.
-        train_dataset: its first row is rehearsed.
+        train_dataset (`Callable`): `train_dataset()` returns the dataset whose first row is rehearsed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Planner:
         window: int | None,
         share: bool,
         processes: Processes,
-        train_dataset: Any,
+        train_dataset: Callable[[], Any],
     ):
         self._agents, self._workflow, self._runner, self._policies = list(agents), workflow, runner, policies
         self._critic, self._learner, self._level, self._batcher = critic, learner, level, batcher
@@ -109,7 +109,7 @@ class Planner:
         memory, and what each agent is shown on the first row of the dataset, with made-up replies of its teammates.
         Nothing is generated or trained.
         """
-        rehearsal = self.rehearse(next(iter(self._dataset)))
+        rehearsal = self.rehearse(next(iter(self._dataset())))
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
         parts = {
@@ -140,7 +140,7 @@ class Planner:
         trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
-        prompts = self.rehearse(next(iter(self._dataset))).prompts
+        prompts = self.rehearse(next(iter(self._dataset()))).prompts
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
         return MemoryPlan(
@@ -247,7 +247,7 @@ class Planner:
         if pairs or len(self._agents) == 1:
             return pairs
         try:
-            return turn_links((rehearsal or self.rehearse(next(iter(self._dataset)))).episode.turns)
+            return turn_links((rehearsal or self.rehearse(next(iter(self._dataset())))).episode.turns)
         except Exception:  # a picture is not worth a run
             return []
 

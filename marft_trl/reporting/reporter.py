@@ -17,7 +17,7 @@ from ..processes import Processes
 from ..randomness import UserRandomness
 from ..rollout.rollouts import Rollout
 from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
-from ..trainer.trl_seams import TrlRewards, TrlState
+from ..trainer.trl_seams import TrlRewards, TrlSettings, TrlState
 from .evaluation import EvalMetric, measure_answers, summarize
 from .transcripts import Advantage, Transcript, html_page
 
@@ -67,7 +67,8 @@ class Reporter:
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): spells tokens out.
         randomness ([`UserRandomness`]): random states of users' code.
-        args ([`MARFTConfig`]): what is logged and where.
+        args ([`MARFTConfig`]): folder of the run, column of references.
+        settings ([`TrlSettings`]): what is logged.
         metrics ([`Metrics`]): the metrics of the run.
         state ([`TrlState`]): steps and tokens so far.
         processes ([`Processes`]): the processes of the run.
@@ -81,12 +82,14 @@ class Reporter:
         tokenizer: PreTrainedTokenizerBase,
         randomness: UserRandomness,
         args: MARFTConfig,
+        settings: TrlSettings,
         metrics: Metrics,
         state: TrlState,
         processes: Processes,
     ):
         self._agents, self._rewards, self._eval_metrics = list(agents), rewards, list(eval_metrics)
-        self._tokenizer, self._randomness, self._args = tokenizer, randomness, args
+        self._tokenizer, self._randomness = tokenizer, randomness
+        self._args, self._settings = args, settings
         self._metrics, self._state, self._processes = metrics, state, processes
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
@@ -120,7 +123,7 @@ class Reporter:
             self._metrics.add(f"rewards/{name}/std", nan_std(scores).item())
         self._metrics.add("reward", torch.nanmean(rollout.rewards).item())
         self._metrics.add("reward_std", nan_std(rollout.rewards).item())
-        if std is not None and self._args.num_generations > 1:
+        if std is not None and self._settings.group_size(training=True) > 1:
             self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
         self._metrics.add("frac_unscored", rollout.rewards.isnan().float().mean().item())
         self._report_turns(rollout, generated)
@@ -168,7 +171,7 @@ class Reporter:
     def begin_evaluation(self) -> None:
         """Forget what evaluations before this one have left."""
         self._records = []
-        self._metrics.replace({})
+        self._metrics.replace({}, "eval")  # the model may still be in training mode
         self._clear("eval")
 
     def evaluated(self, rollout: Rollout, rows: Sequence[dict[str, Any]], std: torch.Tensor | None) -> None:
@@ -197,18 +200,17 @@ class Reporter:
         ]
         self._records.extend(self._processes.gather(records))
 
-    def end_evaluation(self, dataset: Any, num_generations: int) -> dict[str, float]:
+    def end_evaluation(self, dataset: Any) -> dict[str, float]:
         """
         Metrics of the evaluation. TRL logs them as `eval_<name>` too, whatever the evaluation set is called.
 
         Args:
             dataset: the evaluation set. Processes repeat rows at the end to get equally many; the repetitions are left
                 out, except those of a stream, whose length is not known.
-            num_generations (`int`): episodes of a row.
         """
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length
-            records = records[: len(dataset) * num_generations]
+            records = records[: len(dataset) * self._settings.group_size(training=False)]
         if not records:
             return {}
         metrics = summarize(records, self._agents)
@@ -217,8 +219,8 @@ class Reporter:
         answers = [record["answer"] for record in records]
         with self._randomness.theirs():
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
-        metrics |= self._metrics.means()
-        self._metrics.replace({name: value for name, value in metrics.items() if value == value})
+        metrics |= self._metrics.means("eval")
+        self._metrics.replace({name: value for name, value in metrics.items() if value == value}, "eval")
         return metrics
 
     # ---- The completions table and transcripts ----
@@ -239,7 +241,7 @@ class Reporter:
     ) -> None:
         """One row per turn into the completions table, one transcript per episode."""
         extra = self._user_columns(len(rollout.episodes))
-        if not self._args.log_completions:
+        if not self._settings.log_completions:
             return
         mode = self._metrics.mode
         before = len(self._records) if mode == "eval" else 0
@@ -290,15 +292,15 @@ class Reporter:
     @property
     def _transcripts_wanted(self) -> int:
         """Number of the latest episodes that are kept for people to read."""
-        count = self._args.num_completions_to_print
+        count = self._settings.num_completions_to_print
         return MAX_TRANSCRIPTS if count is None else count
 
     # ---- Logs ----
 
     def before_log(self) -> None:
         """Print and write transcripts, and set the completions table that TRL writes."""
-        if self._args.log_completions and self._processes.is_main:
-            count = self._args.num_completions_to_print
+        if self._settings.log_completions and self._processes.is_main:
+            count = self._settings.num_completions_to_print
             for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
                 print(transcript.as_text())
             self._write_page()

@@ -92,14 +92,14 @@ class Transcript:
             notes = f" ({'; '.join(entry.notes)})" if entry.notes else ""
             lines += _block(f"{entry.speaker}{notes}", entry.text or "(nothing)", width)
         if self.rewards:
-            lines += textwrap.wrap(_printable(f"reward: {_figures(self.rewards)}"), width)
+            lines += textwrap.wrap(_printable(f"reward: {_scores(self.rewards)}"), width)
         return "\n".join([*lines, "-" * width])
 
     def as_html(self) -> str:
         """Return the transcript as an HTML section for [`html_page`]."""
         parts = [f"<section><h2>{_safe(self.title or 'episode')}</h2>"]
         if self.rewards:
-            parts.append(f"<p class=reward>reward: {_safe(_figures(self.rewards))}</p>")
+            parts.append(f"<p class=reward>reward: {_safe(_scores(self.rewards))}</p>")
         parts.append(f"<article class=prompt><h3>prompt</h3><pre>{_safe(self.prompt)}</pre></article>")
         parts += [_article(entry) for entry in self.entries]
         return "\n".join([*parts, "</section>"])
@@ -203,7 +203,7 @@ def _numbered(turns: Sequence[Turn]) -> list[str]:
     return [f"{turn.agent} #{index + 1}" for index, turn in enumerate(turns)]
 
 
-def _figures(rewards: Mapping[str, float | None]) -> str:
+def _scores(rewards: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in rewards.items())
 
 

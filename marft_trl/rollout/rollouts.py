@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..advantages.credit_rules import CREDITS
 from ..configs import MARFTConfig
 from ..dataset_checks import check_prompts
 from ..episodes.records import Episode
@@ -19,7 +20,7 @@ from ..rewards import environment_reward
 from ..run_metrics import Metrics
 from ..trainer.trl_seams import TrlRewards
 from ..workflows import Workflow
-from .branches import Branches, Node
+from .alternatives import Alternatives, Node
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner
@@ -56,7 +57,7 @@ class Rollouts:
 
     Args:
         runner ([`EpisodeRunner`]): runs episodes.
-        branches ([`Branches`]): samples candidates, where the baseline compares them.
+        alternatives ([`Alternatives`]): samples candidates, where the baseline compares them.
         scorer ([`RewardScorer`]): scores episodes.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
         workflow ([`Workflow`]): whether turns earn rewards in it.
@@ -71,7 +72,7 @@ class Rollouts:
     def __init__(
         self,
         runner: EpisodeRunner,
-        branches: Branches,
+        alternatives: Alternatives,
         scorer: RewardScorer,
         rewards: TrlRewards,
         workflow: Workflow,
@@ -82,7 +83,7 @@ class Rollouts:
         metrics: Metrics,
         processes: Processes,
     ):
-        self._runner, self._branches, self._scorer, self._rewards = runner, branches, scorer, rewards
+        self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._reach, self._args = workflow, reach, args
         self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
         self._metrics, self._processes = metrics, processes
@@ -115,15 +116,16 @@ class Rollouts:
         """
         check_prompts(rows, "the dataset")
         self._runner.dropped_turns = 0
-        self._branches.take_generated()
+        self._alternatives.take_generated()
+        self._alternatives.take_nodes()
         branching = self._uses_candidates and training
-        episodes = self._runner.run(rows, self._branches.answer_with_candidates if branching else None)
+        episodes = self._runner.run(rows, self._alternatives.answer_with_candidates if branching else None)
         self._log(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
         self._check_rewards(per_func, training)
         first = self._processes.index * len(rows)
-        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._branches.take_nodes())
+        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._alternatives.take_nodes())
 
     def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
         if not self._workflow.earns and any(any(episode.earned) for episode in episodes):
@@ -131,7 +133,7 @@ class Rollouts:
                 f"Turns earned rewards inside the workflow `{type(self._workflow).__name__}`, but nothing would count "
                 "them, since its `earns` is False. Set `earns = True` on the class."
             )
-        if self._workflow.earns and training and self._args.credit != "per_step":
+        if self._workflow.earns and training and not CREDITS[self._args.credit].scores_turns:
             weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
             others = [name for name, weight in weights if weight and name != environment_reward.__name__]
             earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,11 +32,6 @@ from .trl_seams import TrlState
 logger = get_logger(__name__)
 
 ROLLOUTS_NAME = "marft_rollouts_{rank}"
-
-_ROW_TENSORS = (
-    *("prompt_ids", "completion_ids", "old_per_token_logps", "ref_per_token_logps"),
-    *("old_values", "value_targets", "features", "advantage"),
-)
 
 
 class Stateful(Protocol):
@@ -102,6 +98,8 @@ class Checkpoints:
         if restored is None:
             return
         self._state.micro_step, self._state.slices, extra = restored
+        if "entropy_control" in extra:  # of a version before 0.2
+            extra["updates"] = {"entropy_control": extra["entropy_control"]}
         for name, owner in self.owners.items():
             if name in extra:
                 owner.load_state_dict(extra[name])
@@ -226,20 +224,10 @@ def save_rollouts(
         rows = []
         for r, row in enumerate(slice_.rows):
             plain = dict(vars(row))
-            for name in _ROW_TENSORS:
-                if isinstance(plain[name], torch.Tensor):
-                    tensors[f"{s}.{r}.{name}"] = plain.pop(name).detach().cpu().contiguous()
+            for name in [name for name, value in plain.items() if isinstance(value, torch.Tensor)]:
+                tensors[f"{s}.{r}.{name}"] = plain.pop(name).detach().cpu().contiguous()
             rows.append(plain)
-        described.append(
-            {
-                "rows": rows,
-                "rows_per_slice": slice_.rows_per_slice,
-                "tokens_per_slice": slice_.tokens_per_slice,
-                "tokens": slice_.tokens,
-                "adapters": sorted(slice_.adapters),
-                "value_targets": slice_.value_targets,
-            }
-        )
+        described.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
     used = described if slices is not None else None
@@ -273,11 +261,21 @@ def load_rollouts(
     if state["slices"] is None:
         return state["step"], None, state.get("extra", {})
     tensors = load_file(stem.with_suffix(".safetensors"))
-    slices = []
+    slices, number = [], 0
     for s, described in enumerate(state["slices"]):
         rows = []
         for r, plain in enumerate(described.pop("rows")):
-            names = [name for name in _ROW_TENSORS if f"{s}.{r}.{name}" in tensors]
-            rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
+            names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
+            saved = _of_this_version(plain, number)
+            rows.append(Row(**saved, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
+            number += 1
         slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
     return state["step"], slices, state.get("extra", {})
+
+
+def _of_this_version(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """The fields of a saved row. Before version 0.2, rows had no number and another name for the joint action."""
+    row.setdefault("number", number)
+    if "round" in row:
+        row["joint_action"] = row.pop("round")
+    return row

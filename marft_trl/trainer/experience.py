@@ -21,10 +21,11 @@ from ..learning.schedules import Schedule
 from ..processes import Processes
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
-from ..rollout.branches import Branches
+from ..rollout.alternatives import Alternatives
 from ..rollout.reach import RewardReach
 from ..rollout.rollouts import Rollout, Rollouts
 from ..weights.policies import Policies
+from .trl_seams import TrlSettings
 
 
 class Evaluated(NamedTuple):
@@ -48,7 +49,7 @@ class Experience:
 
     Args:
         rollouts ([`Rollouts`]): episodes with rewards.
-        branches ([`Branches`]): counts what was generated beside the episodes.
+        alternatives ([`Alternatives`]): counts what was generated beside the episodes.
         credit ([`CreditAssigner`]): has the own rewards of turns.
         estimator ([`Estimator`]): advantages.
         log_probs ([`LogProbs`]): log-probabilities.
@@ -59,18 +60,17 @@ class Experience:
         reporter ([`Reporter`]): reports rollouts.
         reach ([`RewardReach`]): watches whether rewards reach the agents.
         schedule ([`Schedule`]): trained adapters.
-        args ([`MARFTConfig`]): sizes of batches.
-        beta (`float`): coefficient of the KL to the references.
+        args ([`MARFTConfig`]): episodes of a slice.
+        settings ([`TrlSettings`]): KL, truncated turns, sizes of groups.
         needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
         share (`bool`): whether rows share what they have in common, so that groups stay together.
-        group_sizes (`tuple[int, int]`): episodes of a prompt in training and in evaluation.
         processes ([`Processes`]): the processes of the run.
     """
 
     def __init__(
         self,
         rollouts: Rollouts,
-        branches: Branches,
+        alternatives: Alternatives,
         credit: CreditAssigner,
         estimator: Estimator,
         log_probs: LogProbs,
@@ -82,17 +82,16 @@ class Experience:
         reach: RewardReach,
         schedule: Schedule,
         args: MARFTConfig,
-        beta: float,
+        settings: TrlSettings,
         needs_old: bool,
         share: bool,
-        group_sizes: tuple[int, int],
         processes: Processes,
     ):
-        self._rollouts, self._branches, self._credit, self._estimator = rollouts, branches, credit, estimator
+        self._rollouts, self._alternatives, self._credit, self._estimator = rollouts, alternatives, credit, estimator
         self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
         self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
-        self._args, self._beta, self._needs_old, self._share = args, beta, needs_old, share
-        self._group_sizes, self._processes = group_sizes, processes
+        self._args, self._settings, self._needs_old, self._share = args, settings, needs_old, share
+        self._processes = processes
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
@@ -100,11 +99,11 @@ class Experience:
         rows, std, credited = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))
         advantages = advantages_by_turn(rollout, rows)
-        own_rewards, generated = self._credit.take_own_rewards(), self._branches.take_generated()
+        own_rewards, generated = self._credit.take_own_rewards(), self._alternatives.take_generated()
         self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
         order = torch.randperm(len(rows))  # the one draw that TRL makes here
         if self._share:
-            first, size = self._processes.index * len(rows), self._group_sizes[0]
+            first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = together(order, [(first + index) // size for index in range(len(rows))])
         return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
@@ -113,7 +112,7 @@ class Experience:
         rollout = self._rollouts.run(inputs, training=False)
         rows, std, _ = self._estimated(rollout, training=False)
         (slice_,) = self._weighed([[row for its_rows in rows for row in its_rows]])
-        return Evaluated(rollout, slice_, std if self._group_sizes[1] > 1 else None)
+        return Evaluated(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
 
     def _estimated(self, rollout: Rollout, training: bool) -> tuple[list[list[Row]], torch.Tensor | None, set[str]]:
         """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
@@ -126,9 +125,9 @@ class Experience:
         with self._log_probs.scoring():
             if self._needs_old and training:
                 rows = self._log_probs.with_old(rows)
-            if self._beta != 0.0 and self._learner is not None:
+            if self._settings.beta != 0.0 and self._learner is not None:
                 rows = self._log_probs.with_reference(rows, self._learner.num_features_of_reference)
-            elif self._beta != 0.0:
+            elif self._settings.beta != 0.0:
                 rows = self._log_probs.with_reference(rows)
             if self._learner is not None:
                 rows, last_values = self._learner.with_values(rollout, rows, may_keep)
@@ -140,7 +139,7 @@ class Experience:
         """A training row for each turn or candidate, in the order of the episodes."""
         rows: list[Row] = []
         for index, (episode, its_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
-            rounds = episode.rounds()
+            joint_actions = episode.joint_actions()
             for turn in its_turns:
                 is_spoken = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
                 rows.append(
@@ -149,10 +148,10 @@ class Experience:
                         adapter=self._policies.adapter_of(turn.agent),
                         prompt_ids=torch.tensor(turn.prompt_ids, dtype=torch.long),
                         completion_ids=torch.tensor(turn.completion_ids, dtype=torch.long),
-                        counts=not (self._args.mask_truncated_completions and turn.truncated),
+                        counts=not (self._settings.mask_truncated_completions and turn.truncated),
                         episode=index,
                         is_trained=self._policies.is_trained(turn.agent),
-                        round=rounds[turn.index] if is_spoken else 0,  # a candidate is in none
+                        joint_action=joint_actions[turn.index] if is_spoken else 0,  # a candidate is in none
                         number=len(rows),
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.part_of(turn.agent) if self._critic is not None else None,
@@ -162,7 +161,7 @@ class Experience:
         return rows
 
     def _have_advantages(self, credited: set[str]) -> dict[str, bool]:
-        """For each trained agent whether a turn of it on any process has an advantage, or with a critic a return."""
+        """For each trained agent whether one of its turns, on any process, is credited."""
         names = [name for adapter in self._schedule.adapters for name in self._policies.agents_of(adapter)]
         flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
         return dict(zip(names, (flags > 0).tolist(), strict=True))

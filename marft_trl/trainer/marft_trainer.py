@@ -43,6 +43,7 @@ from .parts import Choices, Parts, assemble
 from .trl_seams import (
     EpochSampler,
     checkpoint_folder,
+    configure_parent,
     without_false_warning,
     without_printed_table,
     without_reference,
@@ -103,7 +104,6 @@ class MARFTTrainer(GRPOTrainer):
 
     Attributes:
         agents (`list[AgentSpec]`): the team.
-        workflow ([`Workflow`]): the workflow.
         policies ([`Policies`]): the adapters on the base.
         critic ([`Critic`] or `None`): predicts values.
         schedule ([`Schedule`]): which adapters learn in a step.
@@ -144,7 +144,7 @@ class MARFTTrainer(GRPOTrainer):
         args = as_marft_config(args)
         setup.refuse_unsupported(args, rollout_func=rollout_func)
         self.agents = setup.with_tools(check_team(agents), tools)
-        self.workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
+        self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
         self.anonymous = anonymity(anonymous)
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
@@ -184,20 +184,21 @@ class MARFTTrainer(GRPOTrainer):
                 optimizers=optimizers,
             )
         self.args: MARFTConfig = args
-        self.beta = args.beta
+        configure_parent(self, args.beta, level.ratio)
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
-        if level.ratio is not None:
-            self.importance_sampling_level = level.ratio
-        if args.ddp_broadcast_buffers is None:
-            args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
         self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases))
 
     # ---- What users call ----
+
+    @property
+    def workflow(self) -> Workflow:
+        """The workflow. It cannot be changed: rewards, tools and checks depend on it."""
+        return self._workflow
 
     @property
     def view(self) -> View:
@@ -288,7 +289,7 @@ class MARFTTrainer(GRPOTrainer):
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self.parts.reporter.begin_evaluation()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = self.parts.reporter.end_evaluation(dataloader.dataset, self.num_generations_eval)
+        metrics = self.parts.reporter.end_evaluation(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from ..advantages.baselines import BASELINES
 from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
 from ..agents import AgentSpec
+from ..config_checks import uses_candidates
 from ..configs import MARFTConfig
 from ..learning.adapter_updates import AdapterUpdates
 from ..learning.batching import Collator
@@ -31,7 +31,7 @@ from ..reporting.evaluation import EvalMetric
 from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
-from ..rollout.branches import Branches
+from ..rollout.alternatives import Alternatives
 from ..rollout.generator import Generator, Sampling
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
@@ -54,6 +54,7 @@ from .trl_seams import (
     TrlLoss,
     TrlPrompts,
     TrlRewards,
+    TrlSettings,
     TrlState,
     trl_log_probs,
 )
@@ -69,8 +70,6 @@ class Parts:
         processes ([`Processes`]): the processes of the run.
         metrics ([`Metrics`]): metrics since the last log.
         runner ([`EpisodeRunner`]): runs episodes; has the prompts and the generator.
-        scorer ([`RewardScorer`]): rewards of episodes and turns.
-        branches ([`Branches`]): candidates and re-runs.
         rollouts ([`Rollouts`]): episodes with rewards.
         experience ([`Experience`]): from dataset rows to training data.
         batcher ([`MicroBatcher`]): micro-batches that fit into memory.
@@ -91,8 +90,6 @@ class Parts:
     processes: Processes
     metrics: Metrics
     runner: EpisodeRunner
-    scorer: RewardScorer
-    branches: Branches
     rollouts: Rollouts
     experience: Experience
     batcher: MicroBatcher
@@ -152,7 +149,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         choices ([`Choices`]): the team and how it is trained.
     """
     builder = _Builder(trainer, choices)
-    scorer, reach, branches, rollouts = builder.rewards()
+    scorer, reach, alternatives, rollouts = builder.rewards()
     batcher, log_probs, learner, loss, updates, sequential = builder.learning()
     reporter, planner = builder.reporting(batcher, learner)
     owners: dict[str, Stateful] = {
@@ -167,10 +164,8 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         processes=builder.processes,
         metrics=builder.metrics,
         runner=builder.runner,
-        scorer=scorer,
-        branches=branches,
         rollouts=rollouts,
-        experience=builder.experience(rollouts, branches, scorer, log_probs, batcher, learner, reporter, reach),
+        experience=builder.experience(rollouts, alternatives, scorer, log_probs, batcher, learner, reporter, reach),
         batcher=batcher,
         passes=builder.passes,
         log_probs=log_probs,
@@ -241,7 +236,7 @@ class _Builder:
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
-        self._group_sizes = trainer.num_generations, trainer.num_generations_eval
+        self._settings = TrlSettings(trainer)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         self.runner = self._runner()
 
@@ -275,25 +270,25 @@ class _Builder:
             patience=args.workflow_timeout,
         )
 
-    def rewards(self) -> tuple[RewardScorer, RewardReach, Branches, Rollouts]:
+    def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:
         choices, args = self._choices, self._args
         scorer = RewardScorer(self._functions, choices.turn_rewards, self.randomness)
         reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
-        branches = Branches(self.runner, scorer, choices.policies, args)
+        alternatives = Alternatives(self.runner, scorer, choices.policies, args)
         rollouts = Rollouts(
             runner=self.runner,
-            branches=branches,
+            alternatives=alternatives,
             scorer=scorer,
             rewards=self._functions,
             workflow=choices.workflow,
             reach=reach,
             args=args,
-            uses_candidates=args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates,
+            uses_candidates=uses_candidates(args),
             uses_tools=self._uses_tools,
             metrics=self.metrics,
             processes=self.processes,
         )
-        return scorer, reach, branches, rollouts
+        return scorer, reach, alternatives, rollouts
 
     def learning(
         self,
@@ -332,7 +327,7 @@ class _Builder:
             batcher=batcher,
             collate=collate,
             accelerator=accelerator,
-            args=args,
+            checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         )
         learner = self._critic_learner(batcher)
         loss = TeamLoss(
@@ -346,8 +341,7 @@ class _Builder:
             level=choices.level,
             samplings=self._samplings,
             args=args,
-            beta=trainer.beta,
-            has_aux_loss=trainer.aux_loss_enabled,
+            settings=self._settings,
             state=self.state,
             metrics=self.metrics,
             processes=self.processes,
@@ -375,7 +369,7 @@ class _Builder:
     def experience(
         self,
         rollouts: Rollouts,
-        branches: Branches,
+        alternatives: Alternatives,
         scorer: RewardScorer,
         log_probs: LogProbs,
         batcher: MicroBatcher,
@@ -385,7 +379,7 @@ class _Builder:
     ) -> Experience:
         choices, args = self._choices, self._args
         credit = CreditAssigner(
-            branches=branches,
+            alternatives=alternatives,
             scorer=scorer,
             rewards=self._functions,
             earns=choices.workflow.earns,
@@ -395,7 +389,7 @@ class _Builder:
         )
         return Experience(
             rollouts=rollouts,
-            branches=branches,
+            alternatives=alternatives,
             credit=credit,
             estimator=self._estimator(credit),
             log_probs=log_probs,
@@ -407,10 +401,9 @@ class _Builder:
             reach=reach,
             schedule=choices.schedule,
             args=args,
-            beta=self._trainer.beta,
+            settings=self._settings,
             needs_old=self._needs_old,
             share=self.passes.share,
-            group_sizes=self._group_sizes,
             processes=self.processes,
         )
 
@@ -424,7 +417,7 @@ class _Builder:
             agents=choices.agents,
             policies=choices.policies,
             args=self._args,
-            group_sizes=self._group_sizes,
+            settings=self._settings,
             processes=self.processes,
         )
 
@@ -437,6 +430,7 @@ class _Builder:
             tokenizer=self._tokenizer,
             randomness=self.randomness,
             args=args,
+            settings=self._settings,
             metrics=self.metrics,
             state=self.state,
             processes=self.processes,
@@ -458,7 +452,7 @@ class _Builder:
             window=setup.context_window(trainer.model),
             share=self.passes.share,
             processes=self.processes,
-            train_dataset=trainer.train_dataset,
+            train_dataset=lambda: trainer.train_dataset,
         )
         return reporter, planner
 
@@ -483,7 +477,7 @@ class _Builder:
             planner=planner,
             max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
             tags=TAGS,
-            repo=trainer.hub_model_id,
+            repo=lambda: trainer.hub_model_id,
             args=self._args,
             anonymous=choices.anonymous,
             chat_template_kwargs=trainer.chat_template_kwargs,

@@ -16,8 +16,10 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
+from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..anonymity import alias_names, anonymize
+from ..config_checks import uses_candidates
 from ..configs import MARFTConfig
 from ..episodes.records import TOOL
 from ..learning.critic import CRITICS, Critic
@@ -220,13 +222,13 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     `args.reward_weights` is set, the added function gets the weight 1.
     """
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
-    if workflow.earns and args.advantage == "turn" and args.credit == "per_step":
+    if workflow.earns and uses_candidates(args) and CREDITS[args.credit].scores_turns:
         raise ValueError(
             "`advantage='turn'` with `credit='per_step'` scores each candidate by its own reward functions, which "
             f"know nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set "
             "`credit='equal'`, which completes the episode from every candidate."
         )
-    if workflow.earns and args.candidate_reward == "turn" and args.advantage == "turn":
+    if workflow.earns and args.candidate_reward == "turn" and uses_candidates(args):
         raise ValueError(
             "`candidate_reward='turn'` scores each candidate before the episode goes on, so it knows nothing of what "
             f"it would earn in the workflow `{type(workflow).__name__}`. Set `candidate_reward='episode'`."
@@ -270,12 +272,12 @@ def turn_reward_funcs(
     general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
     functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
     for agent in agents:
-        if args.credit == "per_step" and agent.trainable and not functions[agent.name] and not workflow.earns:
+        if CREDITS[args.credit].scores_turns and agent.trainable and not functions[agent.name] and not workflow.earns:
             raise ValueError(
                 f"`credit='per_step'` scores every turn by itself, but nothing scores those of agent {agent.name!r}. "
                 "Set its `AgentSpec(reward_funcs=...)`, or `reward_funcs` of the workflow."
             )
-        if args.credit != "per_step" and functions[agent.name]:
+        if not CREDITS[args.credit].scores_turns and functions[agent.name]:
             raise ValueError(
                 f"`reward_funcs` of agent {agent.name!r} (or of the workflow) score single turns, which "
                 f"`credit={args.credit!r}` does not use. Set `credit='per_step'`, or leave them out."
@@ -323,7 +325,7 @@ def check_learning(args: MARFTConfig, policies: Policies) -> None:
     Raises:
         ValueError: the message names the setting.
     """
-    needs = {"critic": args.critic is not None, "credit": args.credit == "counterfactual"}
+    needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].reruns}
     for name, is_set in needs.items():
         if is_set and not policies.has_adapters:
             raise ValueError(

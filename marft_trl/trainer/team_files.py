@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
-from ..learning.critic import Critic
-from ..manifest import BaseModel, Inference, TeamManifest
+from ..learning.critic import CRITIC_NAME, Critic
+from ..manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..reporting.model_card import team_card
 from ..reporting.plan import Planner
 from ..rollout.generator import Generator, general_settings, own_settings
@@ -47,7 +46,7 @@ class TeamFiles:
         planner ([`Planner`]): who is shown to whom.
         max_rank (`int`): largest rank of the adapters; 0 without LoRA.
         tags (`Sequence[str]`): tags of the model card.
-        repo (`str`, *optional*): Hub id of the team.
+        repo (`Callable`): `repo()` returns the Hub id of the team, or `None`; a late push sets it.
         args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
         anonymous (`str`, *optional*): kind of the anonymous ablation.
         chat_template_kwargs (`Mapping[str, Any]`): passed on to the chat template.
@@ -67,7 +66,7 @@ class TeamFiles:
         planner: Planner,
         max_rank: int,
         tags: Sequence[str],
-        repo: str | None,
+        repo: Callable[[], str | None],
         args: MARFTConfig,
         anonymous: str | None,
         chat_template_kwargs: Mapping[str, Any],
@@ -79,7 +78,6 @@ class TeamFiles:
         self._max_rank, self._tags, self._repo, self._args, self._anonymous = max_rank, tags, repo, args, anonymous
         self._chat_template_kwargs, self._share = dict(chat_template_kwargs), share
         self._mixed_precision = mixed_precision
-        self._written: dict[Path, list[Path]] = {}  # files of checkpoints, below their folder
 
     def manifest(self) -> TeamManifest:
         """The manifest: what the team needs to be run again with the settings it acts by."""
@@ -109,15 +107,22 @@ class TeamFiles:
             workflow_timeout=self._args.workflow_timeout,
         )
 
+    @property
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """
+        What is written beside the adapters: for each file or folder the function that writes it into the folder of the
+        team. The model card is apart, because it bears the name of its folder.
+        """
+        writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
+        if self._critic is not None:
+            writers[CRITIC_NAME] = self._critic.save
+        return writers
+
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Write the files of the team beside its weights, which are there already."""
-        self.manifest().save(folder)
-        if self._critic is not None:
-            self._critic.save(folder)
+        for write in self._writers.values():
+            write(folder)
         self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
-        if folder.name.startswith(PREFIX_CHECKPOINT_DIR):
-            # What is there now is what belongs to a team; the state of the run is written after it
-            self._written[folder] = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
 
     def save_card(
         self,
@@ -151,10 +156,10 @@ class TeamFiles:
         return team_card(
             self.manifest(),
             model_name,
-            repo=self._repo,
+            repo=self._repo(),
             dataset_name=dataset_name,
             tags=[*tags, *self._tags],
-            figures=shown,
+            metrics=shown,
             max_rank=self._max_rank,
             picture=self._planner.picture(),
         )
@@ -162,10 +167,12 @@ class TeamFiles:
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """
         Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files in
-        the root of the checkpoint; adapters lie in folders. The card of a checkpoint has the checkpoint's name and
-        stays.
+        the root of the checkpoint; adapters lie in folders.
         """
-        for path in self._written.pop(source, []):
-            if str(path) != CARD_NAME:
-                (target / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source / path, target / path)
+        adapters = self._policies.names if self._policies.has_adapters else []
+        parts = self._critic.parts if self._critic is not None else []
+        for name in dict.fromkeys([*self._writers, *adapters, *parts]):
+            if (source / name).is_dir():
+                shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+            elif (source / name).exists():
+                shutil.copy(source / name, target / name)

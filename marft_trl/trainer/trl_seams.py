@@ -35,6 +35,19 @@ from trl.trainer.utils import RepeatSampler, add_fused_lm_head, get_callable_nam
 logger = get_logger(__name__)
 
 
+@contextlib.contextmanager
+def swapped(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: an object has other attributes. Those that its class had before are its class's again after."""
+    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
+    owner.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del owner.__dict__[name]
+        owner.__dict__.update(own)
+
+
 # ---- TRL: the constructor ----
 
 
@@ -84,6 +97,23 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
     except ValueError as error:
         if config.num_generations != 1 or "at least 2 generations" not in str(error):
             raise
+
+
+def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
+    """
+    Settings that `GRPOTrainer.__init__` (TRL 1.16) derives otherwise from the training arguments.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): its constructor has run, in [`without_reference`].
+        beta (`float`): coefficient of the KL to the references.
+        ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
+    """
+    trainer.beta = beta
+    if ratio is not None:
+        trainer.importance_sampling_level = ratio
+    if trainer.args.ddp_broadcast_buffers is None:
+        # A collective in forward, which processes run unequally often
+        trainer.args.ddp_broadcast_buffers = False
 
 
 # ---- TRL: the state of a run ----
@@ -193,18 +223,57 @@ class TrlState:
         }
 
 
+class TrlSettings:
+    """
+    Settings that `GRPOTrainer` (TRL 1.16) copies from the training arguments in its constructor and reads from itself
+    afterwards, so that a callback may change them.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): the trainer.
+
+    Attributes:
+        beta (`float`): coefficient of the KL to the references.
+        loss_type (`str`): loss type.
+        aux_loss_enabled (`bool`): whether the routers of a mixture of experts have a loss of their own.
+        top_entropy_quantile (`float`): share of the tokens that is trained, those of the highest entropy.
+        scale_rewards (`str`): deviation that advantages are divided by: `"group"`, `"batch"` or `"none"`.
+        multi_objective_aggregation (`str`): order of summing and normalizing reward functions.
+        mask_truncated_completions (`bool`): whether truncated turns are left out of the loss.
+        log_completions (`bool`): whether completions are logged.
+        num_completions_to_print (`int`, *optional*): number of transcripts at a log; `None` for the default.
+    """
+
+    beta: float
+    loss_type: str
+    aux_loss_enabled: bool
+    top_entropy_quantile: float
+    scale_rewards: str
+    multi_objective_aggregation: str
+    mask_truncated_completions: bool
+    log_completions: bool
+    num_completions_to_print: int | None
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in type(self).__annotations__:
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
+
+    def group_size(self, training: bool) -> int:
+        """Episodes of a prompt, in training or in evaluation."""
+        return self._trainer.num_generations if training else self._trainer.num_generations_eval
+
+
 @contextlib.contextmanager
 def without_printed_table(trainer: GRPOTrainer) -> Iterator[None]:
     """
     Context manager: `GRPOTrainer.log` (TRL 1.16) prints no sample of completions. Its table of columns is not readable
     with several agents; transcripts are printed in its place.
     """
-    count = trainer.num_completions_to_print
-    trainer.num_completions_to_print = 0
-    try:
+    with swapped(trainer, {"num_completions_to_print": 0}):
         yield
-    finally:
-        trainer.num_completions_to_print = count
 
 
 class EpochSampler(RepeatSampler):
@@ -259,12 +328,8 @@ class TrlPrompts:
 
     def tokenize(self, prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         """Token ids of prompts for an agent that may call these functions."""
-        trainer, tools = self._trainer, self._trainer.tools
-        trainer.tools = list(functions)
-        try:
-            return trainer._tokenize_prompts(prompts)[0]
-        finally:
-            trainer.tools = tools
+        with swapped(self._trainer, {"tools": list(functions)}):
+            return self._trainer._tokenize_prompts(prompts)[0]
 
 
 class TrlEngine:
@@ -275,7 +340,7 @@ class TrlEngine:
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): does the generation.
-        general (`Mapping[str, Any]`): settings of `generate` that an agent has which sets none itself.
+        general (`Mapping[str, Any]`): settings of `generate` for an agent that sets none itself.
     """
 
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
@@ -377,15 +442,8 @@ class TrlRewards:
             inner["reward_funcs"] = list(functions)
             inner["reward_func_names"] = [get_callable_name(function) for function in functions]
             inner["reward_processing_classes"] = [None] * len(functions)
-        outer = {name: getattr(trainer, name) for name in inner}
-        gather = grpo_trainer.gather
-        grpo_trainer.gather = lambda tensor: tensor
-        trainer.__dict__.update(inner)
-        try:
+        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}), swapped(trainer, inner):
             yield
-        finally:
-            grpo_trainer.gather = gather
-            trainer.__dict__.update(outer)
 
 
 # ---- TRL: log-probabilities and the loss ----
@@ -463,12 +521,8 @@ class TrlLoss:
             "max_completion_length": max_completion_length,
             "get_high_entropy_mask": entropy_mask or trainer.get_high_entropy_mask,
         }
-        outer = {name: getattr(trainer, name) for name in inner}
-        trainer.__dict__.update(inner)
-        try:
+        with swapped(trainer, inner):
             loss = trainer._compute_loss(model, inputs)
-        finally:
-            trainer.__dict__.update(outer)
         return loss, metrics["train" if trainer.model.training else "eval"]
 
 
@@ -533,15 +587,9 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """
     backbone = model.base_model
-    own = backbone.__dict__.get("forward")
-    backbone.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-    try:
+    known = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+    with swapped(backbone, {"forward": lambda *args, **kwargs: known}):
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
-    finally:
-        if own is None:
-            del backbone.forward
-        else:
-            backbone.forward = own
 
 
 # ---- transformers ----
@@ -600,11 +648,8 @@ def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None
     def casting(*args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(cast(*args, **kwargs))
 
-    model.forward = casting
-    try:
+    with swapped(model, {"forward": casting}):
         yield
-    finally:
-        del model.forward
 
 
 def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:

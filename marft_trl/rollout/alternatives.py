@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..advantages.credit_rules import CREDITS
 from ..configs import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
@@ -35,7 +36,7 @@ class Node:
     returns: list[float]
 
 
-class Branches:
+class Alternatives:
     """
     Candidates and re-runs.
 
@@ -72,7 +73,10 @@ class Branches:
         drawn = [[next(completions) for _ in range(count if its else 1)] for its in learns]
         candidates = [[one for one in its if isinstance(one, Completion)] for its in drawn]
         branching = [index for index, its in enumerate(learns) if its and candidates[index]]
-        turns = {index: [requests[index].turn(one) for one in candidates[index]] for index in branching}
+        turns = {  # scored as if their agents went no further
+            index: [replace(requests[index].turn(one), audience=None) for one in candidates[index]]
+            for index in branching
+        }
         returns = self._returns(requests, candidates, turns)
         chosen = [its[0] for its in drawn]
         for index in branching:
@@ -91,7 +95,7 @@ class Branches:
         the position of the request.
         """
         jobs = [(index, place) for index in turns for place in range(len(turns[index]))]
-        own_weight = self._args.own_reward_weight if self._args.credit == "per_step" else 0.0
+        own_weight = self._args.own_reward_weight if CREDITS[self._args.credit].scores_turns else 0.0
         worth = torch.zeros(len(jobs))
         records = {index: requests[index].episode.record() for index in turns}
         episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
