@@ -601,20 +601,14 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     Context manager: checkpointed layers keep the cache that they are given. transformers (5.23) takes it from them,
     because a cache that grows would grow again when a layer is run again in the backward pass. [`KeptLayer`] does not.
     """
-    flagged = [module for module in backbone.modules() if getattr(module, "gradient_checkpointing", False)]
-    layers = [module for module in flagged if isinstance(module, GradientCheckpointingLayer)]
-    others = [module for module in flagged if not isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    for module in others:  # whole models, which would not pass the cache on
-        module.gradient_checkpointing = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in backbone.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                is_layer = isinstance(module, GradientCheckpointingLayer)
+                # Whole models would not hand the cache on
+                bent = {"_can_checkpoint_with_cache": True} if is_layer else {"gradient_checkpointing": False}
+                stack.enter_context(swapped(module, bent))
         yield
-    finally:
-        for layer in layers:
-            del layer._can_checkpoint_with_cache
-        for module in others:
-            module.gradient_checkpointing = True
 
 
 @contextlib.contextmanager
