@@ -37,8 +37,8 @@ def reads_the_steps(answers, turns, **columns):
 
 
 def share(name, predictions, references):
-    figures = team_exact_match().compute(predictions=predictions, references=references)
-    return {key.replace("exact_match", name): value for key, value in figures.items()}
+    metrics = team_exact_match().compute(predictions=predictions, references=references)
+    return {key.replace("exact_match", name): value for key, value in metrics.items()}
 
 
 class Transcripts:
@@ -91,9 +91,9 @@ def print_table(before, after, count):
     print(f"{'':34}{'before':>22}{'after':>22}")
     for title, key in rows.items():
         cells = []
-        for figures in (before, after):
+        for metrics in (before, after):
             keys = [key.format(end) if "{}" in key else key + end for end in ("", "_low", "_high")]
-            value, low, high = (100 * figures[one] for one in keys)
+            value, low, high = (100 * metrics[one] for one in keys)
             cells.append(f"{value:5.1f} % ({low:4.1f} - {high:4.1f})")
         print(f"{title:34}{cells[0]:>22}{cells[1]:>22}")
 

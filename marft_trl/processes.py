@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What the processes of a run do together."""
+"""Communication between the processes of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """`True` on the process that writes files and logs."""
         return self._accelerator.is_main_process
 
     @property

@@ -109,7 +109,7 @@ class BaselineEstimator:
         return baseline if training or baseline.in_evaluation is None else BASELINES[baseline.in_evaluation]
 
     def gives_one_advantage_to_all(self, training: bool) -> bool:
-        """Whether all turns of an episode have one return, which is compared with other episodes': as in TRL."""
+        """`True` if all turns of an episode have one return, which is compared with other episodes, as in TRL."""
         by_episode = self.baseline(training).by_episode is not None
         return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
 
@@ -176,7 +176,7 @@ class BaselineEstimator:
         returns: Sequence[torch.Tensor],
         nodes: Sequence[Sequence[Node]],
     ) -> Iterator[tuple[int, int, int, float]]:
-        """What each row is compared by: episode, agent, node and return."""
+        """Episode, agent, node and return of each row."""
         for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
             places = (
                 [number for number, node in enumerate(nodes[index]) for _ in node.turns]

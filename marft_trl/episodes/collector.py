@@ -25,7 +25,7 @@ _LAST_WORDS = 1.0
 
 
 class Runs(Protocol):
-    """What can be run: a workflow."""
+    """Interface of a workflow that is run."""
 
     async def run(self, episode: LiveEpisode) -> None:
         """Run one episode."""

@@ -13,7 +13,7 @@ from .records import Completion, EndOfEpisode, Episode, Messages, Seen
 
 
 class Rehearsed(Runs, Protocol):
-    """What can be rehearsed: a workflow."""
+    """Interface of a workflow that is rehearsed."""
 
     def check(self, agents: Sequence[str]) -> None:
         """Raise if it cannot run with these agents."""

@@ -174,7 +174,7 @@ class CriticLearner:
         self._known.clear()
 
     def _fits(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether what backward needs of all micro-batches fits where that of one micro-batch fits."""
+        """`True` if the activations of all micro-batches fit into the memory that one micro-batch may take."""
         limit = self._batcher.max_tokens
         return limit is not None and sum(batch.num_tokens for batch in batches) <= limit
 
@@ -182,7 +182,7 @@ class CriticLearner:
         return self._batcher.cut(rows, by=lambda row: row.critic, keep_empty=keep_empty)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
-        """What the head sees of the rows of a micro-batch `(B, V, H)`; kept features are computed once."""
+        """Hidden states `(B, V, H)` of the rows of a micro-batch for the head; kept ones are computed once."""
         known = [row.features for row in batch.rows if row.features is not None]
         if len(known) == len(batch.rows):
             return torch.nn.utils.rnn.pad_sequence(known, batch_first=True).to(self._processes.device)

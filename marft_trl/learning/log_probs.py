@@ -135,7 +135,7 @@ class LogProbs:
             for row, its, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, its[: len(row.completion_ids)].clone(), states
 
-    # ---- What TRL's loss is given ----
+    # ---- Log-probabilities for TRL's loss ----
 
     @contextlib.contextmanager
     def transformed(self, transform: Transform) -> Iterator[None]:
@@ -266,7 +266,7 @@ class Passes:
         return why is None
 
     def sample_what_they_score(self) -> bool:
-        """Whether generation computes what scoring computes, to the precision of float32 and without noise."""
+        """`True` if generation computes the same log-probabilities as scoring, in float32 and without dropout."""
         base = self._base
         settings = base.config.get_text_config().to_dict().items()
         drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))

@@ -186,7 +186,7 @@ class TeamLoss:
         logps: torch.Tensor,
         entropies: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What TRL's loss is given of log-probabilities and entropies `(B, T)` at the level of the policy ratio."""
+        """Log-probabilities and entropies `(B, T)` for TRL's loss, at the level of the policy ratio."""
         seen = self._level.seen_by_loss(logps, entropies, inputs, batch.rows)
         divergence.add(batch.adapter, seen.log_ratios, entropies[inputs["completion_mask"].bool()])
         if seen.old_logps is not None:

@@ -69,7 +69,7 @@ class MicroBatcher:
 
     @property
     def is_checkpointing(self) -> bool:
-        """Whether gradients are checkpointed."""
+        """`True` if gradients are checkpointed."""
         return bool(self._args.gradient_checkpointing) or self._model.is_gradient_checkpointing
 
     def fit(self, rows: Sequence[Row]) -> None:

@@ -67,7 +67,7 @@ class Schedule:
         return replace(self, critics=tuple(parts))
 
     def is_due(self, micro_step: int) -> bool:
-        """Whether new episodes are due."""
+        """`True` if new episodes are due."""
         return micro_step % self.generate_every == 0
 
     @property

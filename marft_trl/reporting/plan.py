@@ -32,7 +32,7 @@ from ..workflows.base import turn_links
 from .transcripts import messages_as_text
 
 
-# Turns after which a rehearsal with made-up replies is ended: a loop may wait for words that never come.
+# Turns after which a rehearsal is ended: a loop may wait for a text that made-up turns never have.
 _LONGEST_REHEARSAL = 64
 
 
@@ -44,8 +44,8 @@ class Rehearsal:
     Args:
         episode ([`Episode`]): its turns.
         shown (`dict[str, Observation]`): what each agent was shown first.
-        prompts (`list[tuple[str, int, int]]`): for each turn its agent, how many tokens it would be shown if all turns
-            it sees were as long as they may be, and how many of them come before the first of these turns' words.
+        prompts (`list[tuple[str, int, int]]`): for each turn its agent, the tokens of its prompt if every turn that it
+            sees had maximum length, and how many of them precede the first such turn.
     """
 
     episode: Episode
@@ -106,7 +106,7 @@ class Planner:
     def plan(self) -> str:
         """
         What training will do, as text: the agents, who sees whom, the batches in episodes, turns and tokens, the
-        memory, and what each agent is shown on the first row of the dataset, with made-up replies of its teammates.
+        memory, and what each agent is shown on the first row of the dataset, with made-up turns of its teammates.
         Nothing is generated or trained.
         """
         rehearsal = self.rehearse(next(iter(self._dataset())))
@@ -176,7 +176,7 @@ class Planner:
         return max(needed)
 
     def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
-        """How many tokens an agent's turns compute, repeat and score."""
+        """Numbers of tokens that the turns of an agent compute, repeat and score."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
         same = same if self._share else 0
         tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
@@ -231,7 +231,7 @@ class Planner:
         return len(observation.ids) + longer
 
     def _same(self, request: Request, observation: Observation) -> int:
-        """How many tokens of what a request is shown do not depend on what teammates say."""
+        """Number of tokens of an observation that do not depend on turns of teammates."""
         if not any(isinstance(item, Turn) for item in observation.seen):
             return len(observation.ids) - 1
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]

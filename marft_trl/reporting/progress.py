@@ -130,7 +130,7 @@ def say(line: str) -> None:
 
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
     """
-    Put the team's callbacks in the place of those by which transformers prints every metric; others are users' own.
+    Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay.
 
     Args:
         trainer ([`~transformers.Trainer`]): the trainer.

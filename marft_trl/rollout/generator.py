@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Generation of turns: how an agent samples, what comes of it, and what an engine has to offer."""
+"""Generation of turns: the sampling of an agent, its result, and the interface of generators."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Sampled(NamedTuple):
 
 
 class Generator(Protocol):
-    """An engine of generation for a team. To add one, implement these methods and choose it in `trainer/parts.py`."""
+    """Samples the turns of a team. To add a generator, write these methods and choose it in `trainer/parts.py`."""
 
     def generate(
         self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False, greedy: bool = False
@@ -106,7 +106,7 @@ class Generator(Protocol):
         """
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Whether the tokens of a turn of an agent hold one of its stop texts."""
+        """`True` if the tokens of a turn of an agent hold one of its stop texts."""
 
     def settings(self, agent: str) -> dict[str, Any]:
         """Settings of `generate` for an agent, which are saved with the team."""

@@ -217,16 +217,16 @@ class MARFTTrainer(GRPOTrainer):
 
     def plan(self) -> str:
         """
-        What training will do, as text: the agents, who sees whom, the batches in episodes, turns and tokens, the
-        memory, and what each agent is shown on the first row of the dataset, with made-up turns of its teammates.
-        Nothing is generated or trained.
+        Describe the run without generating or training: the agents, the links between them, the batches in episodes,
+        turns and tokens, the memory, and the observation of each agent on the first row of the dataset, with made-up
+        turns of its teammates.
         """
         return self.parts.planner.plan()
 
     def memory_plan(self) -> MemoryPlan:
         """
-        The memory that this process needs, part by part, with every turn as long as it may be: counted, but for the
-        activations, whose size by token is measured on a few short rows.
+        Estimate the memory that this process needs, part by part, for turns of maximum length. Sizes are counted,
+        except those of activations, which are measured per token on a few short rows.
         """
         return self.parts.planner.memory_plan()
 

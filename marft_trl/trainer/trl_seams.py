@@ -133,7 +133,7 @@ class TrlState:
 
     @property
     def is_training(self) -> bool:
-        """Whether the model is in training mode, which is how TRL tells training from evaluation."""
+        """`True` if the model is in training mode, by which TRL tells training from evaluation."""
         return self._trainer.model.training
 
     @property
@@ -180,7 +180,7 @@ class TrlState:
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Whether the loss has an entropy bonus."""
+        """`True` if the loss has an entropy bonus."""
         return self._trainer._entropy_bonus_enabled
 
     @property

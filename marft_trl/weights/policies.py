@@ -62,7 +62,7 @@ class Policies:
         return [name for name in dict.fromkeys(self._adapter_of.values()) if name in self.trained]
 
     def is_trained(self, agent: str) -> bool:
-        """Whether the adapter of an agent is trained."""
+        """`True` if the adapter of an agent is trained."""
         return self.adapter_of(agent) in self.trained
 
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
