@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
 
 .PHONY: quickstart test test-slow quality format commit-checks benchmark benchmark-peers benchmark-scaling
-.PHONY: benchmark-learning clean
+.PHONY: benchmark-learning benchmark-import clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,9 @@ benchmark-scaling: $(READY)  ## how the cost of a step grows
 
 benchmark-learning: $(READY)  ## every preset on the embedded team, over five seeds
 	$(BIN)/python -W ignore benchmarks/learning.py
+
+benchmark-import: $(READY)  ## import times beside TRL's
+	$(BIN)/python benchmarks/import_time.py
 
 clean:
 	rm -rf $(VENV) .venv-comlrl quickstart-output learning-output scaling-output

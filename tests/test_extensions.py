@@ -139,16 +139,14 @@ def test_a_level_of_ones_own_is_checked_as_the_ready_made_ones(tmp_path, monkeyp
     assert not MARFTConfig(str(tmp_path), level="root").use_bias_correction_kl
 
 
-def last_alone(reward, steps, discount, as_rewards):
-    """The whole reward for the last turn, nothing for the others."""
-    credit = torch.zeros(len(steps))
-    credit[-1] = reward
-    return credit
+def actors_alone(reward, turns, steps, discount, as_rewards):
+    """The whole reward for turns of the actor, nothing for the others."""
+    return torch.tensor([reward if turn.agent == "actor" else 0.0 for turn in turns])
 
 
 def test_a_credit_rule_of_ones_own(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(CREDITS, "last", CreditRule("last", last_alone))
-    trainer = team_trainer(model_folder, tmp_path, settings={"credit": "last", "advantage": "none", "max_steps": 1})
+    monkeypatch.setitem(CREDITS, "actors", CreditRule("actors", actors_alone))
+    trainer = team_trainer(model_folder, tmp_path, settings={"credit": "actors", "advantage": "none", "max_steps": 1})
     trainer.train()
     rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
     assert {row.advantage for row in rows if row.agent == "reasoner"} == {0.0}
@@ -185,3 +183,30 @@ def test_agents_of_an_own_generator_may_stop_at_their_limit(model_folder, tmp_pa
     trainer.model.train()
     slices = trainer.parts.experience.for_training([dict(trainer.train_dataset[0])] * 8)
     assert all(not row.counts for slice_ in slices for row in slice_.rows)
+
+
+class Curriculum:
+    """An owner of state that the package does not know."""
+
+    lesson = 1
+
+    def state_dict(self):
+        return {"lesson": self.lesson}
+
+    def load_state_dict(self, state):
+        self.lesson = state["lesson"]
+
+
+def test_state_of_ones_own_is_part_of_checkpoints(model_folder, tmp_path):
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer, resumed = (team_trainer(model_folder, tmp_path, settings=settings) for _ in range(2))
+    mine, theirs = Curriculum(), Curriculum()
+    trainer.parts.checkpoints.owners["curriculum"], resumed.parts.checkpoints.owners["curriculum"] = mine, theirs
+    mine.lesson = 5
+    trainer.train()
+    resumed.train(resume_from_checkpoint=True)
+    assert theirs.lesson == 5
+
+
+def test_hidden_states_of_a_reference_are_those_of_a_frozen_critic_alone():
+    assert [kind.name for kind in CRITICS.values() if kind.reads_reference_pass] == ["frozen"]

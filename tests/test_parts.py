@@ -22,6 +22,7 @@ from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.reach import RewardReach
 from marft_trl.rollout.rollouts import Rollout, Rollouts
 from marft_trl.run_metrics import Metrics
+from marft_trl.trainer.experience import advantages_by_turn
 
 
 AGENTS = [AgentSpec("planner"), AgentSpec("solver", trainable=False)]
@@ -275,3 +276,15 @@ def test_a_report_without_a_model(tmp_path, processes):
     assert completions == ["a plan", "seven"] * 2 and means == [0.5, None, pytest.approx(0.2), None]
     assert more["extra"]["hint"] == ["a", "a", "b", "b"] and more["rewards"]["right"] == [1.0, 1.0, 0.0, 0.0]
     assert (tmp_path / "completions" / "transcripts_00004.html").exists()
+
+
+def test_equal_turns_have_advantages_of_their_own():
+    one = rollout([1.0])
+    turn = one.episodes[0].turns[0]
+    twice = Episode("q", {"prompt": "q"}, 0, (turn, copy.copy(turn)), turn)
+    rows = [
+        Row("planner", "planner", torch.tensor(turn.prompt_ids), torch.tensor(turn.completion_ids), advantage=value)
+        for value in (1.0, -1.0)
+    ]
+    its = Rollout([twice], one.rewards_per_func, one.rewards)
+    assert advantages_by_turn(its, [rows]) == [[1.0, -1.0]] and advantages_by_turn(its, [rows[1:]]) == [[-1.0, None]]

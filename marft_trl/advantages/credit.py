@@ -67,13 +67,15 @@ class CreditAssigner:
         if rule.reruns:
             others = self._alternatives.counterfactual_rewards(episodes)
             return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
-        # As a stream, and for turns scored by themselves, what an environment gave stays where it was earned
+        # As rewards, or with a rule that scores turns, earned rewards stay with the turns that earned them
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
         if as_rewards or rule.scores_turns:
             earned = [self._earned(episode) for episode in episodes]
             rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
-        pairs = zip(rewards, (torch.tensor(episode.joint_steps()) for episode in episodes), strict=True)
-        team = [rule.share(reward, steps, args.credit_discount, as_rewards) for reward, steps in pairs]
+        team = [
+            rule.share(reward, one.turns, torch.tensor(one.joint_steps()), args.credit_discount, as_rewards)
+            for reward, one in zip(rewards, episodes, strict=True)
+        ]
         if rule.scores_turns:
             weight = args.own_reward_weight
             own = self._of_turns(episodes, as_rewards or self._earns)

@@ -7,12 +7,13 @@ To add one, write a function of the reward and the turns and give it a name in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .. import functional
+from ..episodes.records import Turn
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class CreditRule:
         name (`str`):
             The value of `MARFTConfig.credit` that chooses it.
         share (`Callable`):
-            `share(reward, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an episode. `steps`
-            `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards` tells whether
-            the credit is a stream of rewards, which is summed, or the return of each turn.
+            `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an episode.
+            `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards` tells
+            whether the credit is a stream of rewards, which is summed, or the return of each turn.
         reruns (`bool`, *optional*, defaults to `False`):
             Whether it subtracts the mean reward of re-runs in which the turn is sampled anew.
         scores_turns (`bool`, *optional*, defaults to `False`):
@@ -36,18 +37,22 @@ class CreditRule:
     """
 
     name: str
-    share: Callable[[float, torch.Tensor, float, bool], torch.Tensor]
+    share: Callable[[float, Sequence[Turn], torch.Tensor, float, bool], torch.Tensor]
     reruns: bool = False
     scores_turns: bool = False
     in_evaluation: str | None = None
 
 
-def _equal(reward: float, steps: torch.Tensor, discount: float, as_rewards: bool) -> torch.Tensor:
+def _equal(
+    reward: float, turns: Sequence[Turn], steps: torch.Tensor, discount: float, as_rewards: bool
+) -> torch.Tensor:
     return functional.equal_credit(reward, steps, as_rewards)
 
 
-def _step_discount(reward: float, steps: torch.Tensor, discount: float, as_rewards: bool) -> torch.Tensor:
-    return functional.step_discount_credit(reward, len(steps), discount)
+def _step_discount(
+    reward: float, turns: Sequence[Turn], steps: torch.Tensor, discount: float, as_rewards: bool
+) -> torch.Tensor:
+    return functional.step_discount_credit(reward, len(turns), discount)
 
 
 CREDITS: dict[str, CreditRule] = {

@@ -28,7 +28,7 @@ class Ask(NamedTuple):
         functions (`tuple[Callable, ...]`): functions that it may call.
         after ([`Turn`], *optional*): the turn of the same agent that called functions and that it goes on from.
         order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
-        is_final (`bool`): whether the agent speaks no further, even if the turn calls functions.
+        is_final (`bool`): whether it is the agent's last turn of the request; calls of functions in it are ignored.
     """
 
     agent: str
@@ -258,7 +258,7 @@ class LiveEpisode:
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
         Call a function of your own. A synchronous function runs in a thread that all episodes share, one call at a
-        time, while other episodes continue. Alternatives of this episode that call functions at the same time continue
+        time, while other episodes continue. Branches of this episode that call functions at the same time continue
         together, so that results do not depend on how long the functions take.
 
         Returns: the function's result, awaited if the function is asynchronous.

@@ -297,17 +297,18 @@ def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:
 
 def joint_actions(turns: Sequence[Turn]) -> list[int]:
     """
-    The joint action that each turn is part of, 0, 1, ...: one turn of each agent, as in algorithms for teams that act
-    once per step of an environment. A chain of agents is one joint action, though its turns are joint steps of their
-    own. A new one begins where turns have gone into the environment and where an agent speaks again; a turn that calls
-    tools and the one that goes on from the results are one.
+    Index of the joint action of each turn, 0, 1, ... A joint action has at most one turn of each agent, as in
+    algorithms for teams that act once per step of an environment. A chain of agents is one joint action, although each
+    of its turns is a joint step. A new joint action begins after turns have gone into the environment, and when an
+    agent speaks again. A turn with tool calls and the turn that continues from their results belong to the same joint
+    action.
 
     Args:
         turns (`Sequence[Turn]`): turns of an episode.
     """
     found: list[int] = []
     spoken: Counter[str] = Counter()  # turns of each agent since turns last went into the environment
-    calling: dict[str, int] = {}  # rounds of turns whose agents go on from results
+    calling: dict[str, int] = {}  # joint actions of turns whose agents go on from results
     first = fed = 0
     for turn in turns:
         if turn.agent in calling:

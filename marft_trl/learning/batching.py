@@ -11,6 +11,7 @@ import torch
 from trl.trainer.utils import pad
 
 from ..shared_prefix.prefixes import Cluster, clusters
+from ..trainer.trl_seams import OLD_LOGPS
 from .data import MicroBatch, Row, Slice
 from .levels import Level
 
@@ -209,8 +210,9 @@ def collate(
         "completion_attention": padded([torch.ones_like(ids) for ids in completions], 0, "right"),
         "advantages": _advantages(rows, padded, device),
     }
-    for name in ("old_per_token_logps", "ref_per_token_logps"):
-        logps = [getattr(row, name) for row in rows]
+    fields = {OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"}
+    for name, field in fields.items():
+        logps = [getattr(row, field) for row in rows]
         if all(row_logps is not None for row_logps in logps):
             batch[name] = padded(logps, 0.0, "right")
     return batch

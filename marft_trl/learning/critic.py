@@ -51,12 +51,15 @@ class Critic:
     Attributes:
         name (`str`): its name in `CRITICS`.
         has_adapters (`bool`): whether its parts have LoRAs.
+        reads_reference_pass (`bool`): whether the last hidden states of a pass of the bare base, such as that of a
+            reference, are its features.
         parts (`list[str]`): names of its parts, and of their adapters.
         heads (`nn.ModuleDict`): value head of each part.
     """
 
     name = "shared"
     has_adapters = True
+    reads_reference_pass = False
 
     def __init__(
         self,
@@ -202,6 +205,7 @@ class FrozenCritic(Critic):
 
     name = "frozen"
     has_adapters = False
+    reads_reference_pass = True
 
     def make_head(self, width: int) -> nn.Module:
         layers: list[nn.Module] = []

@@ -123,7 +123,7 @@ class CriticLearner:
 
     def num_features_of_reference(self, row: Row) -> int:
         """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
-        is_base = self._policies.starts_as_base(row.agent)
+        is_base = self._critic.reads_reference_pass and self._policies.starts_as_base(row.agent)
         return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
 
     def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[int, Row]:

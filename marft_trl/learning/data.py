@@ -13,7 +13,7 @@ class Row:
     """
     A turn as a training row, with `P` prompt tokens and `L` completion tokens.
 
-    A row is made once from a turn. What is found out about it later is filled in by steps that return new rows, in
+    A row is made once from a turn. Later results are filled in by steps that return new rows, in
     this order: [`~LogProbs.with_old`], [`~LogProbs.with_reference`], [`~CriticLearner.with_values`], the advantages,
     and in sequential updates [`~SequentialFactors.after_update`].
 

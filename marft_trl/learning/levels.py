@@ -1,7 +1,7 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-The levels of optimisation: what a policy ratio, an advantage and a value belong to. A token (MARFT-T), or a whole turn
-as one action (MARFT-A).
+The levels of optimisation: units that have a policy ratio, an advantage and a value. Each token (MARFT-T), or each
+turn as one action (MARFT-A).
 
 To add a level, write a class with the attributes and methods of [`Level`] and give it a name in `LEVELS`.
 """
@@ -15,12 +15,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from .. import functional
+from ..trainer.trl_seams import OLD_LOGPS
 from .data import MicroBatch, Row
 
 
 class SeenByLoss(NamedTuple):
     """
-    What the loss of a micro-batch of `B` rows is given. `T` tokens of the longest turn.
+    Inputs of the loss of a micro-batch of `B` rows. `T` tokens of the longest turn.
 
     Args:
         entropies (`torch.Tensor` of shape `(B, T)`): entropies whose mean over counted tokens is the entropy bonus.
@@ -150,7 +151,7 @@ class TokenLevel:
     def seen_by_loss(
         self, logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, torch.Tensor], rows: Sequence[Row]
     ) -> SeenByLoss:
-        old = inputs.get("old_per_token_logps", logps.detach())
+        old = inputs.get(OLD_LOGPS, logps.detach())
         return SeenByLoss(entropies, None, (logps - old)[inputs["completion_mask"].bool()])
 
     def estimate(self, rewards, values, steps, discounts, last_value):
@@ -209,7 +210,7 @@ class ActionLevel:
     def seen_by_loss(
         self, logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, torch.Tensor], rows: Sequence[Row]
     ) -> SeenByLoss:
-        mask, old = inputs["completion_mask"], inputs.get("old_per_token_logps", logps.detach())
+        mask, old = inputs["completion_mask"], inputs.get(OLD_LOGPS, logps.detach())
         divisors = self.divisors(rows).to(logps.device)
         ratios = functional.action_log_ratios(logps - old, mask, divisors).clamp(-20, 20)
         # TRL takes the mean entropy over tokens: with these shares it is the mean over turns of their mean

@@ -13,7 +13,7 @@ from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..run_metrics import Metrics, StepMetrics
-from ..trainer.trl_seams import TrlLoss, TrlSettings, TrlState
+from ..trainer.trl_seams import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
 from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights
@@ -30,7 +30,7 @@ class Notes:
 
     Args:
         agents (`Sequence[str]`): names of the agents.
-        divergence ([`Divergence`], *optional*, defaults to an own one): sums that stop or steer the update.
+        divergence ([`Divergence`], *optional*, defaults to a new one): sums that stop or steer the update.
     """
 
     def __init__(self, agents: Sequence[str], divergence: Divergence | None = None):
@@ -45,7 +45,7 @@ class TeamLoss:
 
     Args:
         trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
-        log_probs ([`LogProbs`]): log-probabilities, and what TRL's loss is given of them.
+        log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
         batcher ([`MicroBatcher`]): cuts rows into micro-batches.
         collate ([`Collator`]): makes tensors of rows.
         critic ([`CriticLearner`], *optional*): has losses of its own.
@@ -164,7 +164,7 @@ class TeamLoss:
         weights = loss_weights(batch, slice_, self._settings.loss_type, self._processes.count, steps, self._level)
         tensors = self._collate(batch.rows)
         if not args.use_policy_ratio:  # then TRL takes the present policy for the one that sampled: a ratio of 1
-            tensors.pop("old_per_token_logps", None)
+            tensors.pop(OLD_LOGPS, None)
         tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
         self._log_probs.activate(batch.agent)
         with self._log_probs.transformed(functools.partial(self._seen_by_trl, batch, tensors, notes.divergence)):
@@ -190,11 +190,11 @@ class TeamLoss:
         seen = self._level.seen_by_loss(logps, entropies, inputs, batch.rows)
         divergence.add(batch.adapter, seen.log_ratios, entropies[inputs["completion_mask"].bool()])
         if seen.old_logps is not None:
-            inputs["old_per_token_logps"] = seen.old_logps  # TRL reads them after this
+            inputs[OLD_LOGPS] = seen.old_logps  # TRL reads them after this
         return logps, seen.entropies
 
 
-def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
     """Mask of the tokens whose entropy is above a known threshold, in place of TRL's, over the micro-batch."""
     return (entropies * mask.float() >= known) & mask.bool()
 

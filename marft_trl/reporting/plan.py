@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a run will do, without doing it: agents, workflow, batches, memory, and what each agent is shown."""
+"""Description of a run before it starts: agents, workflow, batches, memory, and observations."""
 
 from __future__ import annotations
 
@@ -105,9 +105,8 @@ class Planner:
 
     def plan(self) -> str:
         """
-        What training will do, as text: the agents, who sees whom, the batches in episodes, turns and tokens, the
-        memory, and what each agent is shown on the first row of the dataset, with made-up turns of its teammates.
-        Nothing is generated or trained.
+        Text about the agents, the links between them, the batches in episodes, turns and tokens, the memory, and the
+        observation of each agent on the first row of the dataset, with made-up turns of its teammates.
         """
         rehearsal = self.rehearse(next(iter(self._dataset())))
         episode, shown = rehearsal.episode, rehearsal.shown

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a run reports: metrics of rollouts and evaluations, the completions table, transcripts."""
+"""Reports of a run: metrics of rollouts and evaluations, the completions table, transcripts."""
 
 from __future__ import annotations
 

@@ -157,7 +157,10 @@ class Alternatives:
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:
-    """For each request, how many before it ask for the same turn of the same episode."""
+    """
+    For each request, the number of earlier requests for the same agent and the same items of its episode. Parallel
+    branches can ask for identical turns.
+    """
     seen: Counter[tuple] = Counter()
     counts = []
     for request in requests:

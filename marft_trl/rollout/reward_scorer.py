@@ -106,7 +106,7 @@ class RewardScorer:
 
 
 def as_row(episode: Episode) -> dict[str, Any]:
-    """The dataset row of an episode with what reward functions get beside it."""
+    """The dataset row of an episode, and the columns `turns`, `earned` and `environments` for reward functions."""
     own = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
     return {**episode.row, **own}
 

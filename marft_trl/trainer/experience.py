@@ -50,7 +50,7 @@ class Experience:
     Args:
         rollouts ([`Rollouts`]): episodes with rewards.
         alternatives ([`Alternatives`]): counts what was generated beside the episodes.
-        credit ([`CreditAssigner`]): has the own rewards of turns.
+        credit ([`CreditAssigner`]): has the rewards of single turns.
         estimator ([`Estimator`]): advantages.
         log_probs ([`LogProbs`]): log-probabilities.
         batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
@@ -176,11 +176,13 @@ def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[
     """For each episode the advantages of its turns, for people; `None` without a row."""
     by_turn: list[list[Advantage]] = []
     for episode, its_rows in zip(rollout.episodes, rows, strict=True):
-        of_ids = {
-            (row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())): row for row in its_rows
-        }
-        found = [of_ids.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids))) for t in episode.turns]
-        by_turn.append([None if row is None else _plain(row.advantage) for row in found])
+        # The turns of an agent have rows in their order; of candidates, only one has the tokens of the turn
+        left: dict[tuple, list[Row]] = {}
+        for row in its_rows:
+            key = row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())
+            left.setdefault(key, []).append(row)
+        found = [left.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids)), []) for t in episode.turns]
+        by_turn.append([_plain(rows.pop(0).advantage) if rows else None for rows in found])
     return by_turn
 
 

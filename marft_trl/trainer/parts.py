@@ -83,7 +83,7 @@ class Parts:
         planner ([`Planner`]): what the run will do.
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
-        seeds (`random.Random`): seeds of samples that none is given for.
+        seeds (`random.Random`): source of seeds for samples without a seed.
     """
 
     state: TrlState

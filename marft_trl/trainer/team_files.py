@@ -107,11 +107,10 @@ class TeamFiles:
             workflow_timeout=self._args.workflow_timeout,
         )
 
-    @property
-    def _writers(self) -> dict[str, Callable[[Path], object]]:
+    def _writers(self, log_history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Callable[[Path], object]]:
         """
-        What is written beside the adapters: for each file or folder the function that writes it into the folder of the
-        team. The model card is apart, because it bears the name of its folder.
+        Files and folders beside the adapters, each with the function that writes it into the folder of the team. The
+        model card is apart, because it bears the name of its folder.
         """
         writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
         if self._critic is not None:
@@ -120,7 +119,7 @@ class TeamFiles:
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Write the files of the team beside its weights, which are there already."""
-        for write in self._writers.values():
+        for write in self._writers(log_history).values():
             write(folder)
         self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
 
@@ -171,7 +170,7 @@ class TeamFiles:
         """
         adapters = self._policies.names if self._policies.has_adapters else []
         parts = self._critic.parts if self._critic is not None else []
-        for name in dict.fromkeys([*self._writers, *adapters, *parts]):
+        for name in dict.fromkeys([*self._writers(), *adapters, *parts]):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             elif (source / name).exists():

@@ -112,8 +112,7 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     if ratio is not None:
         trainer.importance_sampling_level = ratio
     if trainer.args.ddp_broadcast_buffers is None:
-        # A collective in forward, which processes run unequally often
-        trainer.args.ddp_broadcast_buffers = False
+        trainer.args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
 
 
 # ---- TRL: the state of a run ----
@@ -474,6 +473,10 @@ class LocalAccelerator:
 
     def pad_across_processes(self, tensor, **kwargs):
         return tensor
+
+
+# The key under which TRL's loss reads the log-probabilities of the policy that sampled; without it, the ratio is 1
+OLD_LOGPS = "old_per_token_logps"
 
 
 class TrlLoss:
