@@ -8,6 +8,7 @@ As in TRL, names are imported when they are first used, so that `import marft_tr
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 
@@ -51,9 +52,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

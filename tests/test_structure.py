@@ -115,6 +115,7 @@ def test_a_workflow_can_be_written_without_loading_a_model_library():
         "from marft_trl import Workflow, Sequential, Turn, AgentSpec\n"
         "import marft_trl.workflows, marft_trl.episodes\n"
         "assert not {'torch', 'trl', 'transformers'} & set(sys.modules), set(sys.modules)\n"
+        "assert marft_trl.rewards.boxed and not hasattr(marft_trl, 'nothing') and 'Team' in dir(marft_trl)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
