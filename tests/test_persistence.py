@@ -323,6 +323,22 @@ def test_policies_know_their_parameters(model_folder, tmp_path):
     assert own["reasoner"] | own["actor"] == everything
 
 
+def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
+    trainer, other = (team_trainer(model_folder, tmp_path) for _ in range(2))
+    owners = trainer.parts.checkpoints.owners
+    owners["rollouts"].load_state_dict({"unscored_in_a_row": 3, "counted": {"train": ["workflow/rounds"], "eval": []}})
+    owners["reach"].load_state_dict({"in_a_row": {"actor": 2}, "warned": [["reasoner"]], "cancelled": 4})
+    owners["updates"].load_state_dict({"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}})
+    owners["sequential"].load_state_dict({"warned": True})
+    with owners["user_randomness"].theirs():
+        torch.rand(3)
+    trainer.parts.checkpoints.save(tmp_path)
+    before = {name: owner.state_dict() for name, owner in other.parts.checkpoints.owners.items()}
+    other.parts.checkpoints.load(tmp_path)
+    for name, owner in owners.items():
+        assert owner.state_dict() == other.parts.checkpoints.owners[name].state_dict() != before[name], name
+
+
 def test_rows_of_a_checkpoint_of_an_older_version_are_numbered(tmp_path):
     """Before rows had numbers, joint actions were named rounds and the entropy control stood alone."""
     rows = [
