@@ -190,8 +190,9 @@ def _sized(size: int, folder: str) -> list[str]:
 @functools.cache
 def _has_sized_folders(command: tuple[str, ...]) -> bool:
     """Return `True` if bubblewrap supports folders of limited size (0.7 and later)."""
-    trial = [*command, *_sized(1 << 20, tempfile.gettempdir()), sys.executable, "-I", "-c", ""]
-    return subprocess.run(trial, capture_output=True).returncode == 0  # noqa: S603
+    with tempfile.TemporaryDirectory(prefix="marft-jail-") as folder:  # not a parent, which may hold the interpreter
+        trial = [*command, *_sized(1 << 20, folder), sys.executable, "-I", "-c", ""]
+        return subprocess.run(trial, capture_output=True).returncode == 0  # noqa: S603
 
 
 @functools.cache
