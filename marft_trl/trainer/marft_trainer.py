@@ -94,8 +94,8 @@ class MARFTTrainer(GRPOTrainer):
             Metrics of the team's answers in evaluations: metrics of the `evaluate` package, or callables
             `metric(answers, **columns)`.
         anonymous (`bool` or `str`, *optional*, defaults to `False`):
-            Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or left
-            out (`"none"`). Teammates are shown as `agent_1`, `agent_2`, ...
+            Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or
+            left out (`"none"`). Teammates are shown as `agent_1`, `agent_2`, ...
 
     Raises:
         ValueError, TypeError: an argument, or a combination of arguments, that cannot work. Raised before anything is
