@@ -30,7 +30,9 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        *[("uneven", "dapo"), ("full", "grpo"), ("ppo", "dapo"), ("sequential", "grpo")],
+        *[("uneven", "dapo"), ("ppo", "dapo")],
+        pytest.param("full", "grpo", marks=pytest.mark.slow),
+        pytest.param("sequential", "grpo", marks=pytest.mark.slow),
         pytest.param("orchestrated", "dapo", marks=pytest.mark.slow),
         pytest.param("chain", "dapo", marks=pytest.mark.slow),
         pytest.param("uneven", "grpo", marks=pytest.mark.slow),

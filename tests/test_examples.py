@@ -41,7 +41,8 @@ def run(command, tmp_path, timeout=280):
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_math_duo_on_real_records(model_folder, tmp_path, kind):
     data = SAMPLE
     if kind == "parquet":
