@@ -21,6 +21,7 @@ VALUE_LOSSES = ("huber", "squared")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
 CANDIDATE_REWARDS = ("episode", "turn")
 CONTINUATIONS = ("best", "sampled")
+ON_EPISODE_ERROR = ("raise", "skip", "retry")
 CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")
@@ -32,6 +33,7 @@ _AT_LEAST_ZERO = (
     *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
     *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
     *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    "max_episode_retries",
     *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
 )
 _ABOVE_ZERO = (
@@ -40,16 +42,20 @@ _ABOVE_ZERO = (
     "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
-    *("workflow_timeout", "max_unscored_batches"),
+    *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
 )
-_SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight")
+_SHARES = (
+    *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
+    "max_skipped_share",
+)
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
-    *("max_tool_calls", "max_tool_output_length"),
+    *("max_tool_calls", "max_tool_output_length", "max_episode_retries"),
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
     *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
+    "max_episode_turns",
 )
 _NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
 # Meaning of `None`, for error messages.
@@ -59,6 +65,8 @@ _NONE_MEANS = {
     "target_kl": "no early stop",
     "workflow_timeout": "no limit",
     "max_unscored_batches": "no limit",
+    "reward_timeout": "no limit",
+    "max_episode_turns": "no limit",
 }
 
 # `(field, other field, value)`: the field has no effect unless the other field has this value.
@@ -124,6 +132,7 @@ def check_numbers(args: Any) -> None:
         (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
         (_ABOVE_ZERO, lambda value: value > 0, "above 0"),
         (_SHARES, lambda value: 0 <= value <= 1, "in [0, 1]"),
+        (("top_p", "min_p"), lambda value: value <= 1, "of at most 1"),
     ]
     for names, holds, bound in ranges:
         for name in names:
@@ -167,6 +176,7 @@ def check_choices(args: Any) -> None:
         "candidate_reward": CANDIDATE_REWARDS,
         "continue_from": CONTINUATIONS,
         "context_overflow": CONTEXT_OVERFLOWS,
+        "on_episode_error": ON_EPISODE_ERROR,
         "loss_type": LOSS_TYPES,
         "scale_rewards": SCALES,
         "importance_sampling_level": ("token", "sequence"),

@@ -19,6 +19,7 @@ from .config_checks import (
     CONTINUATIONS,
     CREDIT_KINDS,
     NORMALIZATIONS,
+    ON_EPISODE_ERROR,
     UPDATE_ORDERS,
     VALUE_LOSSES,
     check_choice,
@@ -31,7 +32,7 @@ from .config_checks import (
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
-from .trainer.trl_seams import accepting_one_generation
+from .seams.trl import accepting_one_generation
 
 
 @dataclass
@@ -174,10 +175,32 @@ class MARFTConfig(GRPOConfig):
             returning, a workflow may queue to call its own; this wait is limited to `workflow_timeout` times the
             number of episodes. `None` disables the limit. With several processes, set it below `ddp_timeout`, the time
             after which the other processes fail.
+        reward_timeout (`float`, *optional*, defaults to `900.0`):
+            Maximum time in seconds of one call of a reward function. After it, the function has failed, see
+            `on_episode_error`. `None` disables the limit. With several processes, it must be below `ddp_timeout`.
+        on_episode_error (`str`, *optional*, defaults to `"raise"`):
+            What happens if a reward function, a workflow or an environment fails. `"raise"`: the last complete step is
+            saved, and training ends with the error. `"skip"`: the episode is left out, or the completion remains
+            unscored; both are counted (`episodes/skipped`, `rewards/<name>/skipped`). `"retry"`: it is tried again
+            `max_episode_retries` times, and training ends if it fails again. Errors of tools are results that the
+            agent is told, and never end a run.
+        max_episode_retries (`int`, *optional*, defaults to `2`):
+            Number of further tries with `on_episode_error="retry"`.
+        max_skipped_share (`float`, *optional*, defaults to `0.5`):
+            Largest share of the episodes of a generation batch that may be skipped. Above it, training ends.
+        max_episode_turns (`int`, *optional*, defaults to `1000`):
+            Largest number of turns of an episode. A workflow that asks for more has failed, see `on_episode_error`.
+            `None` disables the limit.
         max_unscored_batches (`int`, *optional*, defaults to `None`):
             Number of consecutive generation batches without a single reward after which training stops with an error.
             A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
             continues, with TRL's warning.
+        resume_changes (`dict`, *optional*, defaults to `None`):
+            Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
+            start anew. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename": {"solver":
+            "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among `"dataset"`, `"seed"`,
+            `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run samples new episodes
+            first and is not exact. Remove the setting once the changed run has saved a checkpoint.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Dataset column that is passed as `references` to metrics of the `evaluate` package.
     """
@@ -377,9 +400,38 @@ class MARFTConfig(GRPOConfig):
         default=600.0,
         metadata={"help": "Maximum time in seconds that a workflow may wait for an environment."},
     )
+    reward_timeout: float | None = field(
+        default=900.0,
+        metadata={"help": "Maximum time in seconds of one call of a reward function."},
+    )
+    on_episode_error: str = field(
+        default="raise",
+        metadata={
+            "help": "What happens if a reward function, a workflow or an environment fails.",
+            "choices": list(ON_EPISODE_ERROR),
+        },
+    )
+    max_episode_retries: int = field(
+        default=2,
+        metadata={"help": "Number of further tries with on_episode_error='retry'."},
+    )
+    max_skipped_share: float = field(
+        default=0.5,
+        metadata={"help": "Largest share of the episodes of a generation batch that may be skipped."},
+    )
+    max_episode_turns: int | None = field(
+        default=1000,
+        metadata={"help": "Largest number of turns of an episode."},
+    )
     max_unscored_batches: int | None = field(
         default=None,
         metadata={"help": "Number of consecutive batches without a single reward after which training stops."},
+    )
+    resume_changes: dict | None = field(
+        default=None,
+        metadata={
+            "help": "Intended changes of a resumed run: 'add', 'remove', 'rename' agents, 'accept' differences."
+        },
     )
     eval_reference_column: str = field(
         default="solution",

@@ -1,13 +1,30 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Communication between the processes of a run."""
+"""Communication between the processes of a run, also about failures."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+from .seams.runs import store_of_processes
+
+
+# Seconds that a process waits for news of the one that has left it
+_NEWS = 5.0
+_CONNECTION = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
+
+
+class OtherProcessError(RuntimeError):
+    """Raised when another process of the run has failed. The message has its index and its error."""
 
 
 class Processes:
@@ -20,6 +37,7 @@ class Processes:
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
+        self._agreed: BaseException | None = None
 
     @property
     def count(self) -> int:
@@ -53,6 +71,126 @@ class Processes:
         """The lists of all processes, joined in the order of the processes. Items are pickled."""
         return gather_object(items)
 
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all processes, in their order. All processes have equally many."""
+        return tensor if self.count == 1 else self._accelerator.gather(tensor.to(self.device))
+
+    def broadcast(self, item: Any) -> Any:
+        """An item of the main process, on all processes. It is pickled."""
+        return item if self.count == 1 else self.gather([item])[0]
+
+    # ---- Failures ----
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """
+        Context manager for code without collectives that may fail on some of the processes: at its end, all of them
+        fail if one has.
+
+        Raises:
+            OtherProcessError: on the processes that have not failed themselves.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+            if self.count == 1:
+                self._agreed = error
+                raise
+        if self.count == 1:
+            return
+        said = self.gather([None if error is None else _described(error)])
+        failures = {index: text for index, text in enumerate(said) if text is not None}
+        if not failures:
+            return
+        if error is None:
+            index, text = next(iter(failures.items()))
+            error = OtherProcessError(f"Process {index} of the run failed: {text}")
+        self._agreed = error
+        raise error
+
+    def have_agreed(self, error: BaseException) -> bool:
+        """`True` if all processes have left [`~Processes.together`] with this error or that of another process."""
+        return self.count == 1 or error is self._agreed
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """
+        Context manager: a process that fails tells the others why, and one that loses its connection says what became
+        of the other.
+
+        Raises:
+            OtherProcessError: in place of an error of the connection.
+        """
+        store = self._store()
+        if store is None:
+            yield
+            return
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        store.set(f"marft/process/{self.index}", json.dumps(own))
+        try:
+            yield
+        except Exception as error:
+            if self._agreed is error:
+                raise
+            if not _is_of_connection(error):
+                with contextlib.suppress(Exception):  # the process that keeps the store may be gone
+                    store.set(f"marft/failure/{self.index}", _described(error))
+                raise
+            raise OtherProcessError(self._news(store)) from error
+
+    def _store(self) -> Any:
+        if self.count == 1 or not torch.distributed.is_initialized():
+            return None
+        return store_of_processes()
+
+    def _news(self, store: Any) -> str:
+        """What became of the process that does not answer."""
+        end = time.monotonic() + _NEWS
+        others = [index for index in range(self.count) if index != self.index]
+        while time.monotonic() < end:
+            for index in others:
+                with contextlib.suppress(Exception):
+                    if store.check([f"marft/failure/{index}"]):
+                        return f"Process {index} of the run failed: {store.get(f'marft/failure/{index}').decode()}"
+                    facts = json.loads(store.get(f"marft/process/{index}"))
+                    if facts["host"] == socket.gethostname() and not _is_alive(facts["pid"]):
+                        return (
+                            f"Process {index} of the run (pid {facts['pid']}) has ended without an error of its own: "
+                            "it was killed, for instance for lack of memory."
+                        )
+            time.sleep(0.2)
+        return (
+            "The connection to the other processes of the run is lost, and none of them has said why: one was killed, "
+            "hangs, or its machine is gone."
+        )
+
     def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # sums of squares need the digits
         return self._accelerator.gather(tensor.to(self.device, dtype).unsqueeze(0)).cpu()
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, torch.distributed.DistError)):
+        return True
+    text = str(error).lower()
+    return type(error) is RuntimeError and any(word in text for word in _CONNECTION)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:  # a zombie has ended, too
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return True

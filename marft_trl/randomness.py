@@ -12,6 +12,39 @@ import numpy as np
 import torch
 
 
+class RandomStates:
+    """
+    The random states of Python, NumPy and torch.
+
+    Args:
+        device (`torch.device`): device whose generator is kept, besides those on the CPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        module = getattr(torch, device.type, None) if device.type != "cpu" else None
+        self._device_module = module if hasattr(module, "get_rng_state") else None
+
+    def capture(self) -> dict[str, Any]:
+        """Return the present states."""
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        if self._device_module is not None:
+            states["device"] = self._of_device("get_rng_state")
+        return states
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Go on from states of [`~RandomStates.capture`]."""
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "device" in states and self._device_module is not None:
+            self._of_device("set_rng_state", states["device"])
+
+    def _of_device(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self._device_module, name)
+        return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
+
+
 # Added to the seed of users' code, so that it does not draw the same numbers as sampling
 _APART = 1_000_003
 
@@ -27,20 +60,18 @@ class UserRandomness:
     """
 
     def __init__(self, seed: int, device: torch.device):
-        self._device_module = getattr(torch, device.type, None) if device.type != "cpu" else None
-        if not hasattr(self._device_module, "get_rng_state"):
-            self._device_module = None
         self.device = device
+        self._states = RandomStates(device)
         self._is_theirs = False
-        ours = self._capture()
+        ours = self._states.capture()
         try:
             start = (seed + _APART) % 2**32
             random.seed(start)
             np.random.seed(start)
             torch.manual_seed(start)
-            self._other = self._capture()
+            self._other = self._states.capture()
         finally:
-            self._restore(ours)
+            self._states.restore(ours)
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[None]:
@@ -66,26 +97,9 @@ class UserRandomness:
                 self._switch()
 
     def _switch(self) -> None:
-        present = self._capture()
-        self._restore(self._other)
+        present = self._states.capture()
+        self._states.restore(self._other)
         self._other, self._is_theirs = present, not self._is_theirs
-
-    def _capture(self) -> dict[str, Any]:
-        states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-        if self._device_module is not None:
-            states["device"] = self._of_device("get_rng_state")
-        return states
-
-    def _restore(self, states: dict[str, Any]) -> None:
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
-        if "device" in states and self._device_module is not None:
-            self._of_device("set_rng_state", states["device"])
-
-    def _of_device(self, name: str, *arguments: Any) -> Any:
-        function = getattr(self._device_module, name)
-        return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The users' random states as JSON-serializable data."""

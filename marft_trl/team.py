@@ -30,10 +30,10 @@ from .rollout.prompts import PromptBuilder, is_plain
 from .rollout.runner import EpisodeRunner
 from .rollout.transformers_generator import TransformersGenerator
 from .rollout.views import View, team_view
+from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
 from .tools import ToolLimits, tool_name
 from .trainer import setup
-from .trainer.trl_seams import keep_4bit_weights
 from .weights.adapter_files import put_on, team_folder
 from .weights.fingerprints import describe_base
 from .weights.policies import Policies

@@ -281,9 +281,10 @@ def test_branches_do_not_depend_on_how_long_a_function_takes(seconds):
 
             await asyncio.gather(first(), second())
 
-    waves = []
-    collect(Branches(), [{"prompt": "q"}], ["x", "y", "z"], echo(waves))
-    assert [sorted(wave) for wave in waves] == [["x", "y"], ["z"]]
+    for _ in range(3 if seconds else 300):  # a function may come back at any moment of the event loop
+        waves = []
+        collect(Branches(), [{"prompt": "q"}], ["x", "y", "z"], echo(waves))
+        assert [sorted(wave) for wave in waves] == [["x", "y"], ["z"]]
 
 
 def test_context_variables_stay_with_the_episode():

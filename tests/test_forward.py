@@ -15,10 +15,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from marft_trl import AgentSpec
 from marft_trl.learning.batching import together
+from marft_trl.seams.models import keep_4bit_weights
 from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix.prefixes import Cluster, clusters, plan_passes
 from marft_trl.tiny import tiny_agents, tiny_dataset
-from marft_trl.trainer.trl_seams import keep_4bit_weights
 
 from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights

@@ -19,6 +19,7 @@ from marft_trl.learning.sequential import SequentialFactors
 from marft_trl.processes import Processes
 from marft_trl.randomness import UserRandomness
 from marft_trl.reporting.reporter import Reporter
+from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.reach import RewardReach
 from marft_trl.rollout.rollouts import Rollout, Rollouts
 from marft_trl.run_metrics import Metrics
@@ -221,14 +222,16 @@ def rollouts(args, processes, board, per_func, counts=None):
     one = episode(0)
     if counts:
         one = Episode("q", one.row, 0, one.turns, one.answer, earned=one.earned, counts=counts)
-    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, answer: [one] * len(rows))
+    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, answer, failures: [one] * len(rows))
     branches = SimpleNamespace(take_generated=dict, take_nodes=list, answer_with_candidates=None)
     scorer = SimpleNamespace(
         of_batch=lambda episodes: torch.tensor([per_func] * len(episodes)), of_team=lambda scores: scores.sum(dim=1)
     )
     workflow = SimpleNamespace(earns=False)
     reach = RewardReach(["planner"])
-    return Rollouts(runner, branches, scorer, REWARDS, workflow, reach, args, False, False, board.metrics(), processes)
+    return Rollouts(
+        runner, branches, scorer, REWARDS, workflow, reach, args, False, False, board.metrics(), processes, Failures()
+    )
 
 
 def test_rollouts_report_counts_and_stop_at_unscored_batches(tmp_path, processes):

@@ -1,7 +1,10 @@
 """What we override, call or rely on in TRL and transformers: the next version is one red test and not a mystery."""
 
 import ast
+import functools
 import inspect
+import itertools
+import json
 import logging
 import math
 import re
@@ -13,44 +16,55 @@ import torch
 import transformers
 import trl
 from accelerate.utils import gather
+from datasets import Dataset, IterableDataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Trainer
+from transformers import AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.learning.batching import collate
 from marft_trl.learning.data import Row
 from marft_trl.rollout.generator import Sampling
-from marft_trl.shared_prefix.forward import hidden_states
-from marft_trl.trainer import trl_seams
-from marft_trl.trainer.trl_seams import (
-    EpochSampler,
-    LocalAccelerator,
+from marft_trl.seams.models import (
     ScoringTemperature,
+    commit_of,
+    forward_in_precision,
+    fused_head,
+    generation_defaults,
+    keep_4bit_weights,
+    pad_token_of,
+    without_adapter_name_warning,
+)
+from marft_trl.seams.runs import (
+    EndlessStream,
+    EpochSampler,
+    checkpoint_folder,
+    keeping_checkpoints,
+    restart_schedule,
+    save_checkpoint_now,
+    saving_only,
+    schedule_of_any_length,
+    store_of_processes,
+)
+from marft_trl.seams.swapping import swapped
+from marft_trl.seams.trl import (
+    LocalAccelerator,
     TrlEngine,
     TrlLoss,
     TrlPrompts,
     TrlRewards,
     TrlSettings,
     TrlState,
-    checkpoint_folder,
-    commit_of,
     configure_parent,
-    forward_in_precision,
-    fused_head,
-    generation_defaults,
-    keep_4bit_weights,
-    pad_token_of,
-    swapped,
     trl_log_probs,
-    without_adapter_name_warning,
     without_false_warning,
     without_printed_table,
     without_reference,
 )
+from marft_trl.shared_prefix.forward import hidden_states
 
 from .helpers import lora, team_trainer
 
@@ -76,6 +90,20 @@ PARAMETERS = {
     (Trainer, "_get_grad_norm"): ["self", "model", "grad_norm"],
     (Trainer, "_save"): ["self", "output_dir", "state_dict"],
     (Trainer, "_save_rng_state"): ["self", "output_dir"],
+    (Trainer, "_save_checkpoint"): ["self", "model", "trial"],
+    (Trainer, "_get_dataloader"): [
+        *("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+    ],
+    (Trainer, "_maybe_log_save_evaluate"): [
+        *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
+        "learning_rate",
+    ],
+    (Trainer, "_finalize_training"): ["self", "trial", "num_train_samples", "start_time"],
+    (Trainer, "_run_epoch"): [
+        *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"),
+        *("ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"),
+        "steps_trained_in_current_epoch",
+    ],
     (Trainer, "_load_from_checkpoint"): ["self", "resume_from_checkpoint", "model"],
     (Trainer, "_load_best_model"): ["self"],
     (Trainer, "_push_from_checkpoint"): ["self", "checkpoint_folder"],
@@ -120,12 +148,12 @@ def test_the_metrics_of_the_loss_are_the_ones_we_join():
     }
 
 
-# ---- Each entry of `trl_seams` ----
+# ---- Each entry of `seams` ----
 
 
 def test_every_entry_has_a_test_that_names_it():
-    tree = ast.parse(inspect.getsource(trl_seams))
-    names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    trees = [ast.parse(path.read_text()) for path in Path(seams.__file__).parent.glob("*.py")]
+    names = {n.name for tree in trees for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name in names:
         assert name.startswith("_") or re.search(rf"\b{name}\b", tests) or f"test_{name}" in tests, name
@@ -399,3 +427,99 @@ def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
     assert checkpoint_folder(trainer, None) == tmp_path / "checkpoint-0"
     keep_4bit_weights(model)  # nothing to do
+
+
+# ---- The course of a run ----
+
+
+def test_EndlessStream_begins_anew_in_the_order_of_its_pass():
+    stream = (
+        Dataset.from_dict({"prompt": list("abcdef")}).to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=2)
+    )
+    passes = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        passes += [row["prompt"] for row in stream]
+    rows = [row["prompt"] for row in itertools.islice(EndlessStream(stream), 18)]
+    assert rows == passes and passes[:6] != passes[6:12]
+    with pytest.raises(ValueError, match="pass 1"):
+        next(iter(EndlessStream(IterableDataset.from_generator(lambda: iter([])))))
+
+
+def test_saving_only_and_keeping_checkpoints_put_the_settings_back(model_folder, tmp_path):
+    """Also that a checkpoint folder is named, and its step saved, as the parent does: `save_checkpoint_now`."""
+    trainer = team_trainer(model_folder, tmp_path, settings={"save_total_limit": 1, "save_strategy": "steps"})
+    args = trainer.args
+    with saving_only(trainer):
+        assert (args.push_to_hub, args.save_total_limit) == (False, None)
+    with keeping_checkpoints(trainer):
+        assert args.save_total_limit is None
+    assert args.save_total_limit == 1
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert source.index("save_model(") < source.index("_save_rng_state(") < source.index("push_to_hub")
+    assert "rotate_checkpoints(" in source and "rotate" not in inspect.getsource(Trainer._save_rng_state)
+    trainer.train()
+    trainer.state.global_step = 7
+    save_checkpoint_now(trainer)
+    assert (tmp_path / "checkpoint-7" / "trainer_state.json").exists()
+
+
+def scheduler_of(rates, factor=lambda step: 1 / (1 + step)):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), [factor] * len(rates))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_schedule_of_any_length_loads_the_state_of_another_number_of_groups(saved):
+    def made(count):  # as `get_scheduler` makes them
+        return scheduler_of([0.1] * count, functools.partial(lambda step, last: 1 - step / last, last=10))
+
+    before, fresh = made(saved), made(2)
+    before.optimizer.step()
+    before.step()
+    if saved > 2:
+        with pytest.raises(IndexError):
+            made(2).load_state_dict(before.state_dict())
+    with schedule_of_any_length(fresh):
+        fresh.load_state_dict(before.state_dict())
+    assert fresh.last_epoch == 1 and "load_state_dict" not in vars(fresh)
+
+
+def test_restart_schedule_sets_the_rates_of_the_present_step():
+    scheduler = scheduler_of([0.1, 0.1])
+    scheduler.optimizer.step()
+    scheduler.step()
+    assert restart_schedule(scheduler, [0.4, 0.8])
+    assert [group["lr"] for group in scheduler.optimizer.param_groups] == [0.2, 0.4] == scheduler.get_last_lr()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.4 / 3, 0.8 / 3])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(scheduler.optimizer)
+    assert not restart_schedule(plateau, [0.4, 0.8])
+
+
+def test_store_of_processes_is_that_of_the_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        store = store_of_processes()
+        store.set("marft/test", "1")
+        assert store.check(["marft/test"]) and store.get("marft/test") == b"1"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
+    """The Trainer's sums of losses, and TRL's lists of metrics, as they are in the middle of a window."""
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "logging_steps": 5})
+    seen, state = [], TrlState(trainer)
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state_, control, **kwargs):
+            seen.append(json.loads(json.dumps(state.window())))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    first, second = seen
+    assert first["loss"] != 0 and len(second["metrics"]["train"]["reward"]) == 2
+    state.open_window(first)
+    assert json.loads(json.dumps(state.window())) == first
+    assert len(state.metrics["train"]["reward"]) == 1 and state.metrics["train"]["not yet"] == []

@@ -12,8 +12,8 @@ from marft_trl import AgentSpec
 from marft_trl.rollout.generator import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
+from marft_trl.seams.trl import TrlEngine
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.trainer.trl_seams import TrlEngine
 
 from .helpers import config, team_trainer
 

@@ -13,11 +13,12 @@ from trl import GRPOTrainer
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "marft_trl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-SEAMS = PACKAGE / "trainer" / "trl_seams.py"
+SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
-# Each package, or module at the top, may import from those before it. `trl_seams` imports nothing of the package.
+# Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
 PACKAGES = [
-    *("trainer.trl_seams", "hints", "event_loop", "functional", "processes", "randomness"),
+    *("seams", "hints", "event_loop", "watchdog", "functional", "processes"),
+    *("randomness", "checkpoints"),
     *("run_metrics", "tools", "shared_prefix", "episodes", "agents", "anonymity", "manifest", "workflows"),
     *("weights", "rewards", "metrics", "dataset_checks", "presets"),
     # What a user chooses by name, which the configuration checks
@@ -106,7 +107,8 @@ def test_leaves_need_no_torch(package):
     for path in [*(PACKAGE / package).glob("*.py"), *(PACKAGE / one for one in modules)]:
         assert not heavy & imports(path), path
     assert imports(PACKAGE / "functional.py") == {"!__future__", "!torch"}
-    assert not {one for one in imports(SEAMS) if not one.startswith("!")}
+    for seams in SEAMS:
+        assert {one for one in imports(seams) if not one.startswith("!")} <= {"seams.swapping"}
 
 
 def test_a_workflow_can_be_written_without_loading_a_model_library():
@@ -156,7 +158,7 @@ def test_every_override_is_called_by_trl_or_transformers():
 def test_no_class_leans_on_the_private_names_of_another():
     """`x._name` stands only where `x` is `self`, `cls` or the parent's method of the same name."""
     for path in FILES:
-        if path == SEAMS:
+        if path in SEAMS:
             continue
         for function in functions(tree_of(path)):
             for node in ast.walk(function):
@@ -167,7 +169,7 @@ def test_no_class_leans_on_the_private_names_of_another():
                 ):
                     continue
                 owner = ast.unparse(node.value)
-                is_own = owner in ("self", "cls") or (owner == "super()" and node.attr == function.name)
+                is_own = owner in ("self", "cls", "os", "sys") or (owner == "super()" and node.attr == function.name)
                 assert is_own, f"{path.name}: {ast.unparse(node)} in {function.name}"
 
 
@@ -245,7 +247,7 @@ def test_sizes_stay_readable():
     sizes = []
     for path in FILES:
         text = path.read_text()
-        assert text.count("\n") <= (700 if path == SEAMS else 600), path  # one file to read for the next TRL
+        assert text.count("\n") <= 600, path
         for node in functions(ast.parse(text)):
             sizes.append(node.end_lineno - node.lineno + 1)
             assert sizes[-1] <= 90, f"{path.name}:{node.name}"

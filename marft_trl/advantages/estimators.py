@@ -19,7 +19,7 @@ from ..processes import Processes
 from ..rollout.alternatives import Node
 from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
-from ..trainer.trl_seams import TrlRewards, TrlSettings
+from ..seams.trl import TrlRewards, TrlSettings
 from ..weights.policies import Policies
 from .baselines import BASELINES, Baseline, Samples
 from .credit import CreditAssigner

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..event_loop import run_coroutine
+from ..watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
 from .rerun import Found, Rerun
@@ -20,6 +22,8 @@ from .rerun import Found, Rerun
 _QUIET_ROUNDS = 4
 # Seconds between two checks of episodes that wait for something other than a turn
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+# Seconds after which code that blocks the event loop is interrupted, beyond the patience with code that waits
+_LATER = 5.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
 _LAST_WORDS = 1.0
 
@@ -87,7 +91,17 @@ Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
 
 
 class EpisodeError(RuntimeError):
-    """Raised if a workflow fails. The message contains the workflow, the episode and its prompt."""
+    """
+    Raised if a workflow fails. The message contains the workflow, the episode and its prompt.
+
+    Args:
+        message (`str`): the message.
+        episode (`int`, *optional*): position of the episode in its batch.
+    """
+
+    def __init__(self, message: str, episode: int | None = None):
+        super().__init__(message)
+        self.episode = episode
 
 
 def collect(
@@ -97,6 +111,7 @@ def collect(
     answer: Answer,
     reruns: Sequence[Rerun] | None = None,
     patience: float | None = None,
+    failures: dict[int, EpisodeError] | None = None,
 ) -> list[Episode]:
     """
     Run the workflow once on every row. All episodes run concurrently.
@@ -117,17 +132,36 @@ def collect(
             For each row, a recorded episode whose turns are taken where they fit. They cost no generation.
         patience (`float`, *optional*):
             Seconds that an episode waits for a function that it has called, or for anything else that is neither a
-            turn nor a tool. Defaults to no limit.
+            turn nor a tool, or that its code blocks the others. Defaults to no limit.
+        failures (`dict[int, EpisodeError]`, *optional*):
+            Gets the errors of episodes that fail, by their position, while the others go on. If left out, the first
+            error ends all.
 
-    Returns: one finished episode per row, in order.
+    Returns: one finished episode per row, in order; one that failed has no turns.
 
     Raises:
         EpisodeError: the workflow raised, hangs, or ended without a single turn.
     """
-    return run_coroutine(_collect, workflow, rows, setting, answer, reruns, patience)
+    name = type(workflow).__name__
+
+    def blocks(where: str) -> str:
+        return (
+            f"The workflow `{name}` blocks: {where} has not returned for {patience:g} seconds, so no other episode "
+            "can go on. Call functions that take long with `await episode.call(function, ...)`, await "
+            "`asyncio.sleep` in place of `time.sleep`, or set a larger `workflow_timeout`."
+        )
+
+    # An episode that waits is noticed by the collector itself; this limit is for code that blocks the event loop
+    with time_limit(None if patience is None else patience + _LATER, blocks) as limit:
+
+        def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+            with limit.paused() if limit is not None else contextlib.nullcontext():
+                return answer(requests)
+
+        return run_coroutine(_collect, workflow, rows, setting, answered, reruns, patience, failures, limit)
 
 
-async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Episode]:
+async def _collect(workflow, rows, setting, answer, reruns, patience, failures, limit) -> list[Episode]:
     waiting: list[Request] = []
 
     async def speak(episode: LiveEpisode, ask: Ask) -> Turn:
@@ -138,20 +172,29 @@ async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Ep
     episodes = [LiveEpisode(row, index, speak, setting) for index, row in enumerate(rows)]
     is_over = asyncio.Event()
     tasks = [asyncio.ensure_future(_run_one(workflow, episode, is_over)) for episode in episodes]
-    watch = _Watch(workflow, patience)
+    watch = _Watch(workflow, patience, limit)
     try:
         while not all(task.done() for task in tasks):
-            await _settle(tasks, waiting, episodes, watch)
-            failed = next((task for task in tasks if task.done() and task.exception()), None)
-            if failed is not None:
-                failed.result()  # raises
+            try:
+                await _settle(tasks, waiting, episodes, watch, stops=failures is None)
+            except EpisodeError as error:  # an episode hangs
+                if failures is None or error.episode is None:
+                    raise
+                failures[error.episode] = error
+                tasks[error.episode].cancel()
+            failed = {index: task for index, task in enumerate(tasks) if _has_failed(task)}
+            for index, task in failed.items():
+                if failures is None:
+                    task.result()  # raises
+                failures.setdefault(index, task.exception())
             # If a branch has ended its episode, requests of the episode's other branches are cancelled or obsolete
             live = [one for one in waiting if not one.waiter.done() and not tasks[one.episode.index].done()]
             batch = sorted(live, key=lambda request: (request.episode.index, request.ask.order))
             waiting.clear()
             _answer_all(batch, answer, reruns)
-        for task in tasks:
-            task.result()
+        for index, task in enumerate(tasks):
+            if failures is None or index not in failures:
+                task.result()
     finally:
         is_over.set()
         for task in tasks:
@@ -160,7 +203,15 @@ async def _collect(workflow, rows, setting, answer, reruns, patience) -> list[Ep
             await asyncio.wait(tasks, timeout=_LAST_WORDS)
         for task in tasks:
             _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
-    return [episode.record() for episode in episodes]
+    failed = failures or {}
+    return [
+        Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
+        for index, one in enumerate(episodes)
+    ]
+
+
+def _has_failed(task: asyncio.Task) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
 
 
 async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
@@ -170,36 +221,45 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
         episode.overflowed = True
         if not episode.turns:
             raise EpisodeError(
-                f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}"
+                f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}", episode.index
             ) from None
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled by `_collect`
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}"
+            f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}",
+            episode.index,
         ) from error
+    if (count := episode.forgotten()) > 0:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
+            f"not wait for, on the prompt {_brief(episode.prompt)}. Write `await episode.turn(...)`.",
+            episode.index,
+        )
     if not episode.turns:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
-            f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`."
+            f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
+            episode.index,
         )
 
 
-async def _settle(tasks, waiting, episodes, watch) -> None:
+async def _settle(tasks, waiting, episodes, watch, stops: bool) -> None:
     """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
     quiet, pause = 0, _SHORTEST_PAUSE
     watch.begin()
     while True:
-        known = len(waiting)
+        known = len(waiting), _count_busy(episodes)
         await asyncio.sleep(0)
-        quiet = quiet + 1 if len(waiting) == known else 0
+        # A function that has just come back takes some rounds until its branch requests a turn
+        quiet = quiet + 1 if (len(waiting), _count_busy(episodes)) == known else 0
         if quiet < _QUIET_ROUNDS:
             continue
         # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
         blocked = {request.episode.index for request in waiting if not request.episode.busy}
         elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
-        if not elsewhere or any(task.done() and task.exception() for task in tasks):
+        if not elsewhere or (stops and any(map(_has_failed, tasks))):
             return
         watch.look(episodes, elsewhere)
         # A workflow awaits something else, such as a web service: check again after a short pause.
@@ -207,17 +267,23 @@ async def _settle(tasks, waiting, episodes, watch) -> None:
         quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
 
 
+def _count_busy(episodes: Sequence[LiveEpisode]) -> int:
+    return sum(episode.busy for episode in episodes)
+
+
 class _Watch:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
-    def __init__(self, workflow: Runs, patience: float | None):
-        self._workflow = workflow
+    def __init__(self, workflow: Runs, patience: float | None, limit: TimeLimit | None):
+        self._workflow, self._limit = workflow, limit
         self._patience = patience
         # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
         self._since: dict[Any, float] = {}
 
     def begin(self) -> None:
         self._since.clear()  # the time of generation does not count
+        if self._limit is not None:
+            self._limit.restart()
 
     def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
         """
@@ -230,6 +296,8 @@ class _Watch:
         Raises:
             EpisodeError: an episode has waited for too long.
         """
+        if self._limit is not None:
+            self._limit.restart()  # the event loop is not blocked
         if self._patience is None:
             return
         now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
@@ -250,7 +318,8 @@ class _Watch:
                     f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
                     f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
                     f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
-                    "a larger `workflow_timeout`."
+                    "a larger `workflow_timeout`.",
+                    episode.index,
                 )
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -62,12 +62,14 @@ class Setting:
         tools (`Mapping[str, Sequence[Callable]]`): functions that each agent may call in its turns.
         limits ([`ToolLimits`]): limits of calls of tools.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+        max_turns (`int`, *optional*): largest number of turns of an episode.
     """
 
     agents: tuple[str, ...]
     tools: Mapping[str, Sequence[Callable]] = dataclasses.field(default_factory=dict)
     limits: ToolLimits = dataclasses.field(default_factory=ToolLimits)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    max_turns: int | None = None
 
 
 class LiveEpisode:
@@ -110,7 +112,8 @@ class LiveEpisode:
         self.busy = 0
         self.calling: list[Call] = []
         self.answered_calls = 0
-        self.limits = setting.limits
+        self.limits, self._max_turns = setting.limits, setting.max_turns
+        self._requested: list[Coroutine[Any, Any, Turn]] = []
         self._speak, self._tools = speak, setting.tools
         self._asked: list[tuple[Seen, ...]] = []
         self.history: list[Seen] = []
@@ -153,13 +156,13 @@ class LiveEpisode:
         """Number of turns that have gone into the environment."""
         return len(self._fed)
 
-    async def turn(
+    def turn(
         self,
         agent: str,
         sees: Sequence[Seen] | None = None,
         tools: Sequence[Callable] | None = None,
         rounds: int | None = None,
-    ) -> Turn:
+    ) -> Coroutine[Any, Any, Turn]:
         """
         Request a turn from an agent and wait for it. If the turn calls tools, the agent generates another turn with
         the results, until a turn calls none. The final turn is returned. By default, the turns with tool calls are
@@ -180,7 +183,28 @@ class LiveEpisode:
 
         Raises:
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
+            RuntimeError: The episode has `max_episode_turns` turns already.
         """
+        requested = self._take_turn(agent, sees, tools, rounds)
+        waiting = [one for one in self._requested if inspect.getcoroutinestate(one) != inspect.CORO_CLOSED]
+        self._requested = [*waiting, requested]
+        return requested
+
+    def forgotten(self) -> int:
+        """Number of turns that were requested and never awaited. They are given up."""
+        never = [one for one in self._requested if inspect.getcoroutinestate(one) == inspect.CORO_CREATED]
+        for one in never:
+            one.close()
+        return len(never)
+
+    async def _take_turn(
+        self, agent: str, sees: Sequence[Seen] | None, tools: Sequence[Callable] | None, rounds: int | None
+    ) -> Turn:
+        if self._max_turns is not None and len(self.turns) >= self._max_turns:
+            raise RuntimeError(
+                f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
+                "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
+            )
         seen = tuple(self._seen(agent, sees, "turn"))
         self._horizon = None  # the episode continues after `cut`
         of_environment = list(tools or ())

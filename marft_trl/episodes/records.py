@@ -219,6 +219,7 @@ class Episode:
         environment (`Any`): the environment that it was played in, or `None`.
         final_turns (`Mapping[int, int]`): for each turn that called tools and that its agent went on from, the
             position of the turn that the agent ended with.
+        failure (`str`, *optional*): why the episode was skipped (`on_episode_error="skip"`). It has no turns then.
     """
 
     prompt: str | Messages
@@ -236,6 +237,7 @@ class Episode:
     overflowed: bool = False
     environment: Any = None
     final_turns: Mapping[int, int] = field(default_factory=dict)
+    failure: str | None = None
 
     def __repr__(self) -> str:
         # Every turn names all that it was shown

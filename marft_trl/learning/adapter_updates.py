@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..processes import Processes
 from ..run_metrics import Metrics
-from ..trainer.trl_seams import TrlState
+from ..seams.runs import restart_schedule, schedule_of_any_length
+from ..seams.trl import TrlState
 from ..weights.policies import Policies
 from . import gradients
 from .critic import Critic
@@ -131,6 +132,28 @@ class AdapterUpdates:
                 f"The optimizer passed in `optimizers=` does not have the parameters of {missing}, so these adapters "
                 "would not train. Adapters are created by the trainer: leave `optimizers` out and set `optim`, "
                 "`learning_rate` and `AgentSpec(learning_rate=...)`, or pass a `PeftModel` that has the adapters."
+            )
+
+    @contextlib.contextmanager
+    def loading(
+        self, optimizer: Any, scheduler: Any, source_of: Callable[[str], str | None] | None = None
+    ) -> Iterator[None]:
+        """
+        Context manager: the state of the optimizer and of the scheduler is loaded. Learning rates, weight decay and
+        schedule are those of the run, at the step of the checkpoint.
+
+        Args:
+            optimizer, scheduler: of the trainer.
+            source_of (`Callable`, *optional*): name that an adapter has in the checkpoint; `None` if it starts anew.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)
+        rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
+        with gradients.checked_groups(inner, source_of), schedule_of_any_length(scheduler):
+            yield
+        if not restart_schedule(scheduler, rates):
+            logger.warning(
+                f"The learning rate of a resumed run follows the state of its {type(scheduler).__name__}; a changed "
+                "`learning_rate` has no effect on it."
             )
 
     # ---- The beginning and the end of an optimizer step ----

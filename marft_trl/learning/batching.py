@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import pad
 
+from ..seams.trl import OLD_LOGPS
 from ..shared_prefix.prefixes import Cluster, clusters
-from ..trainer.trl_seams import OLD_LOGPS
 from .data import MicroBatch, Row, Slice
 from .levels import Level
 

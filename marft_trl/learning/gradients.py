@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -110,16 +111,71 @@ def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameter
     ]
 
 
+# Settings of a parameter group that come from the training arguments. Others may be the optimizer's own state.
+_SETTINGS = ("weight_decay", "betas", "eps", "momentum", "initial_lr")
+
+
 @contextlib.contextmanager
-def checked_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager: loading a state into an optimizer raises unless it belongs to its parameter groups."""
-    hook = optimizer.register_load_state_dict_pre_hook(
-        lambda mine, saved: check_groups(saved["param_groups"], mine.param_groups)
-    )
+def checked_groups(
+    optimizer: torch.optim.Optimizer, source_of: Callable[[str], str | None] | None = None
+) -> Iterator[None]:
+    """
+    Context manager: a state that is loaded into an optimizer must belong to its parameter groups. Settings of the
+    groups stay those of the optimizer.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): the optimizer.
+        source_of (`Callable`, *optional*): name that an adapter has in the state, or `None` if it starts anew. If left
+            out, the groups must be the same.
+    """
+    settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
+
+    def prepare(mine: torch.optim.Optimizer, saved: dict) -> dict | None:
+        if source_of is not None:
+            return matched_state(saved, mine.param_groups, source_of)
+        check_groups(saved["param_groups"], mine.param_groups)
+        return None
+
+    hook = optimizer.register_load_state_dict_pre_hook(prepare)
     try:
         yield
     finally:
         hook.remove()
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
+def matched_state(saved: dict, current: Sequence[dict], source_of: Callable[[str], str | None]) -> dict:
+    """
+    The saved optimizer state in the order of the current parameter groups. Groups without a saved one start anew.
+
+    Args:
+        saved (`dict`): state of an optimizer with one group per adapter.
+        current (`Sequence[dict]`): parameter groups.
+        source_of (`Callable`): name that an adapter has in the saved state; `None` if it starts anew.
+
+    Raises:
+        ValueError: an adapter has another number of tensors.
+    """
+    theirs = {group.get("adapter"): group for group in saved["param_groups"]}
+    groups: list[dict] = []
+    state: dict[int, Any] = {}
+    position = 0
+    for group in current:
+        source = source_of(str(group.get("adapter")))
+        kept = theirs.get(source) if source is not None else None
+        indices = list(range(position, position + len(group["params"])))
+        position += len(indices)
+        if kept is not None:
+            check_groups([{**kept, "adapter": group.get("adapter")}], [group])
+            state |= {
+                new: saved["state"][old]
+                for new, old in zip(indices, kept["params"], strict=True)
+                if old in saved["state"]
+            }
+        own = {key: value for key, value in (kept or group).items() if key not in ("params", "adapter")}
+        groups.append({**own, "params": indices, "adapter": group.get("adapter")})
+    return {**saved, "param_groups": groups, "state": state}
 
 
 def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from .. import functional
-from ..trainer.trl_seams import OLD_LOGPS
+from ..seams.trl import OLD_LOGPS
 from .data import MicroBatch, Row
 
 

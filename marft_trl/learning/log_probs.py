@@ -18,8 +18,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
+from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
-from ..trainer.trl_seams import ScoringTemperature
 from ..weights.policies import Policies
 from .batching import Collator
 from .data import MicroBatch, Row

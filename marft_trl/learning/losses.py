@@ -13,7 +13,7 @@ from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..run_metrics import Metrics, StepMetrics
-from ..trainer.trl_seams import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
+from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
 from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights

@@ -17,7 +17,7 @@ from ..processes import Processes
 from ..randomness import UserRandomness
 from ..rollout.rollouts import Rollout
 from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
-from ..trainer.trl_seams import TrlRewards, TrlSettings, TrlState
+from ..seams.trl import TrlRewards, TrlSettings, TrlState
 from .evaluation import EvalMetric, measure_answers, summarize
 from .transcripts import Advantage, Transcript, html_page
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..trainer.trl_seams import forward_in_precision, generation_defaults
+from ..seams.models import forward_in_precision, generation_defaults
 from .generator import Sampling
 
 

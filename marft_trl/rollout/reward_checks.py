@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
@@ -12,9 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
+from ..watchdog import TookTooLong, time_limit
+from .failures import Failures, OnFailure, call_reward, finished, wait_here
+
+
+# Squares of larger rewards have no place in single precision, so the deviation of a group would be infinite
+MAX_REWARD = 1e15
 
 
 def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
@@ -87,22 +95,41 @@ def _required_arguments(func: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
 
 
-def checked_reward(func):
+def checked_reward(func, policy: OnFailure | None = None, failures: Failures | None = None):
     """
-    Wrap a reward function so that its results are checked: one finite number or `None` per completion.
+    Wrap a reward function so that its time is limited and its results are checked: one finite number or `None` per
+    completion.
 
     Models and names of models are returned unchanged. The wrapper keeps the name of the function, passes copies of the
-    lists to it, and is asynchronous if the function is.
+    lists and of the trainer's state to it, and is asynchronous if the function is.
+
+    Args:
+        func (`Callable`, `nn.Module` or `str`): the reward function.
+        policy ([`OnFailure`], *optional*): what happens if it fails; by default its error ends the run.
+        failures ([`Failures`], *optional*): gets what was skipped.
     """
     if isinstance(func, (str, nn.Module)):
         return func
-    name = get_callable_name(func)
+    name, policy, failures = get_callable_name(func), policy or OnFailure(), failures or Failures()
 
     async def later(**kwargs):
-        return check_scores(await func(**_copies(kwargs)), name, len(kwargs["prompts"]))
+        async def call(positions):
+            scores = func(**_arguments(kwargs, positions))
+            try:
+                scores = await asyncio.wait_for(scores, policy.timeout)
+            except TimeoutError as error:
+                raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
+            return check_scores(scores, name, len(positions))
+
+        return await call_reward(call, len(kwargs["prompts"]), name, policy, failures, asyncio.sleep)
 
     def now(**kwargs):
-        return check_scores(func(**_copies(kwargs)), name, len(kwargs["prompts"]))
+        async def call(positions):
+            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)):
+                scores = func(**_arguments(kwargs, positions))
+            return check_scores(scores, name, len(positions))
+
+        return finished(call_reward(call, len(kwargs["prompts"]), name, policy, failures, wait_here))
 
     wrapper: Callable = later if is_async_callable(func) else now
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
@@ -110,13 +137,51 @@ def checked_reward(func):
     return wrapper
 
 
-def _copies(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Copy the lists among the arguments, so that a function that sorts or clears them does not affect the trainer."""
-    copies = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+def _too_long(name: str, seconds: float | None, where: str) -> str:
+    return (
+        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Give what it "
+        "waits for a time limit of its own, or set a larger `reward_timeout`."
+    )
+
+
+def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """
+    Arguments for some of the completions. Lists and the state of the trainer are copies, so that a function that sorts
+    or sets them does not affect the trainer.
+    """
+    count = len(kwargs["prompts"])
+    arguments = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    if len(positions) < count:
+        for key, value in arguments.items():
+            if isinstance(value, list) and len(value) == count:
+                arguments[key] = [value[index] for index in positions]
+            elif key in ("log_extra", "log_metric"):  # take one value per completion and call
+                arguments[key] = _log_nothing
     for key in ("prompts", "completions", "completion_ids", "turns"):
-        if key in copies:
-            copies[key] = [_copy(item) for item in copies[key]]
-    return copies
+        if key in arguments:
+            arguments[key] = [_copy(item) for item in arguments[key]]
+    if isinstance(arguments.get("trainer_state"), TrainerState):
+        arguments["trainer_state"] = ReadOnlyState.of(arguments["trainer_state"])
+    return arguments
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of `log_extra` and `log_metric`."""
+
+
+class ReadOnlyState(TrainerState):
+    """The trainer's state as reward functions are shown it. It cannot be set."""
+
+    @classmethod
+    def of(cls, state: TrainerState) -> ReadOnlyState:
+        """A copy of a state."""
+        copy = cls.__new__(cls)
+        copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
+        copy.__dict__.update(copies)
+        return copy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"`trainer_state.{name}` cannot be set by a reward function: it is the trainer's.")
 
 
 def _copy(item: Any) -> Any:
@@ -171,9 +236,10 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
             f"The reward function `{name}` returned {score!r} of type {type(score).__name__} for completion {index}; "
             "it must be a number, or None where the function does not apply."
         )
-    if not math.isfinite(score) or abs(score) > torch.finfo(torch.float32).max:
+    if not math.isfinite(score) or abs(score) > MAX_REWARD:
         raise ValueError(
             f"The reward function `{name}` returned {float(score)!r} for completion {index}. Training on it would "
-            "destroy the weights or silence its group. Return a finite number, or None to leave the completion out."
+            f"destroy the weights or silence its group. Return a finite number of at most {MAX_REWARD:g} in "
+            "magnitude, or None to leave the completion out."
         )
     return float(score)

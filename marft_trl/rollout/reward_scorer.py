@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,7 +13,10 @@ from trl import is_conversational
 
 from ..episodes.records import Episode, Turn
 from ..functional import team_rewards
+from ..processes import Processes
 from ..randomness import UserRandomness
+from ..watchdog import time_limit
+from .failures import Failures, OnFailure
 from .reward_checks import checked_reward
 
 
@@ -26,6 +30,9 @@ class RewardFunctions(Protocol):
     def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         """Rewards `(E, F)` of the completions of all processes."""
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Context manager: rewards are those of this process."""
+
     def locally(self, functions: Sequence[Callable] | None = None) -> AbstractContextManager[None]:
         """Context manager: rewards are those of this process, by other functions if some are given."""
 
@@ -38,17 +45,46 @@ class RewardScorer:
         rewards ([`RewardFunctions`]): the reward functions of the team.
         of_agents (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
         randomness ([`UserRandomness`]): random states of users' code.
+        policy ([`OnFailure`], *optional*): what happens if a function fails.
+        failures ([`Failures`], *optional*): gets what was skipped.
+        processes ([`Processes`], *optional*): the processes of the run.
     """
 
     def __init__(
-        self, rewards: RewardFunctions, of_agents: Mapping[str, Sequence[Callable]], randomness: UserRandomness
+        self,
+        rewards: RewardFunctions,
+        of_agents: Mapping[str, Sequence[Callable]],
+        randomness: UserRandomness,
+        policy: OnFailure | None = None,
+        failures: Failures | None = None,
+        processes: Processes | None = None,
     ):
-        self._rewards, self._randomness = rewards, randomness
-        self._of_agents = {name: [checked_reward(func) for func in its] for name, its in of_agents.items()}
+        self._rewards, self._randomness, self._processes = rewards, randomness, processes
+        self._policy = policy or OnFailure()
+        self._of_agents = {
+            name: [checked_reward(func, policy, failures) for func in its] for name, its in of_agents.items()
+        }
 
     def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
-        return self._score([as_row(episode) for episode in episodes], [_answer_of(episode) for episode in episodes])
+        if self._processes is None:
+            return self._of_scorable(episodes)
+        with self._processes.together(), self._rewards.alone():
+            own = self._of_scorable(episodes)
+        return self._processes.join(own)
+
+    def _of_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
+        """Rewards of the episodes; NaN for those that were skipped."""
+        kept = [index for index, episode in enumerate(episodes) if episode.failure is None]
+        if not kept:
+            return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
+        some = [episodes[index] for index in kept]
+        scores = self._score([as_row(episode) for episode in some], [_answer_of(episode) for episode in some])
+        if len(kept) == len(episodes):
+            return scores
+        rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
+        rewards[kept] = scores
+        return rewards
 
     def of_team(self, per_func: torch.Tensor) -> torch.Tensor:
         """Weighted sum `(E,)` of rewards `(E, F)`, NaN where nothing scored an episode."""
@@ -59,7 +95,7 @@ class RewardScorer:
         if not episodes:
             return torch.zeros(0)
         with self._rewards.locally():
-            return self.of_team(self.of_batch(episodes)).cpu()
+            return self.of_team(self._of_scorable(episodes)).cpu()
 
     def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
         """
@@ -101,7 +137,8 @@ class RewardScorer:
         completions: list[Any] = [turn.text for turn in answers]
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        with self._randomness.theirs():
+        total = None if self._policy.timeout is None else self._policy.timeout * (len(self._rewards.weights) + 1)
+        with self._randomness.theirs(), time_limit(total, functools.partial(_blocked, total)):
             return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
 
 
@@ -121,3 +158,10 @@ def _answer_of(episode: Episode) -> Turn:
     if episode.answer is None:
         raise ValueError(f"Episode {episode.index} has no turn that could be scored.")
     return episode.answer
+
+
+def _blocked(seconds: float | None, where: str) -> str:
+    return (
+        f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous one "
+        "may block the event loop: await what takes long, or set a larger `reward_timeout`."
+    )

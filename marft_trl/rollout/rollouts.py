@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from ..episodes.records import Episode
 from ..processes import Processes
 from ..rewards import environment_reward
 from ..run_metrics import Metrics
-from ..trainer.trl_seams import TrlRewards
+from ..seams.trl import TrlRewards
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
+from .failures import Failures, OnFailure, run_episodes
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner
@@ -67,6 +69,7 @@ class Rollouts:
         uses_tools (`bool`): whether agents may call tools.
         metrics ([`Metrics`]): get counts of the workflow and of the model's window.
         processes ([`Processes`]): the processes of the run.
+        failures ([`Failures`]): what was skipped or tried again.
     """
 
     def __init__(
@@ -82,7 +85,10 @@ class Rollouts:
         uses_tools: bool,
         metrics: Metrics,
         processes: Processes,
+        failures: Failures,
     ):
+        self._failures, self._policy = failures, OnFailure.of(args)
+        self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._reach, self._args = workflow, reach, args
         self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
@@ -96,12 +102,14 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
         counted = {mode: sorted(names) for mode, names in self._counted.items()}
-        return {"unscored_in_a_row": self._unscored_in_a_row, "counted": counted}
+        failed = {mode: sorted(names) for mode, names in self._failed.items()}
+        return {"unscored_in_a_row": self._unscored_in_a_row, "counted": counted, "failed": failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
         self._unscored_in_a_row = state["unscored_in_a_row"]
         self._counted = {mode: set(names) for mode, names in state["counted"].items()}
+        self._failed = {mode: set(names) for mode, names in state.get("failed", self._failed).items()}
 
     def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
         """
@@ -119,13 +127,38 @@ class Rollouts:
         self._alternatives.take_generated()
         self._alternatives.take_nodes()
         branching = self._uses_candidates and training
-        episodes = self._runner.run(rows, self._alternatives.answer_with_candidates if branching else None)
+        run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)
+        with self._processes.together():
+            episodes = run_episodes(run, rows, self._policy, self._failures)
         self._log(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
         self._check_rewards(per_func, training)
+        self._check_skipped(per_func.size(0))
         first = self._processes.index * len(rows)
         return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._alternatives.take_nodes())
+
+    def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
+        return self._runner.run(rows, answer, failures=failures)
+
+    def _check_skipped(self, count: int) -> None:
+        """Report what was skipped or tried again, and end the run if it is too much."""
+        everywhere = self._processes.gather([self._failures.take()])
+        total: Counter[str] = Counter()
+        for counts, _ in everywhere:
+            total.update(counts)
+        names = self._failed[self._metrics.mode]
+        names |= set(total)
+        for name in sorted(names):  # 0 where it did not happen this time
+            self._metrics.add(name, total[name] / count)
+        most = self._args.max_skipped_share
+        for name, number in total.items():
+            if name.endswith("/skipped") and number > most * count:
+                last = next(error for _, error in everywhere if error)
+                raise RuntimeError(
+                    f"`{name}`: {number} of {count} episodes of a generation batch were skipped, more than "
+                    f"`max_skipped_share={most:g}` allows. The latest error: {last}"
+                )
 
     def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
         if not self._workflow.earns and any(any(episode.earned) for episode in episodes):

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
-from ..episodes.collector import Request, collect
+from ..episodes.collector import EpisodeError, Request, collect
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
@@ -41,6 +41,7 @@ class EpisodeRunner:
         aliases (`Mapping[str, str]`): names that agents are shown of one another, if they differ from their own.
         patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is
             neither a turn nor a tool.
+        max_turns (`int`, *optional*): largest number of turns of an episode.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class EpisodeRunner:
         uses_tools: bool = False,
         aliases: Mapping[str, str] | None = None,
         patience: float | None = None,
+        max_turns: int | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow = workflow
@@ -63,7 +65,7 @@ class EpisodeRunner:
         self._tokenizer = tokenizer
         self._ends = tuple(ends)
         self._limits, self._uses_tools = limits, uses_tools
-        self._aliases, self._patience = dict(aliases or {}), patience
+        self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self.options: dict[str, Any] = {}  # further options of the generator
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
@@ -72,6 +74,7 @@ class EpisodeRunner:
         rows: Sequence[dict[str, Any]],
         answer: Callable[[Sequence[Request]], Sequence[Completion | EndOfEpisode]] | None = None,
         reruns: Sequence[Rerun] | None = None,
+        failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
         """
         One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
@@ -80,17 +83,19 @@ class EpisodeRunner:
             rows (`Sequence[dict]`): dataset rows with a `prompt`.
             answer (`Callable`, *optional*): turns requests into completions, in place of [`~EpisodeRunner.answer`].
             reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode that is run again.
+            failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail, while the others
+                go on. If left out, the first error ends all.
         """
         answer = answer or self.answer
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
-        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases)
+        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases, self._max_turns)
 
         def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
             with self.randomness.ours():
                 return answer(requests)
 
         with self.randomness.theirs():
-            return collect(self._workflow, rows, setting, answered, reruns, patience=self._patience)
+            return collect(self._workflow, rows, setting, answered, reruns, self._patience, failures)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

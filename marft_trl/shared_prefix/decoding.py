@@ -25,7 +25,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode, logits_process
 
-from ..trainer.trl_seams import pad_token_of
+from ..seams.models import pad_token_of
 from .forward import RepeatedLayer, prefill, shared_pass
 from .prefixes import Cluster, plan_passes
 

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..trainer.trl_seams import checkpointing_with_caches, fused_head
+from ..seams.models import checkpointing_with_caches, fused_head
 from .prefixes import Cluster, plan_passes
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The trainer. Its names are imported when first used, so that every module can import `trl_seams`."""
+"""The trainer. Its names are imported when first used, so that a light import stays light."""
 
 from __future__ import annotations
 

@@ -1,37 +1,38 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Saving and loading a team: the adapters, and the training state that the `Trainer` does not save."""
+"""Checkpoints of a team: what is saved beside the files of the `Trainer`, when a checkpoint counts, and resuming."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..agents import AgentSpec
+from ..checkpoints import commit as commits
+from ..checkpoints.changes import ResumeChanges, check_structure, tunables
+from ..checkpoints.commit import CheckpointError, Commit
+from ..checkpoints.run_folder import RunFolder
 from ..configs import MARFTConfig
 from ..learning.critic import Critic
-from ..learning.data import Row, Slice
 from ..learning.schedules import Schedule
 from ..manifest import TeamManifest
+from ..processes import Processes
+from ..randomness import RandomStates
+from ..seams.trl import TrlState
 from ..weights.adapters import load_adapter_weights
 from ..weights.policies import Policies
 from ..weights.references import load_references, save_references
-from .trl_seams import TrlState
+from .run_settings import RunSettings
+from .stored_rows import load_rollouts, save_rollouts
 
 
 logger = get_logger(__name__)
-
-ROLLOUTS_NAME = "marft_rollouts_{rank}"
 
 
 class Stateful(Protocol):
@@ -46,8 +47,8 @@ class Stateful(Protocol):
 
 class Checkpoints:
     """
-    Saves and loads what a resumed run needs and the Trainer forgets: the training rows in use, the position in them,
-    the references, and the state of every owner.
+    Writes checkpoints that count only when they are complete, and loads what a resumed run needs and the Trainer
+    forgets: the training rows in use, the position in them, the references, and the state of every owner.
 
     Args:
         state ([`TrlState`]): position and training rows.
@@ -59,7 +60,9 @@ class Checkpoints:
         critic ([`Critic`], *optional*): loaded beside the adapters.
         agents (`Sequence[AgentSpec]`): the team.
         anonymous (`str`, *optional*): kind of the anonymous ablation.
-        args ([`MARFTConfig`]): index and number of processes, `sync_ref_model`.
+        settings ([`RunSettings`]): what decides the results of the run.
+        args ([`MARFTConfig`]): folder, `save_total_limit`, `sync_ref_model`, `resume_changes`.
+        processes ([`Processes`]): the processes of the run.
     """
 
     def __init__(
@@ -73,56 +76,231 @@ class Checkpoints:
         critic: Critic | None,
         agents: Sequence[AgentSpec],
         anonymous: str | None,
+        settings: RunSettings,
         args: MARFTConfig,
+        processes: Processes,
     ):
         self.owners = dict(owners)
+        self.folder = RunFolder(args.output_dir or ".")
+        self.changes = ResumeChanges.of(args.resume_changes)
         self._state, self._schedule = state, schedule
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
-        self._agents, self._anonymous, self._args = agents, anonymous, args
+        self._agents, self._anonymous, self._settings = agents, anonymous, settings
+        self._args, self._processes = args, processes
+        self._random = RandomStates(processes.device)
+        self._remembered: dict[str, Any] | None = None
+        self._window: dict[str, Any] | None = None
+
+    # ---- Writing ----
+
+    @contextlib.contextmanager
+    def saving(self, folder: Path) -> Iterator[None]:
+        """
+        Context manager around the `Trainer`'s own saving: the checkpoint counts when all processes have written their
+        files.
+
+        Args:
+            folder (`Path`): folder of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, or holds weights that are not finite.
+        """
+        run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
+        run_folder.run = self.folder.run or "unnamed"
+        try:
+            with self._processes.together():
+                self._check_weights()
+                if self._args.should_save:
+                    run_folder.open(int(folder.name.rpartition("-")[2]))
+            with self._processes.together():
+                yield
+            with self._processes.together():
+                if self._args.should_save:
+                    run_folder.close(folder, self._settings.collect())
+                    run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
+        except Exception as error:
+            if self._args.should_save:
+                run_folder.abandon(folder)
+            raise self._failed(folder, run_folder, error) from error
+
+    def _failed(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
+        standing = run_folder.standing()
+        left = (
+            f"{standing} is complete, and the run goes on from it"
+            if standing is not None
+            else "No checkpoint of this run is complete, so the run starts from the beginning"
+        )
+        return CheckpointError(
+            f"{folder} could not be written: {type(error).__name__}: {error}. {left} when the same command is started "
+            "again with `resume_from_checkpoint=True`. What was written of the failed checkpoint was removed."
+        )
+
+    def _check_weights(self) -> None:
+        for name in self._policies.trained:
+            parameters = self._policies.parameters(name).items()
+            broken = next((key for key, value in parameters if not value.detach().isfinite().all()), None)
+            if broken is not None:
+                raise FloatingPointError(
+                    f"The weights of {name!r} are not finite ({broken}), so they are not saved. Lower the learning "
+                    "rate and go on from an earlier checkpoint."
+                )
 
     def save(self, folder: str | Path) -> None:
         """Write the state of this process into a checkpoint. Every process calls it."""
-        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
-        slices = None if is_spent else self._state.slices
-        extra = {name: owner.state_dict() for name, owner in self.owners.items()}
         rank, world_size = self._args.process_index, self._args.world_size
-        save_rollouts(folder, rank, world_size, self._state.micro_step, slices, extra)
+        own = self._own_state()
+        save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
+
+    def _own_state(self) -> dict[str, Any]:
+        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
+        extra = {name: owner.state_dict() for name, owner in self.owners.items()}
+        return {
+            "micro_step": self._state.micro_step,
+            "slices": None if is_spent else self._state.slices,
+            "extra": {**extra, "window": self._state.window()},
+        }
+
+    # ---- A checkpoint of the last complete step, after a failure in the next one ----
+
+    def remember(self) -> None:
+        """Keep what a checkpoint of this step would hold, besides weights and optimizer, which change at its end."""
+        self._remembered = {
+            "step": self._state.optimizer_step,
+            "random": self._random.capture(),
+            **self._own_state(),
+        }
+
+    def save_remembered(self, save: Callable[[], None]) -> bool:
+        """
+        Save the last complete step, after the next one has failed.
+
+        Args:
+            save (`Callable`): saves a checkpoint of the present state.
+
+        Returns: whether a checkpoint of that step stands now.
+        """
+        kept = self._remembered
+        if kept is None or kept["step"] != self._state.optimizer_step:
+            return False  # nothing was completed, or the failure came after the weights had changed
+        standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
+        if standing is not None and standing.name == f"checkpoint-{kept['step']}":
+            return True
+        self._random.restore(kept["random"])
+        self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
+        self._load_owners(kept["extra"])
+        self.open_window()
+        save()
+        return True
+
+    # ---- Resuming ----
+
+    def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
+        """
+        The checkpoint to resume from, the same on all processes, after its files and settings have been checked.
+
+        Args:
+            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): `True` for the newest complete one of this
+                run, if there is one.
+
+        Raises:
+            DamagedCheckpoint: a checkpoint that was named is damaged.
+            ValueError: the run differs from that of the checkpoint in a way that was not announced.
+        """
+        with self._processes.together():
+            chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
+        return self._processes.broadcast(chosen)
+
+    def _choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
+        if not resume_from_checkpoint:
+            self.folder.start()
+            return None
+        if resume_from_checkpoint is True:
+            found = self.folder.newest()
+            if found is None:
+                logger.warning(
+                    f"There is no complete checkpoint in {self.folder.path}: training starts from the beginning."
+                )
+                self.folder.start(is_meant=False)
+                return None
+            folder, commit = found
+            logger.info(f"Resuming from {folder}.")
+        else:
+            folder = Path(resume_from_checkpoint)
+            if not folder.is_dir():
+                raise FileNotFoundError(f"There is no checkpoint {folder}.")
+            commit = self._verified(folder)
+        self.check_settings(commit, folder)
+        is_own = folder.resolve().parent == self.folder.path.resolve()
+        if is_own and commit.run:
+            self.folder.go_on(commit.run)
+        else:
+            self.folder.start()
+        return str(folder)
+
+    @staticmethod
+    def _verified(folder: Path) -> Commit:
+        if not (folder / commits.COMMIT_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
+            logger.warning(
+                f"{folder} has no {commits.COMMIT_NAME}, as checkpoints written by earlier versions: its files cannot "
+                "be verified."
+            )
+            return Commit("", -1)
+        return commits.verify(folder)
+
+    def check_settings(self, commit: Commit, folder: Path) -> None:
+        """Refuse structural changes since a checkpoint, and announce the others."""
+        saved, present = commit.settings, self._settings.collect()
+        if not saved:
+            return
+        self.changes.check_names(_names_of(saved), _names_of(present))
+        for line in check_structure(saved, present, self.changes, folder):
+            logger.warning(f"Changed since {folder.name}: {line}. The resumed run is not bit for bit the one before.")
+        for name, then, now in tunables(saved, present):
+            logger.warning(f"Changed since {folder.name}, effective now: {name}: {then} -> {now}.")
 
     def load(self, folder: str | Path) -> None:
         """Go on from the state of this process in a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
-        restored = load_rollouts(folder, self._args.process_index, self._args.world_size)
+        is_changed = not self.changes.is_empty
+        restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:
             return
-        self._state.micro_step, self._state.slices, extra = restored
+        self._state.micro_step, slices, extra = restored
+        self._state.slices = None if is_changed else slices  # rows of a changed run are sampled anew
+        self._load_owners(extra)
+
+    def _load_owners(self, extra: dict[str, Any]) -> None:
         if "entropy_control" in extra:  # of a version before 0.2
             extra["updates"] = {"entropy_control": extra["entropy_control"]}
         for name, owner in self.owners.items():
             if name in extra:
                 owner.load_state_dict(extra[name])
+        self._window = extra.get("window")
+
+    def open_window(self) -> None:
+        """Go on with what was measured since the last log. The Trainer clears it after [`load`]."""
+        if self._window is not None:
+            self._state.open_window(self._window)
+            self._window = None
+
+    @property
+    def source_of(self) -> Callable[[str], str | None] | None:
+        """Name that an adapter has in the checkpoint, where the team was changed on purpose; else `None`."""
+        return None if self.changes.is_empty else self.changes.source_of
 
     def load_weights(self, folder: str | Path) -> None:
         """Load the adapters of the team and the critic from a checkpoint, in place."""
-        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)
+        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous, self.changes)
         if self._critic is not None:
             self._critic.load(folder)
 
-    def remove_incomplete(self, folder: Path) -> None:
-        """Remove a checkpoint that a killed run left: old and new files must not mix."""
-        if self._args.should_save and folder.exists() and not is_complete(folder):
-            shutil.rmtree(folder)
 
-    def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | bool | None:
-        """
-        The checkpoint to resume from. For `True` the parent takes the newest folder, also one that a killed run left
-        half written, and needs one.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete(self._args.output_dir or ".")
-        return str(resume_from_checkpoint) if isinstance(resume_from_checkpoint, Path) else resume_from_checkpoint
+def _names_of(settings: Mapping[str, Any]) -> set[str]:
+    """Names of the agents and adapters in recorded settings."""
+    return {*settings.get("agents", {}), *settings.get("adapters", {})}
 
 
 def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
@@ -146,136 +324,34 @@ def load_team_adapters(
     agents: Sequence[AgentSpec],
     folder: str | Path,
     anonymous: str | None = None,
+    changes: ResumeChanges | None = None,
 ) -> None:
     """
     Load every adapter of the team from a checkpoint, in place.
 
     Raises:
-        ValueError: the agents, the adapters or `anonymous` differ from those of the checkpoint.
+        ValueError: the agents, the adapters or `anonymous` differ from those of the checkpoint, or weights are not
+            finite.
     """
+    changes = changes or ResumeChanges()
     manifest = TeamManifest.load(folder)
     if manifest.anonymous != anonymous:
         raise ValueError(
             f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the trainer "
             f"has `anonymous={anonymous or False!r}`. Resume with the same."
         )
-    saved = {agent.name: agent.adapter for agent in manifest.agents}
-    present = {agent.name: agent.adapter for agent in agents}
-    if saved != present or set(manifest.adapters) != set(policies.names):
-        raise ValueError(
-            f"The checkpoint {folder} has the agents and adapters {saved}, but the team is {present}. Resume with the "
-            "team that the checkpoint was written with."
-        )
+    saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
+    changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
     for name in policies.names:
-        load_adapter_weights(model, name, Path(folder) / name)
+        source = changes.source_of(name)
+        if source is not None:
+            load_adapter_weights(model, name, Path(folder) / source)
+            _check_finite(policies, name, folder)
     policies.release()
 
 
-def newest_complete(output_dir: str | Path) -> Path | None:
-    """
-    The newest complete checkpoint, or `None` if there is none.
-
-    The `Trainer` writes `trainer_state.json` last. A checkpoint in which this file is missing or cannot be read is
-    incomplete.
-    """
-    folders = [
-        path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
-    ]
-    folders.sort(key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
-    for folder in folders:
-        if is_complete(folder):
-            return folder
-        logger.warning(f"{folder} was cut short while it was written; looking for an older checkpoint.")
-    logger.warning(f"There is no complete checkpoint in {output_dir}: training starts from the beginning.")
-    return None
-
-
-def is_complete(folder: str | Path) -> bool:
-    """Return `True` if a checkpoint is complete."""
-    try:
-        json.loads((Path(folder) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def save_rollouts(
-    folder: str | Path,
-    rank: int,
-    world_size: int,
-    step: int,
-    slices: Sequence[Slice] | None,
-    extra: dict[str, Any] | None = None,
-) -> None:
-    """
-    Write the training rows in use and the current position in them. A resumed run continues with the same rows.
-
-    Args:
-        folder (`str` or `Path`): folder of the checkpoint.
-        rank (`int`): index of this process.
-        world_size (`int`): number of processes.
-        step (`int`): number of forward and backward passes so far.
-        slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if it is used up.
-        extra (`dict`, *optional*): further state, JSON-serializable.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    described = []
-    for s, slice_ in enumerate(slices or []):
-        rows = []
-        for r, row in enumerate(slice_.rows):
-            plain = dict(vars(row))
-            for name in [name for name, value in plain.items() if isinstance(value, torch.Tensor)]:
-                tensors[f"{s}.{r}.{name}"] = plain.pop(name).detach().cpu().contiguous()
-            rows.append(plain)
-        described.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
-    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
-    save_file(tensors, stem.with_suffix(".safetensors"))
-    used = described if slices is not None else None
-    state = {"world_size": world_size, "step": step, "slices": used, "extra": extra or {}}
-    stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
-
-
-def load_rollouts(
-    folder: str | Path, rank: int, world_size: int
-) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
-    """
-    Load what [`save_rollouts`] wrote.
-
-    Returns: the step, the slices and the further state, or `None` if the checkpoint has no rollouts.
-
-    Raises:
-        ValueError: the checkpoint was written by a different number of processes.
-    """
-    first = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
-    if not first.is_file():
-        return None
-    saved = json.loads(first.read_text(encoding="utf-8"))["world_size"]
-    if saved != world_size:
+def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
+    if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
         raise ValueError(
-            f"The checkpoint {folder} was written by {saved} processes, but there are {world_size}: the rows in use "
-            f"and the random states cannot be divided anew. Resume with {saved} processes, or start a new run from "
-            "the adapters of the checkpoint (`load_adapters`)."
+            f"The weights of the adapter {name!r} in {folder} are not finite. Go on from an earlier checkpoint."
         )
-    stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
-    state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-    if state["slices"] is None:
-        return state["step"], None, state.get("extra", {})
-    tensors = load_file(stem.with_suffix(".safetensors"))
-    slices, number = [], 0
-    for s, described in enumerate(state["slices"]):
-        rows = []
-        for r, plain in enumerate(described.pop("rows")):
-            names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
-            saved = _of_this_version(plain, number)
-            rows.append(Row(**saved, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
-            number += 1
-        slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
-    return state["step"], slices, state.get("extra", {})
-
-
-def _of_this_version(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The fields of a saved row. Before version 0.2, rows had no number and another name for the joint action."""
-    row.setdefault("number", number)
-    if "round" in row:
-        row["joint_action"] = row.pop("round")
-    return row

@@ -24,8 +24,8 @@ from ..reporting.transcripts import Advantage
 from ..rollout.alternatives import Alternatives
 from ..rollout.reach import RewardReach
 from ..rollout.rollouts import Rollout, Rollouts
+from ..seams.trl import TrlSettings
 from ..weights.policies import Policies
-from .trl_seams import TrlSettings
 
 
 class Evaluated(NamedTuple):

@@ -21,7 +21,6 @@ from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
 from ..configs import MARFTConfig, as_marft_config
 from ..dataset_checks import check_datasets
-from ..learning import gradients
 from ..learning.data import Slice
 from ..learning.levels import level_of
 from ..learning.memory import MemoryPlan
@@ -30,8 +29,11 @@ from ..manifest import TeamManifest
 from ..reporting.evaluation import EvalMetric, check_eval_metrics, check_references
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
+from ..rollout.failures import Failures, OnFailure
 from ..rollout.reward_checks import check_rewards, check_turn_rewards, checked_reward
 from ..rollout.views import View, team_view
+from ..seams.runs import EndlessStream, EpochSampler, checkpoint_folder, keeping_checkpoints, saving_only
+from ..seams.trl import configure_parent, without_false_warning, without_printed_table, without_reference
 from ..team import Team
 from ..weights.adapters import add_adapters
 from ..weights.policies import Policies
@@ -40,14 +42,6 @@ from ..workflows import EnvironmentLoop, Workflow
 from . import setup
 from .checkpointing import raise_failed_push
 from .parts import Choices, Parts, assemble
-from .trl_seams import (
-    EpochSampler,
-    checkpoint_folder,
-    configure_parent,
-    without_false_warning,
-    without_printed_table,
-    without_reference,
-)
 
 
 logger = get_logger(__name__)
@@ -157,6 +151,8 @@ class MARFTTrainer(GRPOTrainer):
         check_turn_rewards(turn_rewards, train_dataset)
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
 
+        policy, failures = OnFailure.of(args), Failures()
+
         set_seed(args.seed)  # adapters start at random
         base = setup.load_base(model, args, quantization_config)
         processing_class = setup.load_tokenizer(processing_class, base, args)
@@ -173,7 +169,7 @@ class MARFTTrainer(GRPOTrainer):
         with no_reference, without_false_warning(isinstance(model, str)):
             super().__init__(
                 model=base,
-                reward_funcs=[checked_reward(func) for func in reward_funcs],
+                reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -190,7 +186,8 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases))
+        self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures))
+        self.add_callback(self.parts.run)
 
     # ---- What users call ----
 
@@ -301,10 +298,23 @@ class MARFTTrainer(GRPOTrainer):
     # ---- Saving, resuming and pushing ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        resume_from_checkpoint = self.parts.checkpoints.choose(resume_from_checkpoint)
-        if self.is_world_process_zero():
-            announce([agent.name for agent in self.agents], self.accelerator)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.parts.run.training(resume_from_checkpoint) as checkpoint:
+            if self.is_world_process_zero():
+                announce([agent.name for agent in self.agents], self.accelerator)
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
+        if is_training and isinstance(dataset, IterableDataset):
+            dataset = EndlessStream(dataset)
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.parts.run.after_step()
+
+    def _finalize_training(self, *args, **kwargs):
+        with keeping_checkpoints(self):
+            return super()._finalize_training(*args, **kwargs)
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # The parent looks whether training is over after a step, so a finished run would train one more
@@ -320,9 +330,11 @@ class MARFTTrainer(GRPOTrainer):
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)
 
     def _save_checkpoint(self, model, trial) -> None:
-        self.parts.checkpoints.remove_incomplete(checkpoint_folder(self, trial))
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        folder = checkpoint_folder(self, trial)
+        with self.parts.checkpoints.saving(folder), saving_only(self):
+            super()._save_checkpoint(model, trial)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Called on every process, before the checkpoint is pushed and older ones are removed
@@ -337,7 +349,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with gradients.checked_groups(getattr(self.optimizer, "optimizer", self.optimizer)):
+            with self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.source_of):
                 super()._load_optimizer_and_scheduler(checkpoint)
             self.parts.checkpoints.load(checkpoint)
 

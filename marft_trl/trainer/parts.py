@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
+from ..manifest import BaseModel
 from ..processes import Processes
 from ..randomness import UserRandomness
 from ..reporting.evaluation import EvalMetric
@@ -32,6 +34,7 @@ from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
 from ..rollout.alternatives import Alternatives
+from ..rollout.failures import Failures, OnFailure
 from ..rollout.generator import Generator, Sampling
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
@@ -41,23 +44,18 @@ from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import TransformersGenerator
 from ..rollout.views import View
 from ..run_metrics import Metrics
+from ..seams.models import ScoringTemperature
+from ..seams.runs import save_checkpoint_now
+from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
 from ..weights.fingerprints import describe_base
 from ..weights.policies import Policies
 from ..workflows import Workflow
 from . import setup
 from .checkpointing import Checkpoints, Stateful
 from .experience import Experience
+from .run import Run
+from .run_settings import RunSettings
 from .team_files import TeamFiles
-from .trl_seams import (
-    ScoringTemperature,
-    TrlEngine,
-    TrlLoss,
-    TrlPrompts,
-    TrlRewards,
-    TrlSettings,
-    TrlState,
-    trl_log_probs,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +81,7 @@ class Parts:
         planner ([`Planner`]): what the run will do.
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
+        run ([`Run`]): the course of the run.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
 
@@ -103,6 +102,7 @@ class Parts:
     planner: Planner
     files: TeamFiles
     checkpoints: Checkpoints
+    run: Run
     seeds: random.Random
 
 
@@ -124,6 +124,7 @@ class Choices:
         turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+        failures ([`Failures`]): what users' code has failed in.
     """
 
     args: MARFTConfig
@@ -138,6 +139,7 @@ class Choices:
     turn_rewards: Mapping[str, Sequence[Callable]]
     eval_metrics: Sequence[EvalMetric]
     aliases: Mapping[str, str]
+    failures: Failures
 
 
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
@@ -159,6 +161,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "updates": updates,
         "sequential": sequential,
     }
+    checkpoints = builder.checkpoints(owners)
     return Parts(
         state=builder.state,
         processes=builder.processes,
@@ -176,18 +179,8 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         reporter=reporter,
         planner=planner,
         files=builder.files(planner),
-        checkpoints=Checkpoints(
-            state=builder.state,
-            owners=owners,
-            schedule=choices.schedule,
-            model=trainer.model,
-            ref_model=trainer.ref_model,
-            policies=choices.policies,
-            critic=choices.critic,
-            agents=choices.agents,
-            anonymous=choices.anonymous,
-            args=choices.args,
-        ),
+        checkpoints=checkpoints,
+        run=builder.run(checkpoints),
         seeds=random.Random(choices.args.seed),  # noqa: S311
     )
 
@@ -268,11 +261,19 @@ class _Builder:
             uses_tools=self._uses_tools,
             aliases=choices.aliases,
             patience=args.workflow_timeout,
+            max_turns=args.max_episode_turns,
         )
 
     def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:
         choices, args = self._choices, self._args
-        scorer = RewardScorer(self._functions, choices.turn_rewards, self.randomness)
+        scorer = RewardScorer(
+            self._functions,
+            choices.turn_rewards,
+            self.randomness,
+            OnFailure.of(args),
+            choices.failures,
+            self.processes,
+        )
         reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
         alternatives = Alternatives(self.runner, scorer, choices.policies, args)
         rollouts = Rollouts(
@@ -287,8 +288,54 @@ class _Builder:
             uses_tools=self._uses_tools,
             metrics=self.metrics,
             processes=self.processes,
+            failures=choices.failures,
         )
         return scorer, reach, alternatives, rollouts
+
+    def _describe_base(self) -> BaseModel:
+        return describe_base(
+            self._base,
+            self._tokenizer,
+            self._trainer.chat_template or self._tokenizer.chat_template,
+            revision=(self._args.model_init_kwargs or {}).get("revision"),
+        )
+
+    def checkpoints(self, owners: dict[str, Stateful]) -> Checkpoints:
+        trainer, choices = self._trainer, self._choices
+        settings = RunSettings(
+            args=choices.args,
+            agents=choices.agents,
+            policies=choices.policies,
+            workflow=choices.workflow,
+            critic=choices.critic,
+            model=trainer.model,
+            base=self._describe_base,
+            rewards={"": self._functions.functions, **choices.turn_rewards},
+            weights=self._functions.weights.tolist(),
+            view=lambda: self.runner.prompts.view,
+            dataset=trainer.train_dataset,
+            num_processes=self.processes.count,
+        )
+        return Checkpoints(
+            state=self.state,
+            owners=owners,
+            schedule=choices.schedule,
+            model=trainer.model,
+            ref_model=trainer.ref_model,
+            policies=choices.policies,
+            critic=choices.critic,
+            agents=choices.agents,
+            anonymous=choices.anonymous,
+            settings=settings,
+            args=choices.args,
+            processes=self.processes,
+        )
+
+    def run(self, checkpoints: Checkpoints) -> Run:
+        trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
+        size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
+        save = functools.partial(save_checkpoint_now, self._trainer)
+        return Run(checkpoints, self._args, self.processes, save, checkpoint_size=lambda: size)
 
     def learning(
         self,
@@ -460,12 +507,6 @@ class _Builder:
         trainer, choices = self._trainer, self._choices
         has_adapters = choices.policies.has_adapters
         configs = [trainer.model.peft_config[name] for name in choices.policies.names] if has_adapters else []
-        base = describe_base(
-            self._base,
-            self._tokenizer,
-            trainer.chat_template or self._tokenizer.chat_template,
-            revision=(self._args.model_init_kwargs or {}).get("revision"),
-        )
         return TeamFiles(
             agents=choices.agents,
             workflow=choices.workflow,
@@ -473,7 +514,7 @@ class _Builder:
             critic=choices.critic,
             generator=lambda: self.runner.generator,
             view=lambda: self.runner.prompts.view,
-            base=base,
+            base=self._describe_base(),
             planner=planner,
             max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
             tags=TAGS,

@@ -26,11 +26,11 @@ from ..learning.critic import CRITICS, Critic
 from ..learning.levels import Level
 from ..rewards import environment_reward
 from ..rollout.tool_calls import check_functions, prepare_template
+from ..seams.models import keep_4bit_weights
 from ..tools import ToolLimits, tool_name
 from ..weights.adapters import check_adapter_config
 from ..weights.policies import Policies
 from ..workflows import EnvironmentLoop, Sequential, Workflow
-from .trl_seams import keep_4bit_weights
 
 
 logger = get_logger(__name__)

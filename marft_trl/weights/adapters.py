@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
-from ..trainer.trl_seams import without_adapter_name_warning
+from ..seams.models import without_adapter_name_warning
 
 
 logger = get_logger(__name__)

@@ -8,13 +8,16 @@ import json
 import os
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
 from ..manifest import BaseModel
-from ..trainer.trl_seams import commit_of
+from ..seams.models import commit_of
 
 
+_SAMPLED_ELEMENTS = 64
 # Config fields that describe the origin or the storage of a model, not its architecture
 _NOT_HASHED = frozenset(
     {
@@ -70,6 +73,24 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of a tokenizer's vocabulary and of its special tokens."""
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
     return _sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+
+
+@torch.no_grad()
+def hash_of_weights(model: nn.Module) -> str:
+    """
+    SHA-256 of evenly spaced elements of every weight of the base, adapters left out. It tells bases of the same
+    architecture apart, and costs far less than reading all weights.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name or "modules_to_save" in name:
+            continue
+        flat = parameter.detach().reshape(-1)
+        count = min(flat.numel(), _SAMPLED_ELEMENTS)
+        index = torch.arange(count, device=flat.device) * max(flat.numel() // max(count, 1), 1)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _sha256(data: Any) -> str:

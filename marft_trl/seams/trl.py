@@ -1,52 +1,27 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-Every place where TRL, PEFT, transformers or bitsandbytes is bent, and every private name of TRL that is used outside
-of an override. Each entry says which version it was checked against, what upstream does, and why it is bent. The tests
-that guard the entries are in `tests/test_seams.py`, under the name of the entry.
-
-Nothing of this package is imported here, so that every module may use it.
-"""
+"""The seams of `GRPOTrainer`: its constructor, state, settings, prompts, engine, rewards and loss."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import types
-import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import convert_to_fp32
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import RepeatSampler, add_fused_lm_head, get_callable_name
+from trl.trainer.utils import get_callable_name
+
+from .swapping import swapped
 
 
 logger = get_logger(__name__)
-
-
-@contextlib.contextmanager
-def swapped(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: an object has other attributes. Those that its class had before are its class's again after."""
-    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
-    owner.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del owner.__dict__[name]
-        owner.__dict__.update(own)
-
 
 # ---- TRL: the constructor ----
 
@@ -150,6 +125,11 @@ class TrlState:
         return self._trainer.state.global_step
 
     @property
+    def best_checkpoint(self) -> str | None:
+        """The checkpoint with the best metric."""
+        return self._trainer.state.best_model_checkpoint
+
+    @property
     def accumulation_steps(self) -> int:
         """Number of micro-steps of the present optimizer step; 1 in evaluation."""
         return self._trainer.current_gradient_accumulation_steps if self.is_training else 1
@@ -190,6 +170,30 @@ class TrlState:
     def note_entropy(self, coefficient: float, entropy: float) -> None:
         """Set the coefficient and the entropy that TRL writes into its checkpoints and logs."""
         self._trainer.entropy_coef, self._trainer._last_world_entropy = coefficient, entropy
+
+    def window(self) -> dict[str, Any]:
+        """
+        What was measured since the last log; JSON-serializable. transformers (5.23) and TRL start with an empty window
+        after a resume, so the first log of a resumed run would lack the steps before it.
+        """
+        trainer = self._trainer
+        return {
+            "metrics": {
+                mode: {name: list(its) for name, its in names.items()} for mode, names in self.metrics.items()
+            },
+            "loss": trainer._tr_loss.item() if hasattr(trainer, "_tr_loss") else 0.0,
+            "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
+            "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+        }
+
+    def open_window(self, window: Mapping[str, Any]) -> None:
+        """Go on from a [`window`]. `Trainer` resets its part before `on_train_begin`, so call it then or later."""
+        trainer = self._trainer
+        for mode, names in window["metrics"].items():
+            self.metrics[mode].clear()
+            self.metrics[mode].update({name: list(its) for name, its in names.items()})
+        trainer._tr_loss = torch.full_like(trainer._tr_loss, window["loss"])
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = window["total_loss"], window["last_logged"]
 
     def take_user_metrics(self) -> dict[str, list[float]]:
         """Take the values that reward functions passed to `log_metric`."""
@@ -273,40 +277,6 @@ def without_printed_table(trainer: GRPOTrainer) -> Iterator[None]:
     """
     with swapped(trainer, {"num_completions_to_print": 0}):
         yield
-
-
-class EpochSampler(RepeatSampler):
-    """
-    TRL's `RepeatSampler` (1.16) with an order that depends on the epoch alone, so that a resumed run finds the order
-    of its epoch. Upstream draws on from the generator of the run before. An uninterrupted run gets the same order.
-    """
-
-    @classmethod
-    def of(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
-        """The sampler in place of TRL's; every generation batch is repeated for so many phases."""
-        return cls(
-            sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count * phases,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the random state for `epoch`, counted from 0. accelerate calls this method before each epoch."""
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-
-
-def checkpoint_folder(trainer: GRPOTrainer, trial: Any) -> Path:
-    """
-    The folder that `Trainer._save_checkpoint` (transformers 5.23) is about to write. It has no public name; with a
-    hyperparameter search it lies in the folder of the trial.
-    """
-    return Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 
 # ---- TRL: prompts and generation ----
@@ -425,6 +395,15 @@ class TrlRewards:
         return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
 
     @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """
+        Context manager: rewards are those of this process. TRL gathers them as soon as it has them, so a function that
+        fails on one process would leave the others waiting.
+        """
+        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}):
+            yield
+
+    @contextlib.contextmanager
     def locally(self, functions: Sequence[Callable] | None = None) -> Iterator[None]:
         """
         Context manager: rewards are those of this process `(N, F)`, by other functions if some are given. Processes
@@ -535,166 +514,3 @@ def trl_log_probs(trainer: GRPOTrainer) -> Callable[..., tuple[torch.Tensor, tor
     entropies `(B, T)`, and the auxiliary loss.
     """
     return functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, trainer)
-
-
-class ScoringTemperature:
-    """
-    Switches the temperature of TRL's fused LM head (1.16), which is built into the forward pass of a model for one
-    temperature. Agents have their own.
-
-    Args:
-        models (`Iterable[PreTrainedModel]`):
-            Models with TRL's head at `default`: the base and, without adapters, the reference.
-        temperatures (`Iterable[float]`):
-            Temperatures of all agents.
-        default (`float`):
-            Temperature of the trainer.
-        head (`dict`):
-            Further arguments of TRL's `add_fused_lm_head`.
-    """
-
-    def __init__(self, models: Iterable[PreTrainedModel], temperatures: Iterable[float], default: float, head: dict):
-        self._current = default
-        if set(temperatures) == {default}:
-            return
-        for model in models:
-            self._install(model, {*temperatures, default}, default, head)
-
-    def switch_to(self, temperature: float) -> None:
-        """Score at this temperature from now on."""
-        self._current = temperature
-
-    def _install(self, model: PreTrainedModel, temperatures: set[float], default: float, head: dict) -> None:
-        forwards = {default: model.forward}
-        for temperature in temperatures - {default}:
-            add_fused_lm_head(model, temperature=temperature, **head)
-            forwards[temperature] = model.forward
-            model.forward = forwards[default]
-
-        # Keep the original signature: `generate` validates its model kwargs against it
-        @functools.wraps(type(model).forward)
-        def forward(_, *args, **kwargs):
-            return forwards[self._current](*args, **kwargs)
-
-        model.forward = types.MethodType(forward, model)
-
-
-def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
-    """
-    Output of TRL's fused LM head (1.16) for known hidden states. The head runs the backbone itself, so for the time of
-    a call the backbone returns the states that were computed before.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
-        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
-        tokens (`torch.Tensor` of shape `(N,)`): token ids.
-    """
-    backbone = model.base_model
-    known = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-    with swapped(backbone, {"forward": lambda *args, **kwargs: known}):
-        return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
-
-
-# ---- transformers ----
-
-
-@contextlib.contextmanager
-def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
-    """
-    Context manager: checkpointed layers keep the cache that they are given. transformers (5.23) takes it from them,
-    because a cache that grows would grow again when a layer is run again in the backward pass. [`KeptLayer`] does not.
-    """
-    with contextlib.ExitStack() as stack:
-        for module in backbone.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                is_layer = isinstance(module, GradientCheckpointingLayer)
-                # Whole models would not hand the cache on
-                bent = {"_can_checkpoint_with_cache": True} if is_layer else {"gradient_checkpointing": False}
-                stack.enter_context(swapped(module, bent))
-        yield
-
-
-@contextlib.contextmanager
-def generation_defaults(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """
-    Context manager: the model's own generation config has these settings too. `generate` (transformers 5.23) takes
-    values from it where a setting equals the default of transformers (transformers#42762).
-    """
-    own = model.generation_config
-    before = {name: getattr(own, name) for name in settings if hasattr(own, name)}
-    own.update(**{name: settings[name] for name in before})
-    try:
-        yield
-    finally:
-        own.update(**before)
-
-
-@contextlib.contextmanager
-def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """
-    Context manager: forward passes of the whole model are cast, as `Accelerator.prepare_model` (1.15) casts them in
-    training. `None` for no change.
-    """
-    if dtype is None:
-        yield
-        return
-    forward = model.forward
-    cast = torch.autocast(model.device.type, dtype=dtype)(forward)
-
-    @functools.wraps(forward)  # `generate` reads the signature
-    def casting(*args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(cast(*args, **kwargs))
-
-    with swapped(model, {"forward": casting}):
-        yield
-
-
-def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
-    """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
-    return config._pad_token_tensor
-
-
-def commit_of(config: Any) -> str | None:
-    """The commit of the Hub that a config (transformers 5.23) was loaded from; `None` for a local one."""
-    return getattr(config, "_commit_hash", None)
-
-
-# ---- PEFT and bitsandbytes ----
-
-
-@contextlib.contextmanager
-def without_adapter_name_warning() -> Iterator[None]:
-    """
-    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a".
-    Adapters with such names are saved and loaded correctly. Names that do fail are refused by [`add_adapters`].
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
-        yield
-
-
-def keep_4bit_weights(model: nn.Module) -> None:
-    """
-    Keep the 4-bit layers of a model on the CPU as they were loaded.
-
-    On a CPU with AVX512-BF16, bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first forward pass in
-    evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its compute dtype, also
-    back in training mode. A trainer would then score otherwise than the model it was given, and otherwise than on a
-    machine without these instructions. The layer's own switch turns this off.
-
-    Args:
-        model (`nn.Module`): the base; may carry adapters. Layers that are not on the CPU are left alone.
-    """
-    if not getattr(model, "is_loaded_in_4bit", False):
-        return
-    from bitsandbytes.nn import Linear4bit
-
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    on_cpu = [layer for layer in layers if layer.weight.device.type == "cpu"]
-    for layer in on_cpu:
-        layer.support_avx512bf16_for_cpu = False
-    if any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in on_cpu):
-        logger.warning(
-            "The 4-bit model was used in evaluation mode before, so bitsandbytes repacked its weights for bfloat16 "
-            "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
-        )

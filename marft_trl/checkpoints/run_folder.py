@@ -1,0 +1,249 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The output folder of a run: who uses it, which of its checkpoints stand, and which may go."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
+
+from . import commit as commits
+from .commit import CheckpointError, Commit, DamagedCheckpoint
+
+
+logger = get_logger(__name__)
+
+# Names that begin with `_` are not uploaded to the Hub
+RUN_NAME = "_marft_run.json"
+LOCK_NAME = "_marft_run.lock"
+_PREFIX = "checkpoint-"
+# A checkpoint that is written again keeps the folder of before under this name until the new one stands
+_KEPT = "previous-checkpoint-"
+
+
+class RunFolder:
+    """
+    The output folder of a run. Checkpoints belong to the run whose id they bear.
+
+    Args:
+        path (`str` or `Path`): the folder; it is created when it is first used.
+
+    Attributes:
+        run (`str`): id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.run = ""
+
+    # ---- The run ----
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """
+        Context manager: no other process trains into the folder. The system releases it when the process ends.
+
+        Raises:
+            CheckpointError: another run uses the folder, or it cannot be written to.
+        """
+        self.probe()
+        lock = FileLock(str(self.path / LOCK_NAME))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"{self.path} is in use by another run ({self._holder()}). Two runs in one folder would overwrite "
+                "each other's checkpoints: wait for it, end it, or set another `output_dir`."
+            ) from None
+        except (OSError, NotImplementedError) as error:  # a file system without locks
+            logger.warning(f"{self.path} cannot be locked ({error}): see to it that no other run writes into it.")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.release()
+
+    def probe(self) -> None:
+        """
+        Write, rename and remove a file as a checkpoint does, before anything is trained.
+
+        Raises:
+            CheckpointError: the folder cannot be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe", delete=False) as file:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+            renamed = Path(file.name + ".renamed")
+            os.replace(file.name, renamed)
+            renamed.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"The output folder {self.path} cannot be written to: {error}. Nothing has been trained. Free the "
+                "disk or set another `output_dir`."
+            ) from error
+
+    def check_space(self, needed: int) -> None:
+        """Warn if the disk has no room for two checkpoints of `needed` bytes: one that stands and a new one."""
+        free = shutil.disk_usage(self.path).free
+        if free < 2 * needed:
+            logger.warning(
+                f"{self.path} has {free / 1e6:.0f} MB left, and a checkpoint needs about {needed / 1e6:.0f} MB. "
+                "Saving may fail. Free the disk, or set `output_dir` to a folder on a larger one."
+            )
+
+    def start(self, is_meant: bool = True) -> None:
+        """
+        Begin a new run. Checkpoints of other runs stay, but this run does not resume from them.
+
+        Args:
+            is_meant (`bool`): whether the user has asked for a new run; else there was nothing to resume from.
+        """
+        others = [folder.name for folder in self.checkpoints()]
+        if others and is_meant:
+            logger.warning(
+                f"{self.path} holds checkpoints of another run ({', '.join(others)}). They are not resumed from, and "
+                "those of the same steps will be replaced. Use `train(resume_from_checkpoint=True)` to go on with a "
+                "run, or another `output_dir` to keep its checkpoints."
+            )
+        self.go_on(uuid.uuid4().hex)
+
+    def go_on(self, run: str) -> None:
+        """Go on as the run with this id."""
+        self.run = run
+        facts = {"id": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+        commits.write_atomically(self.path / RUN_NAME, json.dumps(facts) + "\n")
+
+    def known_run(self) -> str | None:
+        """Id of the run that used the folder last, or `None`."""
+        return self._facts().get("id")
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts = json.loads((self.path / RUN_NAME).read_text(encoding="utf-8"))
+            return facts if isinstance(facts, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _holder(self) -> str:
+        facts = self._facts()
+        if not facts:
+            return "unknown"
+        return f"process {facts.get('pid')} on {facts.get('host')}, since {facts.get('since')}"
+
+    # ---- Checkpoints ----
+
+    def checkpoints(self) -> list[Path]:
+        """Folders of checkpoints, complete or not, in the order of their steps."""
+        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _step_of(path) is not None]
+        return sorted(folders, key=lambda folder: _step_of(folder) or 0)
+
+    def newest(self) -> tuple[Path, Commit] | None:
+        """
+        The newest checkpoint of the run that used the folder last whose files are all as they were written, or `None`.
+        Others are skipped, with one line each.
+        """
+        self._put_back()
+        run = self.known_run()
+        for folder in reversed(self.checkpoints()):
+            try:
+                found = commits.verify(folder)
+            except DamagedCheckpoint as problem:
+                logger.warning(f"Skipped: {problem}")
+                continue
+            if run is not None and found.run != run:
+                logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to go on with it.")
+                continue
+            if found.step != _step_of(folder):
+                logger.warning(f"Skipped: {folder} holds step {found.step}; it was renamed or copied.")
+                continue
+            return folder, found
+        return None
+
+    def _put_back(self) -> None:
+        """A checkpoint that was being written again when the run was killed: its former folder stands."""
+        for kept in self.path.glob(f"{_KEPT}*"):
+            folder = kept.with_name(kept.name.replace(_KEPT, _PREFIX, 1))
+            if not folder.exists() or commits.is_remainder(folder, self.known_run() or ""):
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(kept, folder)
+            else:
+                shutil.rmtree(kept, ignore_errors=True)
+
+    def open(self, step: int) -> Path:
+        """Begin to write the checkpoint of a step. An older folder of this step is kept aside until the new stands."""
+        folder = self.path / f"{_PREFIX}{step}"
+        kept = self.path / f"{_KEPT}{step}"
+        shutil.rmtree(kept, ignore_errors=True)
+        if commits.is_remainder(folder, self.run):
+            shutil.rmtree(folder)
+        elif folder.exists():
+            os.replace(folder, kept)
+        commits.begin(folder, self.run, step)
+        return folder
+
+    def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
+        """Complete the checkpoint that [`~RunFolder.open`] began."""
+        step = _step_of(folder)
+        if step is None:
+            raise ValueError(f"{folder} is not the folder of a checkpoint.")
+        done = commits.commit(folder, self.run, step, settings)
+        shutil.rmtree(self.path / f"{_KEPT}{step}", ignore_errors=True)
+        return done
+
+    def abandon(self, folder: Path) -> None:
+        """Remove what a failed save has left, and put the folder of before back."""
+        shutil.rmtree(folder, ignore_errors=True)
+        kept = folder.with_name(folder.name.replace(_PREFIX, _KEPT, 1))
+        if kept.exists():
+            with contextlib.suppress(OSError):
+                os.replace(kept, folder)
+
+    def standing(self) -> Path | None:
+        """The newest complete checkpoint of this run, by its commit alone."""
+        return next((folder for folder in reversed(self.checkpoints()) if self._is_own(folder)), None)
+
+    def _is_own(self, folder: Path) -> bool:
+        try:
+            return commits.read_commit(folder).run == self.run
+        except DamagedCheckpoint:
+            return False
+
+    def rotate(self, limit: int | None, best: str | Path | None = None) -> None:
+        """
+        Remove the oldest complete checkpoints of this run, and what killed runs have left of others.
+
+        Args:
+            limit (`int`, *optional*): number of checkpoints to keep, besides the best. The newest always stays.
+            best (`str` or `Path`, *optional*): checkpoint that is kept.
+        """
+        for folder in self.checkpoints():
+            if commits.is_remainder(folder, self.run):
+                shutil.rmtree(folder, ignore_errors=True)
+        if not limit or limit < 0:
+            return
+        own = [folder for folder in self.checkpoints() if self._is_own(folder)]
+        kept = {own[-1].resolve()} if own else set()
+        kept |= {Path(best).resolve()} if best else set()
+        spare = [folder for folder in own if folder.resolve() not in kept]
+        for folder in spare[: max(len(spare) + len(kept) - max(limit, len(kept)), 0)]:
+            logger.info(f"Removing {folder}: `save_total_limit` is {limit}.")
+            commits.remove(folder)
+
+
+def _step_of(folder: Path) -> int | None:
+    number = folder.name.removeprefix(_PREFIX)
+    return int(number) if number.isdigit() and number.isascii() else None

@@ -1,0 +1,179 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What happens when users' code fails: the run ends, the episode is skipped, or it is tried again."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from accelerate.logging import get_logger
+
+from ..configs import MARFTConfig
+from ..episodes.collector import EpisodeError
+from ..episodes.records import Episode
+
+
+logger = get_logger(__name__)
+
+Result = TypeVar("Result")
+# Seconds before a function is called again
+_PAUSE = 1.0
+
+
+@dataclass(frozen=True)
+class OnFailure:
+    """
+    What happens when users' code fails.
+
+    Args:
+        action (`str`): `"raise"`, `"skip"` or `"retry"`.
+        retries (`int`): number of further tries.
+        timeout (`float`, *optional*): time limit of a call of a reward function, in seconds.
+    """
+
+    action: str = "raise"
+    retries: int = 0
+    timeout: float | None = None
+
+    @classmethod
+    def of(cls, args: MARFTConfig) -> OnFailure:
+        """The settings of a configuration."""
+        return cls(args.on_episode_error, args.max_episode_retries, args.reward_timeout)
+
+    @property
+    def skips(self) -> bool:
+        """`True` if what fails is left out."""
+        return self.action == "skip"
+
+    @property
+    def tries(self) -> int:
+        """How often a call is tried in all."""
+        return self.retries + 1 if self.action == "retry" else 1
+
+
+class Failures:
+    """
+    Counts what was skipped or tried again since the last report.
+
+    Attributes:
+        counts (`Counter`): by kind, e.g. `"episodes/skipped"`.
+        last (`str`): the latest error.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.last = ""
+
+    def note(self, kind: str, error: object, count: int = 1) -> None:
+        """Count a failure, and log its error."""
+        self.counts[kind] += count
+        self.last = str(error)
+        logger.warning(f"{kind}: {_brief(self.last)}")
+
+    def take(self) -> tuple[dict[str, int], str]:
+        """Counts and the latest error since the last call."""
+        taken = dict(self.counts), self.last
+        self.counts.clear()
+        self.last = ""
+        return taken
+
+
+def run_episodes(
+    run: Callable[..., list[Episode]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
+) -> list[Episode]:
+    """
+    One episode for each row, under a policy for those that fail.
+
+    Args:
+        run (`Callable`): `run(rows, failures)` runs episodes, see [`EpisodeRunner`].
+        rows (`Sequence[dict]`): dataset rows.
+        policy ([`OnFailure`]): what happens to episodes that fail.
+        failures ([`Failures`]): gets them.
+
+    Raises:
+        EpisodeError: an episode has failed, and is not skipped.
+    """
+    if policy.action == "raise":
+        return run(rows, None)
+    errors: dict[int, EpisodeError] = {}
+    episodes = run(rows, errors)
+    for number in range(1, policy.tries):
+        if not errors:
+            break
+        again, errors = sorted(errors.items()), {}
+        for _, error in again:
+            failures.note("episodes/retried", error)
+        inner: dict[int, EpisodeError] = {}
+        places = [index for index, _ in again]
+        for place, episode in zip(places, run([rows[place] for place in places], inner), strict=True):
+            episodes[place] = replace(episode, index=place)
+        errors = {places[index]: error for index, error in inner.items()}
+        if errors and number == policy.tries - 1:
+            raise next(iter(errors.values()))
+    for error in errors.values():
+        if not policy.skips:
+            raise error
+        failures.note("episodes/skipped", error)
+    return episodes
+
+
+async def call_reward(
+    call: Callable[[Sequence[int]], Awaitable[Sequence[Any]]],
+    count: int,
+    name: str,
+    policy: OnFailure,
+    failures: Failures,
+    sleep: Callable[[float], Awaitable[None]],
+) -> Sequence[Any]:
+    """
+    Scores of a reward function, under a policy for calls that fail.
+
+    Args:
+        call (`Callable`): `call(positions)` scores the completions at these positions.
+        count (`int`): number of completions.
+        name (`str`): name of the function.
+        policy ([`OnFailure`]): what happens if it raises.
+        failures ([`Failures`]): gets what was skipped.
+        sleep (`Callable`): `sleep(seconds)` waits before another try.
+    """
+    for number in range(policy.tries):
+        try:
+            return await call(range(count))
+        except Exception as error:
+            if number < policy.tries - 1:
+                failures.note(f"rewards/{name}/retried", error)
+                await sleep(_PAUSE)
+            elif not policy.skips:
+                raise
+            elif count == 1 or isinstance(error, TimeoutError):
+                failures.note(f"rewards/{name}/skipped", error, count)
+                return [None] * count
+    scores: list[Any] = []
+    for index in range(count):  # the function has failed for all of them together: which one is it?
+        try:
+            scores += await call([index])
+        except Exception as error:
+            failures.note(f"rewards/{name}/skipped", error)
+            scores.append(None)
+    return scores
+
+
+async def wait_here(seconds: float) -> None:
+    """Wait without an event loop."""
+    time.sleep(seconds)
+
+
+def finished(scores: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        scores.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("The coroutine waits for something.")
+
+
+def _brief(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,190 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The seams of models: TRL's head, transformers, PEFT, bitsandbytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from trl.trainer.utils import add_fused_lm_head
+
+from .swapping import swapped
+
+
+logger = get_logger(__name__)
+
+# ---- TRL: the head ----
+
+
+class ScoringTemperature:
+    """
+    Switches the temperature of TRL's fused LM head (1.16), which is built into the forward pass of a model for one
+    temperature. Agents have their own.
+
+    Args:
+        models (`Iterable[PreTrainedModel]`):
+            Models with TRL's head at `default`: the base and, without adapters, the reference.
+        temperatures (`Iterable[float]`):
+            Temperatures of all agents.
+        default (`float`):
+            Temperature of the trainer.
+        head (`dict`):
+            Further arguments of TRL's `add_fused_lm_head`.
+    """
+
+    def __init__(self, models: Iterable[PreTrainedModel], temperatures: Iterable[float], default: float, head: dict):
+        self._current = default
+        if set(temperatures) == {default}:
+            return
+        for model in models:
+            self._install(model, {*temperatures, default}, default, head)
+
+    def switch_to(self, temperature: float) -> None:
+        """Score at this temperature from now on."""
+        self._current = temperature
+
+    def _install(self, model: PreTrainedModel, temperatures: set[float], default: float, head: dict) -> None:
+        forwards = {default: model.forward}
+        for temperature in temperatures - {default}:
+            add_fused_lm_head(model, temperature=temperature, **head)
+            forwards[temperature] = model.forward
+            model.forward = forwards[default]
+
+        # Keep the original signature: `generate` validates its model kwargs against it
+        @functools.wraps(type(model).forward)
+        def forward(_, *args, **kwargs):
+            return forwards[self._current](*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+
+def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
+    """
+    Output of TRL's fused LM head (1.16) for known hidden states. The head runs the backbone itself, so for the time of
+    a call the backbone returns the states that were computed before.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
+        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
+        tokens (`torch.Tensor` of shape `(N,)`): token ids.
+    """
+    backbone = model.base_model
+    known = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+    with swapped(backbone, {"forward": lambda *args, **kwargs: known}):
+        return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
+
+
+# ---- transformers ----
+
+
+@contextlib.contextmanager
+def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
+    """
+    Context manager: checkpointed layers keep the cache that they are given. transformers (5.23) takes it from them,
+    because a cache that grows would grow again when a layer is run again in the backward pass. [`KeptLayer`] does not.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in backbone.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                is_layer = isinstance(module, GradientCheckpointingLayer)
+                # Whole models would not hand the cache on
+                bent = {"_can_checkpoint_with_cache": True} if is_layer else {"gradient_checkpointing": False}
+                stack.enter_context(swapped(module, bent))
+        yield
+
+
+@contextlib.contextmanager
+def generation_defaults(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """
+    Context manager: the model's own generation config has these settings too. `generate` (transformers 5.23) takes
+    values from it where a setting equals the default of transformers (transformers#42762).
+    """
+    own = model.generation_config
+    before = {name: getattr(own, name) for name in settings if hasattr(own, name)}
+    own.update(**{name: settings[name] for name in before})
+    try:
+        yield
+    finally:
+        own.update(**before)
+
+
+@contextlib.contextmanager
+def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """
+    Context manager: forward passes of the whole model are cast, as `Accelerator.prepare_model` (1.15) casts them in
+    training. `None` for no change.
+    """
+    if dtype is None:
+        yield
+        return
+    forward = model.forward
+    cast = torch.autocast(model.device.type, dtype=dtype)(forward)
+
+    @functools.wraps(forward)  # `generate` reads the signature
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(cast(*args, **kwargs))
+
+    with swapped(model, {"forward": casting}):
+        yield
+
+
+def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
+    """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
+    return config._pad_token_tensor
+
+
+def commit_of(config: Any) -> str | None:
+    """The commit of the Hub that a config (transformers 5.23) was loaded from; `None` for a local one."""
+    return getattr(config, "_commit_hash", None)
+
+
+# ---- PEFT and bitsandbytes ----
+
+
+@contextlib.contextmanager
+def without_adapter_name_warning() -> Iterator[None]:
+    """
+    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a".
+    Adapters with such names are saved and loaded correctly. Names that do fail are refused by [`add_adapters`].
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
+        yield
+
+
+def keep_4bit_weights(model: nn.Module) -> None:
+    """
+    Keep the 4-bit layers of a model on the CPU as they were loaded.
+
+    On a CPU with AVX512-BF16, bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first forward pass in
+    evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its compute dtype, also
+    back in training mode. A trainer would then score otherwise than the model it was given, and otherwise than on a
+    machine without these instructions. The layer's own switch turns this off.
+
+    Args:
+        model (`nn.Module`): the base; may carry adapters. Layers that are not on the CPU are left alone.
+    """
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    on_cpu = [layer for layer in layers if layer.weight.device.type == "cpu"]
+    for layer in on_cpu:
+        layer.support_avx512bf16_for_cpu = False
+    if any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in on_cpu):
+        logger.warning(
+            "The 4-bit model was used in evaluation mode before, so bitsandbytes repacked its weights for bfloat16 "
+            "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
+        )

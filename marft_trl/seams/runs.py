@@ -1,0 +1,157 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The seams of the course of a run: order of the rows, saving, resuming, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from .swapping import swapped
+
+
+# ---- The order of the rows ----
+
+
+class EpochSampler(RepeatSampler):
+    """
+    TRL's `RepeatSampler` (1.16) with an order that depends on the epoch alone, so that a resumed run finds the order
+    of its epoch. Upstream draws on from the generator of the run before. An uninterrupted run gets the same order.
+    """
+
+    @classmethod
+    def of(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
+        """The sampler in place of TRL's; every generation batch is repeated for so many phases."""
+        return cls(
+            sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count * phases,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the random state for `epoch`, counted from 0. accelerate calls this method before each epoch."""
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+
+
+class EndlessStream(torch.utils.data.IterableDataset):
+    """
+    A stream that begins anew when it ends. `Trainer` (transformers 5.23) counts one pass over a stream as an epoch of
+    `max_steps` steps, so a resumed run finds its place in the first pass only. In an endless pass, skipping the rows
+    of the steps so far always finds it. Each pass has its own order, as upstream.
+
+    Args:
+        stream ([`~datasets.IterableDataset`]): the rows of one pass.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            self._stream.set_epoch(epoch)
+            count = 0
+            for row in self._stream:
+                count += 1
+                yield row
+            if count == 0:
+                raise ValueError(
+                    f"`train_dataset` gave no full batch of prompts in pass {epoch + 1}. A stream must have rows for "
+                    "one generation batch in every pass: check that it can be read more than once."
+                )
+
+
+# ---- Saving and resuming ----
+
+
+def checkpoint_folder(trainer: GRPOTrainer, trial: Any) -> Path:
+    """
+    The folder that `Trainer._save_checkpoint` (transformers 5.23) is about to write. It has no public name; with a
+    hyperparameter search it lies in the folder of the trial.
+    """
+    return Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
+@contextlib.contextmanager
+def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
+    """
+    Context manager: `Trainer._save_checkpoint` (transformers 5.23) neither pushes nor removes checkpoints. Upstream
+    does both at the end of the method, before a checkpoint can be seen to be complete on all processes.
+    """
+    args = trainer.args
+    with swapped(args, {"push_to_hub": False, "save_total_limit": None}):
+        yield
+
+
+@contextlib.contextmanager
+def keeping_checkpoints(trainer: GRPOTrainer) -> Iterator[None]:
+    """
+    Context manager: `Trainer._finalize_training` (transformers 5.23) removes no checkpoint. With a limit of 1 it would
+    leave the best one alone, and a finished run that is started again would train the steps after it anew.
+    """
+    with swapped(trainer.args, {"save_total_limit": None}):
+        yield
+
+
+def save_checkpoint_now(trainer: GRPOTrainer) -> None:
+    """Save a checkpoint of the present step, as `Trainer` (transformers 5.23) does when one is due."""
+    trainer._save_checkpoint(trainer.model_wrapped, None)
+
+
+@contextlib.contextmanager
+def schedule_of_any_length(scheduler: Any) -> Iterator[None]:
+    """
+    Context manager: a `LambdaLR` (torch 2.13) loads the state of one with another number of parameter groups. Upstream
+    keeps the factors of each group by position, though those that `get_scheduler` makes have nothing to keep.
+    """
+    load = scheduler.load_state_dict
+
+    def load_any(state: Mapping[str, Any]) -> None:
+        factors = getattr(scheduler, "lr_lambdas", None)
+        if factors is not None and len(state.get("lr_lambdas", factors)) != len(factors):
+            state = {**state, "lr_lambdas": [None] * len(factors)}
+        load(state)
+
+    with swapped(scheduler, {"load_state_dict": load_any}):
+        yield
+
+
+def restart_schedule(scheduler: Any, rates: Sequence[float]) -> bool:
+    """
+    Give a `LambdaLR` (torch 2.13) other base learning rates at its present step, which has no public way.
+
+    Args:
+        scheduler: the scheduler; its state has been loaded.
+        rates (`Sequence[float]`): base learning rate of each parameter group.
+
+    Returns: `False` for a scheduler of another kind, which is left alone.
+    """
+    factors = getattr(scheduler, "lr_lambdas", None)
+    if factors is None:
+        return False
+    scheduler.base_lrs = list(rates)
+    present = [rate * factor(scheduler.last_epoch) for rate, factor in zip(rates, factors, strict=True)]
+    for group, rate, now in zip(scheduler.optimizer.param_groups, rates, present, strict=True):
+        group["initial_lr"], group["lr"] = rate, now
+    scheduler._last_lr = present
+    return True
+
+
+# ---- Processes ----
+
+
+def store_of_processes() -> Any:
+    """The key-value store by which the processes of the default group (torch 2.13) found one another."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -1,0 +1,183 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The course of a run: where it begins, how signals end it, and what is saved when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from ..configs import MARFTConfig
+from ..processes import Processes
+from .checkpointing import Checkpoints
+
+
+logger = get_logger(__name__)
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
+
+
+class RunInterrupted(SystemExit):
+    """
+    Raised by `train()` after a signal, when the step has been finished and a checkpoint saved. If it is not caught,
+    the process exits with `128 + signal`: 143 after SIGTERM, 129 after SIGHUP, 130 after SIGINT.
+
+    Args:
+        number (`int`): the signal.
+        message (`str`): what was saved, and how to go on.
+    """
+
+    def __init__(self, number: int, message: str):
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Signals:
+    """
+    Takes note of the signals that ask a process to end, instead of ending it. A second SIGINT (Ctrl+C) ends it at
+    once.
+
+    Attributes:
+        received (`int`): number of the first signal; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager: take note of signals. In other threads than the main one, Python cannot."""
+        self.received = 0
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
+                self._before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing the step, then saving a checkpoint and exiting.\n".encode())
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+class Run(TrainerCallback):
+    """
+    The course of a run, from the choice of a checkpoint to its end.
+
+    Args:
+        checkpoints ([`Checkpoints`]): checkpoints of the run.
+        args ([`MARFTConfig`]): when checkpoints are saved.
+        processes ([`Processes`]): the processes of the run.
+        save (`Callable`): saves a checkpoint of the present state.
+        checkpoint_size (`Callable`): about how many bytes a checkpoint has.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        args: MARFTConfig,
+        processes: Processes,
+        save: Callable[[], None],
+        checkpoint_size: Callable[[], int],
+    ):
+        self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
+        self._checkpoint_size = checkpoint_size
+        self._signals = Signals()
+        self._stopped_by = 0
+
+    @contextlib.contextmanager
+    def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
+        """
+        Context manager around training. It gives the checkpoint to resume from.
+
+        Args:
+            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): as in `train`.
+        """
+        self._stopped_by = 0
+        folder = self._checkpoints.folder
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._processes.telling())
+            with self._processes.together():
+                if self._args.should_save:
+                    stack.enter_context(folder.held())
+                    folder.check_space(self._checkpoint_size())
+            checkpoint = self._checkpoints.choose(resume_from_checkpoint)
+            stack.enter_context(self._signals.watched())
+            try:
+                yield checkpoint
+            except Exception as error:
+                if self._processes.have_agreed(error):
+                    self._save_after(error)
+                raise
+
+    def _save_after(self, error: Exception) -> None:
+        """Save the last complete step after a failure in the next one. The failure stays the error of the run."""
+        if self._args.save_strategy == SaveStrategy.NO:
+            return
+        try:
+            stands = self._checkpoints.save_remembered(self._save)
+        except Exception as problem:
+            logger.warning(f"No checkpoint could be saved after the failure: {problem}")
+            return
+        if stands and self._processes.is_main:
+            where = self._checkpoints.folder.standing()
+            note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` goes on from it."
+            logger.warning(note)
+            with contextlib.suppress(Exception):
+                error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
+
+    # ---- Called by the Trainer ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._checkpoints.open_window()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        received = torch.tensor([self._signals.received], dtype=torch.float64)
+        self._stopped_by = int(self._processes.max(received).item())
+        if self._stopped_by:
+            control.should_save = self._args.save_strategy != SaveStrategy.NO
+            control.should_training_stop = True
+
+    def after_step(self) -> None:
+        """
+        Take note of a complete step, after its logs, its evaluation and its checkpoint.
+
+        Raises:
+            RunInterrupted: a signal has asked for the end of the run.
+        """
+        if self._stopped_by:
+            name = signal.Signals(self._stopped_by).name
+            standing = self._checkpoints.folder.standing() if self._args.should_save else None
+            saved = f"saved in {standing}" if standing else "not saved (`save_strategy='no'`)"
+            message = f"Training was stopped by {name}; the state is {saved}. Start the same command again to go on."
+            if self._processes.is_main:
+                logger.warning(message)
+            raise RunInterrupted(self._stopped_by, message)
+        self._checkpoints.remember()

@@ -1,0 +1,224 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What decides the results of a run, as it is recorded in checkpoints and compared when a run is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from trl.trainer.utils import get_callable_name
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..learning.critic import Critic
+from ..manifest import BaseModel
+from ..rollout.views import View
+from ..weights.fingerprints import hash_of_weights
+from ..weights.policies import Policies
+from ..workflows import Workflow
+from ..workflows.base import callable_name
+
+
+_PACKAGES = ("marft-trl", "trl", "transformers", "peft", "accelerate", "torch", "bitsandbytes")
+_OF_BATCHES = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "steps_per_generation"),
+    *("num_iterations", "update_order", "agent_iteration_interval"),
+)
+_OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
+_OF_CRITIC = ("critic", "level")
+# Fields of the configuration that change files, logs and evaluations, not the results of training
+_NOT_RECORDED_PREFIXES = (
+    *("log", "save", "eval", "hub", "push", "report", "dataloader", "ddp", "fsdp", "deepspeed", "torch", "run_"),
+    *("vllm", "debug", "auto_", "include", "metric", "greater", "load_best", "per_device_eval", "num_completions"),
+)
+_NOT_RECORDED = frozenset(
+    {
+        *("output_dir", "disable_tqdm", "project", "trackio_space_id", "resume_from_checkpoint", "resume_changes"),
+        *(
+            "preset",
+            "do_train",
+            "do_eval",
+            "do_predict",
+            "overwrite_output_dir",
+            "accelerator_config",
+            "parallelism_config",
+        ),
+        *("local_rank", "length_column_name", "label_names", "remove_unused_columns", "ignore_data_skip"),
+        *("max_tokens_per_micro_batch", "model_init_kwargs", "use_cpu", "skip_memory_metrics", "batch_eval_metrics"),
+        *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_retries"),
+        *(
+            "max_skipped_share",
+            "enable_jit_checkpoint",
+            "restore_callback_states_from_checkpoint",
+            "num_generations_eval",
+        ),
+    }
+)
+# Rows of a dataset that are hashed, evenly spaced
+_SAMPLED_ROWS = 1000
+_OF_LORA = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "lora_dropout", "target_parameters"),
+)
+
+
+class RunSettings:
+    """
+    Collects what decides the results of a run.
+
+    Args:
+        args ([`MARFTConfig`]): training arguments.
+        agents (`Sequence[AgentSpec]`): the team.
+        policies ([`Policies`]): adapters.
+        workflow ([`Workflow`]): the workflow.
+        critic ([`Critic`], *optional*): predicts values.
+        model (`nn.Module`): the model with its adapters.
+        base (`Callable`): `base()` describes the base, the tokenizer and the chat template.
+        rewards (`Mapping[str, Sequence]`): reward functions of the team, under `""`, and of agents.
+        weights (`Sequence[float]`): weights of the team's reward functions.
+        view (`Callable`): `view()` returns the present view.
+        dataset: the training dataset.
+        num_processes (`int`): number of processes.
+    """
+
+    def __init__(
+        self,
+        args: MARFTConfig,
+        agents: Sequence[AgentSpec],
+        policies: Policies,
+        workflow: Workflow,
+        critic: Critic | None,
+        model: Any,
+        base: Callable[[], BaseModel],
+        rewards: Mapping[str, Sequence],
+        weights: Sequence[float],
+        view: Callable[[], View],
+        dataset: Any,
+        num_processes: int,
+    ):
+        self._args, self._agents, self._policies, self._workflow, self._critic = (
+            args,
+            agents,
+            policies,
+            workflow,
+            critic,
+        )
+        self._model, self._base, self._rewards, self._view = model, base, rewards, view
+        self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
+        self._slow: dict[str, Any] | None = None
+
+    def collect(self) -> dict[str, Any]:
+        """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.checkpoints.changes`]."""
+        args = self._args
+        parts: dict[str, Any] = {
+            "agents": {agent.name: self._policies.adapter_of(agent.name) for agent in self._agents},
+            "adapters": self._adapters(),
+            "critic": {name: getattr(args, name) for name in _OF_CRITIC}
+            if self._critic is not None
+            else {"critic": None},
+            "optimizer": {"": str(getattr(args.optim, "value", args.optim))},
+            "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
+            "workflow": {"": _hashable(self._workflow.describe())},
+            "batch": {name: getattr(args, name) for name in _OF_BATCHES},
+            "processes": {"count": self._num_processes},
+            "versions": {name: _version(name) for name in _PACKAGES},
+            "tunable": self._tunables(),
+        }
+        if self._slow is None:
+            self._slow = self._of_base_and_data()
+        return json.loads(json.dumps({**parts, **self._slow}, default=str))
+
+    def _of_base_and_data(self) -> dict[str, Any]:
+        base = self._base()
+        weights = hash_of_weights(self._model) if self._policies.has_adapters else None
+        return {
+            "base": {"config": base.config_hash, "quantization": base.quantization, "weights": weights},
+            "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
+            "dataset": _dataset_hash(self._dataset),
+        }
+
+    def _adapters(self) -> dict[str, Any]:
+        if not self._policies.has_adapters:
+            return {}
+        configs = {name: self._model.peft_config[name] for name in self._policies.names}
+        return {
+            name: {
+                "trained": name in self._policies.trained,
+                **{key: _plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)},
+            }
+            for name, config in configs.items()
+        }
+
+    def _tunables(self) -> dict[str, Any]:
+        recorded = {
+            item.name: _plain(getattr(self._args, item.name))
+            for item in fields(self._args)
+            if item.name not in (*_NOT_RECORDED, *_OF_BATCHES, *_OF_ORDER, *_OF_CRITIC, "optim")
+            and not item.name.startswith(_NOT_RECORDED_PREFIXES)
+        }
+        for agent in self._agents:
+            spec = {
+                name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
+            }
+            recorded |= {f"agents.{agent.name}.{name}": _plain(value) for name, value in spec.items()}
+        for owner, functions in self._rewards.items():
+            for position, function in enumerate(functions):
+                recorded[f"{owner or 'team'}.rewards[{position}]"] = _code_of(function)
+        recorded["reward_weights"] = self._weights
+        recorded["view"] = callable_name(self._view())
+        return recorded
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(its) for key, its in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    value = getattr(value, "value", value)  # of an enumeration
+    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+
+
+def _hashable(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _code_of(function: Any) -> str:
+    """Name of a reward function and a hash of its source; the name alone for models."""
+    if isinstance(function, (str, nn.Module)):
+        return function if isinstance(function, str) else type(function).__name__
+    function = getattr(function, "__wrapped__", function)
+    name = get_callable_name(function)
+    try:
+        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return name
+    return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:12]})"
+
+
+def _dataset_hash(dataset: Any) -> dict[str, Any]:
+    """Number of rows, columns and a hash of evenly spaced rows. Nothing is read from a stream."""
+    if not isinstance(dataset, Dataset):
+        return {"kind": "stream"}
+    count = len(dataset)
+    step = max(count // _SAMPLED_ROWS, 1)
+    digest = hashlib.sha256()
+    plain = dataset.with_format(None)
+    for index in range(0, count, step):
+        digest.update(json.dumps(plain[index], sort_keys=True, default=str).encode())
+    return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
