@@ -376,6 +376,32 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
+def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:
+    """
+    Check that a function that hangs is noticed on its own process before the others give up waiting.
+
+    Args:
+        args: the configuration.
+        num_processes (`int`): number of processes of the run.
+        patience (`float`, *optional*): seconds that a process waits for another, if known.
+
+    Raises:
+        ValueError: a time limit is not below that of the processes. The message has both.
+    """
+    if num_processes == 1 or patience is None:
+        return
+    tries = args.max_episode_retries + 1 if args.on_episode_error == "retry" else 1
+    for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):
+        limit = getattr(args, name)
+        if limit is not None and limit * tries >= patience:
+            times = f" times {tries} tries" if tries > 1 else ""
+            raise ValueError(
+                f"`{name}` ({limit:g} s{times}) must be below the {patience:g} s that the other processes wait "
+                "(`ddp_timeout`), else they fail without a word of what hangs. Lower it, or set a larger "
+                "`ddp_timeout`."
+            )
+
+
 def check_supported(args: Any) -> None:
     """
     Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.

@@ -32,6 +32,7 @@ from .config_checks import (
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
+from .seams.runs import timeout_also_on_cpu
 from .seams.trl import accepting_one_generation
 
 
@@ -459,13 +460,14 @@ class MARFTConfig(GRPOConfig):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         check_numbers(self)
         when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
-        with accepting_one_generation(self):
+        with accepting_one_generation(self), timeout_also_on_cpu(self.ddp_timeout):
             super().__post_init__()
         if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
             self.gradient_checkpointing = self.activation_checkpointing = None
         check_choices(self)
         check_supported(self)
         check_combinations(self)
+        self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
 
     def _apply_preset(self) -> None:
         self.preset_settings: dict[str, object] = {}
@@ -550,4 +552,5 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     check_choices(config)
     check_supported(config)
     check_combinations(config)
+    config.enable_jit_checkpoint = False
     return config

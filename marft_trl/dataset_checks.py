@@ -88,6 +88,12 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from "
             "the trainer. Rename the columns."
         )
+    pictures = [name for name in ("image", "images") if name in columns]
+    if pictures:
+        raise ValueError(
+            f"`{what}` has the column {pictures[0]!r}, which TRL shows to vision-language models. A team is shown "
+            "text alone, so it would be ignored. Remove the column, or rename it if reward functions need it."
+        )
     rows = islice(dataset, 1) if isinstance(dataset, IterableDataset) else _prompts(dataset)
     check_prompts(rows, what, start=0)
 
@@ -151,6 +157,8 @@ def _kind_of(prompt: object, where: str) -> str:
             f"The prompt in {where} is a list, but not one of messages with `role` and `content`: {str(prompt)[:80]}."
         )
     for message in prompt:
+        if not isinstance(message["role"], str) or not message["role"]:
+            raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a text.")
         if message["content"] is None or (message["content"] == "" and prompt != PLACEHOLDER):
             raise ValueError(f"The prompt in {where} has a {message['role']!r} message without content.")
         if not isinstance(message["content"], str):

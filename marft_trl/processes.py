@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .seams.runs import store_of_processes
+from .watchdog import LAST_WORDS
 
 
 # Seconds that a process waits for news of the one that has left it
@@ -129,6 +131,8 @@ class Processes:
             return
         own = {"host": socket.gethostname(), "pid": os.getpid()}
         store.set(f"marft/process/{self.index}", json.dumps(own))
+        say = functools.partial(store.set, f"marft/failure/{self.index}")
+        LAST_WORDS.append(say)
         try:
             yield
         except Exception as error:
@@ -136,9 +140,11 @@ class Processes:
                 raise
             if not _is_of_connection(error):
                 with contextlib.suppress(Exception):  # the process that keeps the store may be gone
-                    store.set(f"marft/failure/{self.index}", _described(error))
+                    say(_described(error))
                 raise
             raise OtherProcessError(self._news(store)) from error
+        finally:
+            LAST_WORDS.remove(say)
 
     def _store(self) -> Any:
         if self.count == 1 or not torch.distributed.is_initialized():

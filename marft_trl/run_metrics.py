@@ -36,6 +36,7 @@ class Metrics:
 
     def __init__(self, store: dict[str, dict[str, list[float]]], is_training: Callable[[], bool]):
         self._store, self._is_training = store, is_training
+        self._latest: dict[str, float] = {}
 
     @property
     def mode(self) -> str:
@@ -45,6 +46,13 @@ class Metrics:
     def add(self, name: str, value: float) -> None:
         """Add a value; the values of a name are averaged when they are logged."""
         self._store[self.mode][name].append(value)
+        if self.mode == "train":
+            self._latest[name] = value
+
+    def take_latest(self) -> dict[str, float]:
+        """The latest value of each name that training has added since the last call."""
+        taken, self._latest = self._latest, {}
+        return taken
 
     def set(self, name: str, value: float) -> None:
         """Set the value of a name, in place of those added before."""

@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from transformers import training_args
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from .swapping import swapped
+from .swapping import swapped, swapped_in_module
 
 
 # ---- The order of the rows ----
@@ -150,6 +153,39 @@ def restart_schedule(scheduler: Any, rates: Sequence[float]) -> bool:
 
 
 # ---- Processes ----
+
+
+class _PartialStateWithTimeout(PartialState):
+    def __init__(self, cpu: bool = False, **kwargs: Any):
+        super().__init__(cpu, **{**_TIMEOUT, **kwargs})
+
+
+_TIMEOUT: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
+    """
+    Context manager: `TrainingArguments` (transformers 5.23) starts the processes with `ddp_timeout` on the CPU, too.
+    Upstream leaves it out there, so a process that hangs is waited for for half an hour.
+
+    Args:
+        seconds (`float`, *optional*): the timeout; `None` for upstream's.
+    """
+    _TIMEOUT.clear()
+    if seconds is not None:
+        _TIMEOUT["timeout"] = timedelta(seconds=seconds)
+    with swapped_in_module(training_args, {"PartialState": _PartialStateWithTimeout}):
+        yield
+
+
+def timeout_of_processes() -> float | None:
+    """Seconds that a process of the default group (torch 2.13) waits for the others; `None` without a group."""
+    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    if group is None:
+        return None
+    device = torch.device("cuda" if "nccl" in torch.distributed.get_backend() else "cpu")
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def store_of_processes() -> Any:

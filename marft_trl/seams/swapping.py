@@ -19,3 +19,14 @@ def swapped(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         for name in attributes:
             del owner.__dict__[name]
         owner.__dict__.update(own)
+
+
+@contextlib.contextmanager
+def swapped_in_module(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: a module has other values for names that it has."""
+    own = {name: vars(module)[name] for name in attributes}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        vars(module).update(own)

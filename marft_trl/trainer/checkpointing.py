@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,8 +170,12 @@ class Checkpoints:
         self._remembered = {
             "step": self._state.optimizer_step,
             "random": self._random.capture(),
-            **self._own_state(),
+            **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
         }
+
+    def forget(self) -> None:
+        """The weights are about to change: what was remembered does not belong to them any more."""
+        self._remembered = None
 
     def save_remembered(self, save: Callable[[], None]) -> bool:
         """
@@ -209,6 +214,8 @@ class Checkpoints:
             ValueError: the run differs from that of the checkpoint in a way that was not announced.
         """
         with self._processes.together():
+            for owner in self.owners.values():
+                owner.state_dict()  # what cannot be saved is known before the first generation
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
         return self._processes.broadcast(chosen)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,14 @@ class Evaluated(NamedTuple):
     rollout: Rollout
     slice: Slice
     std: torch.Tensor | None
+
+
+_OF_WEIGHTS = (
+    "The weights have probably diverged, or overflow in the precision of the run: go on from an earlier checkpoint "
+    "with a lower learning rate."
+)
+_OF_ADVANTAGES = "Look at the size of the rewards, of the values of the critic, and at `scale_rewards`."
+_BEFORE_ADVANTAGES = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _OF_WEIGHTS)
 
 
 class Experience:
@@ -133,7 +141,14 @@ class Experience:
                 rows, last_values = self._learner.with_values(rollout, rows, may_keep)
         filled = iter(rows)
         by_episode = [[next(filled) for _ in its] for its in turns]
-        return self._estimator.estimate(rollout, by_episode, training, last_values)
+        if not training:
+            return self._estimator.estimate(rollout, by_episode, training, last_values)
+        with self._processes.together():
+            check_finite(rows, _BEFORE_ADVANTAGES)
+        estimated = self._estimator.estimate(rollout, by_episode, training, last_values)
+        with self._processes.together():
+            check_finite([row for its in estimated[0] for row in its], {"advantage": _OF_ADVANTAGES})
+        return estimated
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
         """A training row for each turn or candidate, in the order of the episodes."""
@@ -170,6 +185,28 @@ class Experience:
         adapters, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         counts = self._processes.sum(count_rows(slices, adapters, parts))
         return weigh(slices, adapters, counts, parts)
+
+
+def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
+    """
+    Raise if a number that training would use is not finite.
+
+    Args:
+        rows (`Sequence[Row]`): training rows.
+        fields (`Mapping[str, str]`): fields of rows, and what to look at if one is not finite.
+
+    Raises:
+        FloatingPointError: the message has the agent, the episode and the field.
+    """
+    for field, advice in fields.items():
+        values = [(row, torch.as_tensor(its)) for row in rows if (its := getattr(row, field)) is not None]
+        if not values or torch.cat([its.reshape(-1) for _, its in values]).isfinite().all():
+            continue
+        row = next(row for row, its in values if not its.isfinite().all())
+        raise FloatingPointError(
+            f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so nothing "
+            f"was trained on its batch. {advice}"
+        )
 
 
 def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[Advantage]]:

@@ -19,6 +19,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
+from ..config_checks import check_timeouts
 from ..configs import MARFTConfig, as_marft_config
 from ..dataset_checks import check_datasets
 from ..learning.data import Slice
@@ -32,7 +33,14 @@ from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
 from ..rollout.reward_checks import check_rewards, check_turn_rewards, checked_reward
 from ..rollout.views import View, team_view
-from ..seams.runs import EndlessStream, EpochSampler, checkpoint_folder, keeping_checkpoints, saving_only
+from ..seams.runs import (
+    EndlessStream,
+    EpochSampler,
+    checkpoint_folder,
+    keeping_checkpoints,
+    saving_only,
+    timeout_of_processes,
+)
 from ..seams.trl import configure_parent, without_false_warning, without_printed_table, without_reference
 from ..team import Team
 from ..weights.adapters import add_adapters
@@ -149,6 +157,7 @@ class MARFTTrainer(GRPOTrainer):
         setup.check_stream(args, train_dataset)
         turn_rewards = setup.turn_reward_funcs(args, self.agents, self.workflow)
         check_turn_rewards(turn_rewards, train_dataset)
+        check_timeouts(args, args.world_size, timeout_of_processes())
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
 
         policy, failures = OnFailure.of(args), Failures()
@@ -186,7 +195,10 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures))
+        objects = setup.user_objects(reward_funcs, turn_rewards, self.workflow)
+        choices = Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures, objects)
+        self.parts: Parts = assemble(self, choices)
+        self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)
 
     # ---- What users call ----

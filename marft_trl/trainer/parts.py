@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
@@ -30,6 +31,7 @@ from ..manifest import BaseModel
 from ..processes import Processes
 from ..randomness import UserRandomness
 from ..reporting.evaluation import EvalMetric
+from ..reporting.health import Health
 from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
@@ -42,6 +44,7 @@ from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.user_state import UserState
 from ..rollout.views import View
 from ..run_metrics import Metrics
 from ..seams.models import ScoringTemperature
@@ -82,6 +85,7 @@ class Parts:
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
         run ([`Run`]): the course of the run.
+        health ([`Health`]): says when a run learns nothing.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
 
@@ -103,6 +107,7 @@ class Parts:
     files: TeamFiles
     checkpoints: Checkpoints
     run: Run
+    health: Health
     seeds: random.Random
 
 
@@ -125,6 +130,7 @@ class Choices:
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         failures ([`Failures`]): what users' code has failed in.
+        user_objects (`Mapping[str, Any]`): users' objects that may have state, by the names in checkpoints.
     """
 
     args: MARFTConfig
@@ -140,6 +146,7 @@ class Choices:
     eval_metrics: Sequence[EvalMetric]
     aliases: Mapping[str, str]
     failures: Failures
+    user_objects: Mapping[str, Any]
 
 
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
@@ -154,12 +161,15 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
     scorer, reach, alternatives, rollouts = builder.rewards()
     batcher, log_probs, learner, loss, updates, sequential = builder.learning()
     reporter, planner = builder.reporting(batcher, learner)
+    health = builder.health(updates)
     owners: dict[str, Stateful] = {
         "user_randomness": builder.randomness,
         "rollouts": rollouts,
         "reach": reach,
         "updates": updates,
         "sequential": sequential,
+        "health": health,
+        "users": UserState(choices.user_objects),
     }
     checkpoints = builder.checkpoints(owners)
     return Parts(
@@ -181,6 +191,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         files=builder.files(planner),
         checkpoints=checkpoints,
         run=builder.run(checkpoints),
+        health=health,
         seeds=random.Random(choices.args.seed),  # noqa: S311
     )
 
@@ -502,6 +513,16 @@ class _Builder:
             train_dataset=lambda: trainer.train_dataset,
         )
         return reporter, planner
+
+    def health(self, updates: AdapterUpdates) -> Health:
+        return Health(
+            agents=self._names,
+            policies=self._choices.policies,
+            parameters=updates.trained_parameters,
+            vocabulary=self._base.config.get_text_config().vocab_size,
+            args=self._args,
+            metrics=self.metrics,
+        )
 
     def files(self, planner: Planner) -> TeamFiles:
         trainer, choices = self._trainer, self._choices

@@ -158,7 +158,11 @@ class Run(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._checkpoints.open_window()
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._checkpoints.forget()
+
     def on_step_end(self, args, state, control, **kwargs):
+        self._checkpoints.remember()  # an evaluation, which comes next, may fail
         received = torch.tensor([self._signals.received], dtype=torch.float64)
         self._stopped_by = int(self._processes.max(received).item())
         if self._stopped_by:

@@ -131,6 +131,20 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
         )
 
 
+def user_objects(
+    reward_funcs: Sequence[Any], turn_rewards: Mapping[str, Sequence[Any]], workflow: Workflow
+) -> dict[str, Any]:
+    """Users' objects that may have state, by the names that they have in checkpoints and messages."""
+    objects: dict[str, Any] = {}
+    for owner, functions in {"": reward_funcs, **turn_rewards}.items():
+        for position, function in enumerate(functions):
+            name = f"{owner}.reward_funcs[{position}]" if owner else f"reward_funcs[{position}]"
+            objects[name] = getattr(function, "__self__", function)  # the object of a bound method
+    objects["workflow"] = workflow
+    objects["environment"] = getattr(workflow, "environment", None)
+    return objects
+
+
 def tool_limits(args: MARFTConfig) -> ToolLimits:
     """Limits of tool calls, from the training arguments."""
     return ToolLimits(

@@ -232,4 +232,6 @@ def _checked(outcome: Any, environment: Any, number: int) -> tuple[str | None, A
         raise TypeError(f"{where} has to return a text or None as feedback, got {feedback!r}.")
     if reward is None:
         raise TypeError(f"{where} returned None as reward. Return 0.0 where there is none.")
+    if not isinstance(is_done, bool) and type(is_done).__name__ not in ("bool_", "bool"):  # NumPy's
+        raise TypeError(f"{where} has to return True or False as third value (done), got {is_done!r}.")
     return feedback, reward, bool(is_done)

@@ -1,0 +1,242 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs that learn nothing although nothing fails: what is wrong is said once, with the agent and the setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import TrainerCallback
+
+from ..configs import MARFTConfig
+from ..run_metrics import Metrics
+from ..weights.policies import Policies
+
+
+logger = get_logger(__name__)
+
+# Measurements in a row after which a lasting symptom is reported
+PATIENCE = 10
+# Entropy per token below which a policy has collapsed; share of its maximum above which it is noise. In nats
+_LOWEST_ENTROPY, _NOISE = 0.01, 0.9
+_LARGEST_KL = 10.0
+_LARGEST_CLIPPED_SHARE = 0.9
+# How many times larger than at first the norm of weights, or than its targets the mean of values, can be
+_GROWTH = 100.0
+_LARGEST_VALUE_LOSS = 1e6
+
+
+class Symptom(NamedTuple):
+    """
+    What a measurement says about a run.
+
+    Args:
+        name (`str`): what it is about, and whom; each is reported once.
+        is_present (`bool`): whether it shows.
+        patience (`int`): measurements in a row after which it is reported.
+        message (`str`): what is wrong, and what to change.
+    """
+
+    name: str
+    is_present: bool
+    patience: int
+    message: str
+
+
+class Health(TrainerCallback):
+    """
+    Watches the metrics of every optimizer step. All processes have the same ones.
+
+    Args:
+        agents (`Sequence[str]`): names of the agents.
+        policies ([`Policies`]): adapters.
+        parameters (`Callable`): `parameters()` gives the trained parameters of each adapter and part of the critic.
+        vocabulary (`int`): number of tokens that can be drawn.
+        args ([`MARFTConfig`]): named in messages.
+        metrics ([`Metrics`]): the metrics of the run.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[str],
+        policies: Policies,
+        parameters: Callable[[], Mapping[str, Mapping[str, nn.Parameter]]],
+        vocabulary: int,
+        args: MARFTConfig,
+        metrics: Metrics,
+    ):
+        self._agents, self._policies, self._parameters = list(agents), policies, parameters
+        self._trained = [name for name in agents if policies.is_trained(name)]
+        self._vocabulary, self._args, self._metrics = vocabulary, args, metrics
+        self._in_a_row: dict[str, int] = {}
+        self._said: set[str] = set()
+        self._norms: dict[str, float] = {}
+        self._first_norms: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        norms = {"norms": dict(self._norms), "first_norms": dict(self._first_norms)}
+        return {"in_a_row": dict(self._in_a_row), "said": sorted(self._said), **norms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._in_a_row, self._said = dict(state["in_a_row"]), set(state["said"])
+        self._norms, self._first_norms = dict(state["norms"]), dict(state["first_norms"])
+
+    # ---- Called by the Trainer ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._metrics.take_latest()
+        if not self._first_norms:
+            self._first_norms = self._measure()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        before, self._norms = self._norms, self._measure()
+        for name, norm in self._norms.items():
+            if not math.isfinite(norm):
+                raise FloatingPointError(
+                    f"The weights of {self._whose(name)} are not finite after step {state.global_step + 1}. They are "
+                    "not saved. Lower the learning rate, and go on from the latest checkpoint "
+                    "(`train(resume_from_checkpoint=True)`)."
+                )
+        self._look(self._of_weights(before))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        latest = self._metrics.take_latest()
+        self._look([*self._of_batch(latest), *self._of_agents(latest), *self._of_critic(latest)])
+
+    # ---- Symptoms ----
+
+    def _look(self, symptoms: Sequence[Symptom]) -> None:
+        for name, is_present, patience, message in symptoms:
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if is_present else 0
+            if self._in_a_row[name] >= patience and name not in self._said:
+                self._said.add(name)
+                logger.warning(message)
+
+    def _measure(self) -> dict[str, float]:
+        """Norms of the weights, by adapter and part of the critic, on the CPU with one transfer."""
+        parameters = self._parameters()
+        if not parameters:
+            return {}
+        norms = [torch.nn.utils.get_total_norm(p.detach() for p in its.values()) for its in parameters.values()]
+        return dict(zip(parameters, torch.stack([norm.double().cpu() for norm in norms]).tolist(), strict=True))
+
+    def _whose(self, adapter: str) -> str:
+        agents = ", ".join(map(repr, self._policies.agents_of(adapter)))
+        return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
+
+    def _of_weights(self, before: Mapping[str, float]) -> list[Symptom]:
+        symptoms = []
+        for name, norm in self._norms.items():
+            whose, first = self._whose(name), self._first_norms.get(name, norm)
+            rate = "learning_rate" if name in self._policies.trained else "critic_learning_rate"
+            grown = norm > _GROWTH * max(first, 1.0)
+            symptoms += [
+                Symptom(
+                    f"grown/{name}",
+                    grown,
+                    1,
+                    f"THE WEIGHTS OF {whose} HAVE GROWN {norm / max(first, 1e-12):.0f}-FOLD (norm {norm:.3g}, at "
+                    f"first {first:.3g}). `{rate}={getattr(self._args, rate):g}` is probably far too high.",
+                ),
+                Symptom(
+                    f"still/{name}",
+                    before.get(name) == norm,
+                    PATIENCE,
+                    f"THE WEIGHTS OF {whose} HAVE NOT MOVED in {PATIENCE} optimizer steps. Look at its `grad_norm`: "
+                    f"without a gradient it gets no advantage or no turn; with one, `{rate}` is 0 or too small.",
+                ),
+            ]
+        return symptoms
+
+    def _of_batch(self, latest: Mapping[str, float]) -> list[Symptom]:
+        if "frac_reward_zero_std" not in latest:
+            return []
+        return [
+            Symptom(
+                "no signal",
+                latest["frac_reward_zero_std"] == 1.0,
+                PATIENCE,
+                f"THE REWARDS SAY NOTHING: in {PATIENCE} generation batches in a row, all episodes of a prompt earned "
+                "the same, so no agent has an advantage. Look at the reward functions (a constant?), at the prompts "
+                "(too hard or too easy?), and at `temperature` and `num_generations` (do the episodes differ?).",
+            )
+        ]
+
+    def _of_agents(self, latest: Mapping[str, float]) -> list[Symptom]:
+        found = []
+        for agent in self._agents:
+            prefix = f"agents/{agent}/"
+            its = {name.removeprefix(prefix): its for name, its in latest.items() if name.startswith(prefix)}
+            found += self._of_turns(agent, its)
+            if agent in self._trained:
+                found += self._of_policy(agent, its)
+        return found
+
+    def _of_turns(self, agent: str, its: Mapping[str, float]) -> list[Symptom]:
+        symptoms = []
+        if "turns" in its:
+            message = (
+                f"THE AGENT {agent!r} DOES NOT SPEAK: it had no turn in {PATIENCE} generation batches in a row. Look "
+                "at the workflow, and at the prompt of the agent that decides who is next."
+            )
+            symptoms.append(Symptom(f"silent/{agent}", its["turns"] == 0, PATIENCE, message))
+        if "completions/clipped_ratio" in its:
+            masked = " They are masked (`mask_truncated_completions`), so it learns nothing."
+            message = (
+                f"EVERY TURN OF {agent!r} IS TRUNCATED, in {PATIENCE} generation batches in a row."
+                f"{masked if self._args.mask_truncated_completions else ''} Set a larger `max_completion_length`, for "
+                "all agents or in its `AgentSpec`, or ask for shorter turns in its prompt."
+            )
+            is_present = its["completions/clipped_ratio"] == 1.0
+            symptoms.append(Symptom(f"truncated/{agent}", is_present, PATIENCE, message))
+        return symptoms
+
+    def _of_policy(self, agent: str, its: Mapping[str, float]) -> list[Symptom]:
+        symptoms = []
+        if "entropy" in its:
+            entropy, most = its["entropy"], _NOISE * math.log(self._vocabulary)
+            low = (
+                f"THE POLICY OF {agent!r} HAS COLLAPSED: the entropy of its tokens is {entropy:.2g}, so its episodes "
+                "hardly differ. Lower its learning rate, or set `entropy_coef`, `beta` or a higher `temperature`."
+            )
+            high = (
+                f"THE POLICY OF {agent!r} IS NOISE: the entropy of its tokens is {entropy:.2f} of at most "
+                f"{math.log(self._vocabulary):.2f}. Lower its learning rate or `entropy_coef`, or set `beta`."
+            )
+            symptoms += [
+                Symptom(f"collapsed/{agent}", entropy < _LOWEST_ENTROPY, PATIENCE, low),
+                Symptom(f"noise/{agent}", entropy > most, PATIENCE, high),
+            ]
+        if "kl" in its:
+            message = (
+                f"THE POLICY OF {agent!r} IS FAR FROM ITS REFERENCE: the KL is {its['kl']:.3g} per token. Lower its "
+                "learning rate, or set a larger `beta`."
+            )
+            symptoms.append(Symptom(f"kl/{agent}", not its["kl"] <= _LARGEST_KL, 3, message))
+        if "clip_ratio/region_mean" in its:
+            message = (
+                f"ALMOST ALL TOKENS OF {agent!r} ARE CLIPPED, in {PATIENCE} optimizer steps in a row: its policy "
+                "moves too far from the one that sampled. Lower its learning rate or `num_iterations`."
+            )
+            is_present = its["clip_ratio/region_mean"] > _LARGEST_CLIPPED_SHARE
+            symptoms.append(Symptom(f"clipped/{agent}", is_present, PATIENCE, message))
+        return symptoms
+
+    def _of_critic(self, latest: Mapping[str, float]) -> list[Symptom]:
+        if "critic/value_loss" not in latest:
+            return []
+        loss, value = latest["critic/value_loss"], abs(latest.get("critic/value_mean", 0.0))
+        target = abs(latest.get("critic/target_mean", 0.0))
+        message = (
+            f"THE VALUES OF THE CRITIC HAVE EXPLODED: their loss is {loss:.3g}, their mean {value:.3g}, that of their "
+            "targets "
+            f"{target:.3g}. Lower `critic_learning_rate`, or scale the rewards down."
+        )
+        exploded = not loss <= _LARGEST_VALUE_LOSS or not value <= _GROWTH * max(target, 1.0)
+        return [Symptom("values", exploded, 3, message)]
