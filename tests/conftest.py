@@ -66,6 +66,26 @@ def model_folder(built_once, tokenizer) -> str:
     return built_once("warm-model", build)
 
 
+@pytest.fixture(scope="session")
+def small_model(built_once, tokenizer) -> str:
+    """An untrained model of one small layer, for tests that train many times."""
+
+    def build(folder):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+        tokenizer.save_pretrained(folder)
+        tiny_model(len(tokenizer), **sizes).save_pretrained(folder)
+
+    return built_once("small-model", build)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The number of resumes that were exact."""
+    passed = [item for report in terminalreporter.stats.get("passed", []) for item in report.user_properties]
+    points = sum(count for name, count in passed if name == "exact_points")
+    if points:
+        terminalreporter.write_line(f"Resumed exactly at {points} points.")
+
+
 @pytest.fixture
 def agents():
     return tiny_agents()

@@ -1,0 +1,149 @@
+"""Resumes a run from each of its steps and compares everything that its checkpoints hold."""
+
+import functools
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from marft_trl import AgentSpec
+from marft_trl.checkpoints.run_folder import RUN_NAME
+from marft_trl.tiny import tiny_dataset
+from marft_trl.workflows import Graph, Orchestrated, Sequential
+
+from .helpers import StopAt, lora, team_trainer
+
+
+STEPS = 12
+AGENTS = [
+    AgentSpec(name, max_completion_length=length) for name, length in (("planner", 4), ("solver", 5), ("judge", 3))
+]
+WORKFLOWS = {
+    "sequential": lambda: Sequential(["planner", "solver", "judge"]),
+    "graph": lambda: Graph({"planner": [], "solver": [], "judge": ["planner", "solver"]}),
+    "orchestrated": lambda: Orchestrated("planner", ["solver", "judge"], max_turns=3, fallback="solver"),
+}
+METHODS = {
+    "grpo": {"num_generations": 2},
+    "ppo": {"advantage": "gae", "critic": "shared", "num_generations": 1, "critic_learning_rate": 1e-2},
+}
+# Method, workflow, `num_iterations`, `steps_per_generation`, passes over the dataset: 48 settings
+SETTINGS = list(itertools.product(METHODS, WORKFLOWS, (1, 2), (1, 4), (1, 3)))
+# Keys of logs that measure time
+_TIMES = ("time", "runtime", "per_second", "duration")
+
+
+def length_reward(completions, log_metric=None, **kwargs):
+    """A reward that differs between the completions of an untrained model."""
+    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
+
+
+def trainer_of(setting, model, folder, callbacks=None, **changes):
+    """A trainer for one of the [`SETTINGS`]. Every third step is logged, so resumes cut windows of logs."""
+    method, workflow, iterations, per_generation, passes = setting
+    settings = {
+        **METHODS[method],
+        "max_steps": STEPS,
+        "num_train_epochs": 100,
+        "per_device_train_batch_size": 4,
+        "num_iterations": iterations,
+        "steps_per_generation": per_generation,
+        "logging_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "beta": 0.02,
+        "lr_scheduler_type": "cosine",
+        "learning_rate": 1e-2,
+    }
+    prompts = 4 // settings["num_generations"]
+    # `num_iterations` steps for each `prompts` prompts
+    rows = max(STEPS // passes * prompts // iterations, prompts * per_generation)
+    defaults = {
+        "agents": AGENTS,
+        "workflow": WORKFLOWS[workflow](),
+        "train_dataset": tiny_dataset(rows),
+        "reward_funcs": length_reward,
+        "peft_config": lora(2, lora_dropout=0.1),  # draws random numbers in every pass
+        "settings": {**settings, **changes.pop("settings", {})},
+    }
+    return team_trainer(model, folder, callbacks=callbacks, **{**defaults, **changes})
+
+
+def inexact_points(make, folder: Path, points, ahead: int | None = None) -> list[str]:
+    """
+    Resumes a run from checkpoints of one that was not interrupted.
+
+    Args:
+        make: `make(folder, callbacks, settings=)` makes a trainer.
+        folder: an empty folder.
+        points: steps to resume from.
+        ahead: number of steps after which checkpoints are compared; `None` for the last one of the run.
+
+    Returns: a line for each point at which the runs differ.
+    """
+    whole = folder / "whole"
+    make(whole, None).train()
+    wrong = []
+    for point in points:
+        last = STEPS if ahead is None else min(point + ahead, STEPS)
+        cut = folder / "cut"
+        shutil.copytree(whole / f"checkpoint-{point}", cut / f"checkpoint-{point}")
+        shutil.copy(whole / RUN_NAME, cut / RUN_NAME)
+        make(cut, [StopAt(last)], settings={"save_steps": last}).train(resume_from_checkpoint=True)
+        found = differences(whole / f"checkpoint-{last}", cut / f"checkpoint-{last}")
+        wrong += [f"resumed from {point}, at {last}: {', '.join(found)}"] if found else []
+        shutil.rmtree(cut)
+    return wrong
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between the contents of two checkpoints, apart from times."""
+    mine, theirs = contents(one), contents(other)
+    return sorted({name for name in mine.keys() | theirs.keys() if not _same(mine.get(name), theirs.get(name))})
+
+
+def contents(folder: Path) -> dict:
+    """Weights, optimizer, schedule, random states, rows, states of owners, logs: by file and name."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".safetensors":
+            found |= {f"{name}:{key}": tensor for key, tensor in load_file(path).items()}
+        elif path.suffix in (".pt", ".pth"):
+            found |= _flat(name, torch.load(path, weights_only=False))
+        elif path.name == "trainer_state.json":
+            state = json.loads(path.read_text())
+            found |= _flat(name, {key: state[key] for key in ("global_step", "epoch", "num_input_tokens_seen")})
+            found |= _flat(f"{name}:log", [_without_times(entry) for entry in state["log_history"]])
+        elif path.name.startswith("marft_rollouts"):
+            found |= _flat(name, _without_times(json.loads(path.read_text())))
+    return found
+
+
+def _without_times(value):
+    if isinstance(value, dict):
+        return {key: _without_times(its) for key, its in value.items() if not any(time in key for time in _TIMES)}
+    return [_without_times(its) for its in value] if isinstance(value, list) else value
+
+
+def _flat(name, value) -> dict:
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        return {name: value}
+    return functools.reduce(lambda found, item: found | _flat(f"{name}/{item[0]}", item[1]), parts, {name: len(value)})
+
+
+def _same(one, other) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+        )
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # NumPy
+        return one.tobytes() == other.tobytes()
+    return type(one) is type(other) and (one == other or (one != one and other != other))
