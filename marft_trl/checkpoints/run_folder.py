@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -15,14 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
 
 from . import commit as commits
 from .commit import CheckpointError, Commit, DamagedCheckpoint
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # Names that begin with `_` are not uploaded to the Hub
 RUN_NAME = "_marft_run.json"
