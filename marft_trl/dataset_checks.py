@@ -166,4 +166,9 @@ def _kind_of(prompt: object, where: str) -> str:
                 f"The prompt in {where} has a {message['role']!r} message whose content is not text. Vision-language "
                 "prompts are not supported."
             )
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"The prompt in {where} ends with an assistant message, so there is nothing to answer. Remove the "
+            "message, or add what the team is to answer."
+        )
     return "a list of messages"

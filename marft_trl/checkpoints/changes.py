@@ -66,7 +66,8 @@ class ResumeChanges:
                 )
             names = [*value.keys(), *value.values()] if kind == "rename" and isinstance(value, Mapping) else value
             if (
-                isinstance(names, str)
+                isinstance(value, Mapping) != (kind == "rename")
+                or isinstance(names, str)
                 or not isinstance(names, Collection)
                 or not all(isinstance(name, str) for name in names)
             ):

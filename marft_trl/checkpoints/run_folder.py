@@ -236,10 +236,9 @@ class RunFolder:
         if not limit or limit < 0:
             return
         own = [folder for folder in self.checkpoints() if self._is_own(folder)]
-        kept = {own[-1].resolve()} if own else set()
-        kept |= {Path(best).resolve()} if best else set()
-        spare = [folder for folder in own if folder.resolve() not in kept]
-        for folder in spare[: max(len(spare) + len(kept) - max(limit, len(kept)), 0)]:
+        kept = {folder for folder in own if best and folder.resolve() == Path(best).resolve()} | {*own[-1:]}
+        spare = [folder for folder in own if folder not in kept]
+        for folder in spare[: max(len(spare) - max(limit - len(kept), 0), 0)]:
             logger.info(f"Removing {folder}: `save_total_limit` is {limit}.")
             commits.remove(folder)
 

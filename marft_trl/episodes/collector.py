@@ -223,7 +223,7 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
             raise EpisodeError(
                 f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}", episode.index
             ) from None
-    except (Exception, asyncio.CancelledError) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled by `_collect`
             raise
         raise EpisodeError(

@@ -91,6 +91,7 @@ class Health(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._metrics.take_latest()
+        self._look(self._of_precision())
         if not self._first_norms:
             self._first_norms = self._measure()
 
@@ -129,6 +130,23 @@ class Health(TrainerCallback):
     def _whose(self, adapter: str) -> str:
         agents = ", ".join(map(repr, self._policies.agents_of(adapter)))
         return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
+
+    def _of_precision(self) -> list[Symptom]:
+        halves = {
+            name: dtype
+            for name, its in self._parameters().items()
+            for dtype in {p.dtype for p in its.values()} & {torch.float16, torch.bfloat16}
+        }
+        return [
+            Symptom(
+                f"precision/{name}",
+                self._policies.has_adapters,
+                1,
+                f"The weights of {self._whose(name)} are {dtype}: updates that are smaller than its precision are "
+                "lost. Keep trained adapters in float32 unless memory is short.",
+            )
+            for name, dtype in halves.items()
+        ]
 
     def _of_weights(self, before: Mapping[str, float]) -> list[Symptom]:
         symptoms = []

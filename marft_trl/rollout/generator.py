@@ -87,6 +87,35 @@ class Sampled(NamedTuple):
     logps: list[float] | None = None
 
 
+def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary: int | None = None) -> None:
+    """
+    Check what a generator returned.
+
+    Args:
+        sampled (`Sequence[Sampled]`): the completions.
+        agents (`Sequence[str]`): the agents that were to speak.
+        vocabulary (`int`, *optional*): number of token ids of the model.
+
+    Raises:
+        ValueError: there are more or fewer completions than observations, or one has a token that the model does not
+            have, or not one log-probability per token.
+    """
+    if len(sampled) != len(agents):
+        raise ValueError(f"The generator returned {len(sampled)} completions for {len(agents)} observations.")
+    for agent, (ids, logps) in zip(agents, sampled, strict=True):
+        wrong = [index for index in ids if not 0 <= index < vocabulary] if vocabulary is not None else []
+        if wrong:
+            raise ValueError(
+                f"The generator returned the token id {wrong[0]} for a turn of {agent!r}; the model has {vocabulary} "
+                "tokens. Generate with the tokenizer of the model."
+            )
+        if logps is not None and len(logps) != len(ids):
+            raise ValueError(
+                f"The generator returned {len(logps)} log-probabilities for the {len(ids)} tokens of a turn of "
+                f"{agent!r}."
+            )
+
+
 class Generator(Protocol):
     """Samples the turns of a team. To add a generator, write these methods and choose it in `trainer/parts.py`."""
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,10 +116,13 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 
     async def later(**kwargs):
         async def call(positions):
-            scores = func(**_arguments(kwargs, positions))
+            start = time.monotonic()
             try:
-                scores = await asyncio.wait_for(scores, policy.timeout)
+                with without_exit(name):
+                    scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
+                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
+                    raise
                 raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
             return check_scores(scores, name, len(positions))
 
@@ -125,7 +130,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 
     def now(**kwargs):
         async def call(positions):
-            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)):
+            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)), without_exit(name):
                 scores = func(**_arguments(kwargs, positions))
             return check_scores(scores, name, len(positions))
 
@@ -135,6 +140,15 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
     wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper
+
+
+@contextlib.contextmanager
+def without_exit(name: str) -> Iterator[None]:
+    """Context manager: a function that calls `sys.exit` has failed, like one that raises."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
 
 
 def _too_long(name: str, seconds: float | None, where: str) -> str:

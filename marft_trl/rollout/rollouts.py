@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 
 from ..advantages.credit_rules import CREDITS
@@ -26,6 +27,9 @@ from .failures import Failures, OnFailure, run_episodes
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner
+
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +98,7 @@ class Rollouts:
         self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
         self._metrics, self._processes = metrics, processes
         self._unscored_in_a_row = 0
+        self._has_told_of_unscored = False
         self._counted: dict[str, set[str]] = {
             "train": set(),
             "eval": set(),
@@ -205,6 +210,13 @@ class Rollouts:
                     f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
                     "destroy the weights or silence its group. Check its input length and dtype."
                 )
+        unscored = int(torch.isnan(per_func).all(dim=1).sum()) if len(per_func) else 0
+        if unscored and not self._has_told_of_unscored:
+            self._has_told_of_unscored = True
+            logger.warning(
+                f"{unscored} of {len(per_func)} episodes have no reward: every function returned None for them, or "
+                "they were skipped. Nothing is learned from them. `frac_unscored` has their share; this is said once."
+            )
         if not training:  # an evaluation says nothing of the batches of training
             return
         self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(per_func).all() else 0

@@ -19,7 +19,7 @@ from ..episodes.rerun import Rerun
 from ..randomness import UserRandomness
 from ..tools import ToolCall, ToolLimits, tool_name
 from ..workflows import Workflow
-from .generator import Generator, Sampled
+from .generator import Generator, Sampled, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
 
@@ -42,6 +42,7 @@ class EpisodeRunner:
         patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is
             neither a turn nor a tool.
         max_turns (`int`, *optional*): largest number of turns of an episode.
+        vocabulary (`int`, *optional*): number of token ids of the model.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class EpisodeRunner:
         aliases: Mapping[str, str] | None = None,
         patience: float | None = None,
         max_turns: int | None = None,
+        vocabulary: int | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow = workflow
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._tokenizer = tokenizer
         self._ends = tuple(ends)
-        self._limits, self._uses_tools = limits, uses_tools
+        self._limits, self._uses_tools, self._vocabulary = limits, uses_tools, vocabulary
         self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self.options: dict[str, Any] = {}  # further options of the generator
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
@@ -163,7 +165,9 @@ class EpisodeRunner:
             if mine:
                 prompt_ids = [observations[index].ids for index in mine]
                 options = {**self.options, **({"by_reference": True} if by_reference else {})}
-                sampled = self.generator.generate([requests[index].agent for index in mine], prompt_ids, **options)
+                agents = [requests[index].agent for index in mine]
+                sampled = self.generator.generate(agents, prompt_ids, **options)
+                check_sampled(sampled, agents, self._vocabulary)
                 for index, its in zip(mine, sampled, strict=True):
                     completions[index] = its
         return completions

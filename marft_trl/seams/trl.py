@@ -62,6 +62,24 @@ def without_false_warning(model_was_named: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_unscored_rows_in_the_log() -> Iterator[None]:
+    """
+    Context manager: `GRPOTrainer._calculate_rewards` (TRL 1.16) does not write a whole row into the log whenever no
+    function has scored it: logs are read by others than datasets. `frac_unscored` has their share.
+    """
+    parents = logging.getLogger("trl.trainer.grpo_trainer")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "All reward functions returned None" not in record.getMessage()
+
+    parents.addFilter(keep)
+    try:
+        yield
+    finally:
+        parents.removeFilter(keep)
+
+
+@contextlib.contextmanager
 def accepting_one_generation(config: Any) -> Iterator[None]:
     """
     Context manager: `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a critic.
@@ -392,7 +410,8 @@ class TrlRewards:
 
     def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         """Rewards `(E, F)` of the completions of all processes; NaN where a function does not apply."""
-        return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
+        with without_unscored_rows_in_the_log():
+            return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -273,6 +273,7 @@ class _Builder:
             aliases=choices.aliases,
             patience=args.workflow_timeout,
             max_turns=args.max_episode_turns,
+            vocabulary=self._base.get_input_embeddings().num_embeddings,
         )
 
     def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:

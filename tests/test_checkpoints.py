@@ -1,0 +1,377 @@
+"""Checkpoints that count only when they are complete, and the folder that a run has for itself."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl.checkpoints import commit as commits
+from marft_trl.checkpoints.changes import ResumeChanges, check_structure, tunables
+from marft_trl.checkpoints.commit import CheckpointError, DamagedCheckpoint
+from marft_trl.checkpoints.run_folder import LOCK_NAME, RunFolder
+from marft_trl.seams.runs import save_checkpoint_now
+
+from .exactness import differences
+from .helpers import StopAt, began_at, moved, team_trainer, weights
+
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4}
+
+
+def trainer_in(folder, model, callbacks=None, **arguments):
+    its = {**SAVE, **arguments.pop("settings", {})}
+    return team_trainer(model, folder, settings=its, callbacks=callbacks, **arguments)
+
+
+@pytest.fixture(scope="module")
+def trained(small_model, tmp_path_factory):
+    """A run of three steps with a critic, and what it has written."""
+    folder = tmp_path_factory.mktemp("trained")
+    critic = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+    trainer_in(folder, small_model, settings={**critic, "max_steps": 3, "save_total_limit": 2}).train()
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the run, as a folder."""
+    shutil.copytree(trained, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+# ---- Damage ----
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_damage_is_seen_and_the_checkpoint_before_is_used(run, caplog):
+    """Each file of a checkpoint missing, cut at 8 points, with one bit flipped at 16: 25 damages a file."""
+    damaged = run.path / "checkpoint-3"
+    found, _ = run.newest()
+    assert found == damaged
+    files = files_of(damaged)
+    count = 0
+    for path in files:
+        data = path.read_bytes()
+        cuts = [data[: len(data) * eighth // 8] for eighth in range(8)]
+        bits = {(len(data) * 8 - 1) * part // 15 for part in range(16)}
+        flips = [data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :] for bit in bits]
+        for broken in (None, *cuts, *flips):
+            caplog.clear()
+            path.unlink() if broken is None else path.write_bytes(broken)
+            standing, _ = run.newest()
+            assert standing.name == "checkpoint-2", (path, broken is None, broken and len(broken))
+            assert sum(record.message.startswith("Skipped: ") for record in caplog.records) == 1
+            assert "checkpoint-3" in caplog.text
+            path.write_bytes(data)
+            count += 1
+    assert {path.suffix for path in files} >= {".safetensors", ".json", ".pt", ".pth", ".bin"}
+    assert count >= 24 * len(files) and len(files) >= 19
+    assert run.newest()[0] == damaged  # all put back
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "marft_rollouts_0.json"])
+def test_a_damaged_checkpoint_that_is_named_is_refused(small_model, run, name):
+    """With the file, and its size."""
+    path = run.path / "checkpoint-3" / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    critic = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+    trainer = trainer_in(run.path, small_model, settings=critic)
+    with pytest.raises(DamagedCheckpoint, match=rf"{name} has {size - 1} bytes, but {size} were written"):
+        trainer.train(resume_from_checkpoint=str(path.parent))
+
+
+def test_foreign_renamed_mixed_and_empty_folders_are_skipped(run, tmp_path, caplog):
+    newest, earlier = run.path / "checkpoint-3", run.path / "checkpoint-2"
+    (run.path / "checkpoint-9").mkdir()
+    (run.path / "checkpoint-x").mkdir()
+    shutil.copytree(newest, run.path / "checkpoint-5")
+    foreign = run.path / "checkpoint-7"
+    shutil.copytree(newest, foreign)
+    commits.commit(foreign, "somebody-else", 7, {})
+    assert run.newest()[0] == newest
+    said = caplog.text
+    assert "checkpoint-9 has no marft_commit.json" in said and "checkpoint-5 holds step 3" in said
+    assert "checkpoint-7 belongs to another run" in said
+    shutil.copy(earlier / "optimizer.pt", newest / "optimizer.pt")  # a mixture of two
+    assert run.newest()[0] == earlier
+
+
+def test_a_commit_that_was_written_by_hand_does_not_count(run):
+    path = run.path / "checkpoint-3" / commits.COMMIT_NAME
+    data = json.loads(path.read_text())
+    data["content"]["step"] = 4
+    for text in (json.dumps(data), "[]", "null", '{"format": 2}', "[" * 100_000, '{"format": 1}'):
+        path.write_text(text)
+        with pytest.raises(DamagedCheckpoint):
+            commits.verify(path.parent)
+
+
+def test_a_pickle_in_a_checkpoint_is_not_run(small_model, run, tmp_path):
+    """Even with a commit that fits: transformers loads tensors alone."""
+    canary = tmp_path / "canary"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(canary),)
+
+    critic = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+    for name in ("optimizer.pt", "rng_state.pth", "scheduler.pt"):
+        folder = run.path / "checkpoint-3"
+        before = (folder / name).read_bytes()
+        torch.save({"state": Evil()}, folder / name)
+        written = commits.read_commit(folder)
+        commits.commit(folder, written.run, 3, written.settings)
+        with pytest.raises(Exception, match="(?i)weights.only|unsupported|unpickl"):
+            trainer_in(run.path, small_model, settings=critic).train(resume_from_checkpoint=True)
+        (folder / name).write_bytes(before)
+        assert not canary.exists(), name
+
+
+# ---- The folder of a run ----
+
+
+def written(folder: RunFolder, step: int, state: str, run: str | None = None) -> Path:
+    """A folder of a checkpoint in a state."""
+    path = folder.path / f"checkpoint-{step}"
+    commits.begin(path, run or folder.run, step)
+    (path / "file").write_text(state)
+    if state in ("complete", "foreign"):
+        commits.commit(path, "another" if state == "foreign" else folder.run, step, {})
+    if state == "bare":
+        (path / commits.OPEN_NAME).unlink()
+    return path
+
+
+@settings(max_examples=60)
+@given(
+    states=st.lists(st.sampled_from(["complete", "complete", "open", "foreign", "bare"]), max_size=8),
+    limit=st.one_of(st.none(), st.integers(0, 4)),
+    best=st.one_of(st.none(), st.integers(0, 7)),
+)
+def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factory, states, limit, best):
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    folder.go_on("me")
+    paths = [written(folder, step, state) for step, state in enumerate(states)]
+    best_path = paths[best] if best is not None and best < len(paths) else None
+    folder.rotate(limit, best_path)
+    own = [path for path, state in zip(paths, states, strict=True) if state == "complete"]
+    left = [path for path in own if path.exists()]
+    assert all(commits.verify(path) for path in left)
+    assert not own or own[-1] in left
+    assert best_path not in own or best_path in left
+    if limit:
+        assert len(left) == min(len(own), max(limit, len({*own[-1:], *([best_path] if best_path in own else [])})))
+    else:
+        assert left == own
+    for path, state in zip(paths, states, strict=True):
+        assert path.exists() == (state in ("foreign", "bare") or path in left), state
+
+
+@pytest.mark.parametrize("instant", ["opened", "written", "closed"])
+def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(tmp_path, instant):
+    folder = RunFolder(tmp_path)
+    folder.go_on("me")
+    written(folder, 2, "complete")
+    (tmp_path / "checkpoint-2" / "stray").write_text("of before")
+    commits.commit(tmp_path / "checkpoint-2", "me", 2, {})
+    path = folder.open(2)
+    assert not (path / "stray").exists()
+    if instant != "opened":
+        (path / "file").write_text("new")
+    if instant == "closed":
+        folder.close(path, {})
+    found, _ = RunFolder(tmp_path).newest()
+    assert found == path and commits.verify(found).step == 2
+    assert (path / "stray").exists() == (instant != "closed")
+    assert not list(tmp_path.glob("previous-*"))
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
+    """The lock is released by the system when a process ends, however it ends."""
+    code = (
+        "import sys, time; from marft_trl.checkpoints.run_folder import RunFolder\n"
+        f"folder = RunFolder({str(tmp_path)!r})\n"
+        "with folder.held():\n    folder.go_on('other'); print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        trainer = trainer_in(tmp_path, small_model)
+        with pytest.raises(CheckpointError, match=rf"in use by another run \(process {other.pid} on "):
+            trainer.train()
+        other.kill()
+    trainer.train()
+    assert trainer.state.global_step == 4 and (tmp_path / LOCK_NAME).exists()
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run, resume, caplog):
+    """It says that they are there; its own checkpoints alone are resumed from."""
+    trainer = trainer_in(run.path, small_model, [StopAt(1)])
+    trainer.train()
+    assert "holds checkpoints of another run (checkpoint-2, checkpoint-3)" in caplog.text
+    again = trainer_in(run.path, small_model, [StopAt(2)])
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 1 and "checkpoint-3 belongs to another run" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_training(small_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = trainer_in(tmp_path / "output", small_model)
+    trainer.parts.checkpoints.folder.path = tmp_path / "file" / "output"
+    with pytest.raises(CheckpointError, match=r"cannot be written to: .*Nothing has been trained"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_small_disk_is_said_before_training(tmp_path, caplog):
+    RunFolder(tmp_path).check_space(10**18)
+    assert "MB left, and a checkpoint needs about" in caplog.text
+
+
+# ---- A disk that fills ----
+
+
+@pytest.mark.parametrize(("number", "code"), [*((k, errno.ENOSPC) for k in (1, 2, 4, 6, 9)), (3, errno.EROFS)])
+def test_a_full_or_read_only_disk_keeps_the_checkpoint_before(small_model, tmp_path, monkeypatch, number, code):
+    """Wherever in a save the disk fails: in the files of the parent, in our own, in the commit."""
+    trainer = trainer_in(tmp_path, small_model, settings={"max_steps": 3})
+    seen = []
+
+    def failing(original):
+        def call(*arguments, **named):
+            if trainer.state.global_step == 2:
+                seen.append(original)
+                if len(seen) >= number:
+                    raise OSError(code, os.strerror(code))
+            return original(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", failing(os.fsync))
+    monkeypatch.setattr(torch, "save", failing(torch.save))
+    monkeypatch.setattr("peft.peft_model.safe_save_file", failing(__import__("safetensors.torch").torch.save_file))
+    with pytest.raises(CheckpointError) as raised:
+        trainer.train()
+    monkeypatch.undo()
+    assert os.strerror(code) in str(raised.value) and "checkpoint-2 could not be written" in str(raised.value)
+    assert f"{tmp_path / 'checkpoint-1'} is complete" in str(raised.value)
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert RunFolder(tmp_path).newest()[1].step == 1
+
+
+def test_a_run_goes_on_after_a_full_disk(small_model, tmp_path, monkeypatch):
+    whole = trainer_in(tmp_path / "whole", small_model)
+    whole.train()
+    trainer = trainer_in(tmp_path / "cut", small_model)
+
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trainer.add_callback(At(2, lambda: monkeypatch.setattr(torch, "save", full)))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.train()
+    monkeypatch.undo()
+    again = trainer_in(tmp_path / "cut", small_model)
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 1 and not moved(weights(whole), weights(again))
+    assert differences(tmp_path / "whole" / "checkpoint-4", tmp_path / "cut" / "checkpoint-4") == []
+
+
+class At(StopAt):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, step, call):
+        super().__init__(step)
+        self.call = call
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.call()
+
+
+# ---- Numbers ----
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(small_model, tmp_path):
+    trainer = trainer_in(tmp_path, small_model, [StopAt(1)])
+    trainer.train()
+    parameter = next(iter(trainer.policies.parameters("actor").values()))
+    with torch.no_grad():
+        parameter.view(-1)[3] = torch.nan
+    trainer.state.global_step = 2
+    with pytest.raises(CheckpointError, match="The weights of 'actor' are not finite"):
+        save_checkpoint_now(trainer)
+    assert not (tmp_path / "checkpoint-2").exists() and (tmp_path / "checkpoint-1").exists()
+    trainer.save_model(tmp_path / "broken")
+    with pytest.raises(ValueError, match="The weights of the adapter 'actor' in .* are not finite"):
+        trainer.parts.checkpoints.load_weights(tmp_path / "broken")
+
+
+# ---- Changes between a checkpoint and a run ----
+
+
+SETTINGS = {
+    "agents": {"a": "a", "b": "b"},
+    "adapters": {"a": {"trained": True, "r": 4}, "b": {"trained": True, "r": 4}},
+    "dataset": {"rows": 8},
+    "versions": {"torch": "2.13"},
+    "tunable": {"learning_rate": 0.1, "temperature": 1.0},
+}
+
+
+def changed(part, **values):
+    return {**SETTINGS, part: {**SETTINGS[part], **values}}
+
+
+def test_structural_changes_are_refused_with_a_table_and_others_announced():
+    assert check_structure(SETTINGS, SETTINGS, ResumeChanges(), "c") == []
+    with pytest.raises(ValueError, match=r"(?s)adapters\.b\.r +4 +8.*dataset\.rows +8 +9.*'accept': \['dataset'\]"):
+        both = {**changed("dataset", rows=9), "adapters": {**SETTINGS["adapters"], "b": {"trained": True, "r": 8}}}
+        check_structure(SETTINGS, both, ResumeChanges(), "c")
+    accepted = ResumeChanges.of({"accept": ["dataset"]})
+    assert check_structure(SETTINGS, changed("dataset", rows=9), accepted, "c") == ["dataset.rows: 8 -> 9"]
+    versions = check_structure(SETTINGS, changed("versions", torch="2.14"), ResumeChanges(), "c")
+    assert versions == ["versions.torch: 2.13 -> 2.14"]
+    assert tunables(SETTINGS, changed("tunable", learning_rate=0.2)) == [("learning_rate", "0.1", "0.2")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "present", "message"),
+    [
+        ({}, ["a", "c"], r"Say with `resume_changes` .*`add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
+        ({"add": ["d"]}, ["a", "b"], "adds 'd', which the team does not have"),
+        ({"remove": ["d"]}, ["a", "b"], "removes 'd', which the checkpoint does not have"),
+        ({"rename": {"d": "c"}}, ["a", "b", "c"], "renames 'd', which the checkpoint does not have"),
+        ({"rename": {"a": "c", "b": "c"}}, ["c"], "gives two adapters the same name"),
+    ],
+)
+def test_names_that_do_not_add_up_are_refused(changes, present, message):
+    with pytest.raises(ValueError, match=message):
+        ResumeChanges.of(changes).check_names(["a", "b"], present)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (["add"], TypeError, "must be a dictionary"),
+        ({"adds": ["a"]}, ValueError, "Did you mean 'add'"),
+        ({"add": "verifier"}, TypeError, "must be a list of names"),
+        ({"rename": ["a"]}, TypeError, "must be a dictionary of names"),
+        ({"accept": ["datasets"]}, ValueError, "Did you mean 'dataset'"),
+    ],
+)
+def test_changes_that_make_no_sense(changes, error, message):
+    with pytest.raises(error, match=message):
+        ResumeChanges.of(changes)
