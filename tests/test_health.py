@@ -1,0 +1,352 @@
+"""Runs that learn nothing although nothing fails, and numbers that are not finite."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from marft_trl import AgentSpec, MARFTConfig, Sequential
+from marft_trl.episodes.live import LiveEpisode
+from marft_trl.functional import moments, standardized
+from marft_trl.learning.data import Row
+from marft_trl.reporting.health import PATIENCE, Health
+from marft_trl.rollout.generator import Sampled, check_sampled
+from marft_trl.run_metrics import Metrics
+from marft_trl.trainer.experience import check_finite
+from marft_trl.workflows import Workflow
+
+from .helpers import StopAt, moved, team_trainer, weights
+
+
+NAMES = ["planner", "solver"]
+
+
+class Lists(dict):
+    def __missing__(self, key):
+        self[key] = []
+        return self[key]
+
+
+class Watched:
+    """A [`Health`] without a trainer: `planner` is trained, `solver` is not."""
+
+    def __init__(self, tmp_path, **settings):
+        self.layer = nn.Linear(3, 3)
+        self.metrics = Metrics({"train": Lists(), "eval": Lists()}, lambda: True)
+        policies = SimpleNamespace(
+            is_trained=lambda name: name == "planner",
+            agents_of=lambda adapter: [adapter] if adapter in NAMES else [],
+            trained=["planner"],
+            has_adapters=True,
+        )
+        args = MARFTConfig(str(tmp_path), use_cpu=True, **settings)
+        parts = {"planner": dict(self.layer.named_parameters())}
+        self.health = Health(NAMES, policies, lambda: parts, 400, args, self.metrics)
+        self.state = SimpleNamespace(global_step=0)
+        self.health.on_train_begin(None, self.state, None)
+
+    def step(self, move=1e-3, **metrics):
+        with torch.no_grad():
+            self.layer.weight += move
+        for name, value in metrics.items():
+            self.metrics.add(name.replace("__", "/"), value)
+        self.health.on_optimizer_step(None, self.state, None)
+        self.state.global_step += 1
+        self.health.on_step_end(None, self.state, None)
+
+
+SYMPTOMS = {
+    "no signal": ({"frac_reward_zero_std": 1.0}, {"frac_reward_zero_std": 0.9}, PATIENCE, "THE REWARDS SAY NOTHING"),
+    "truncated": (
+        {"agents__solver__completions__clipped_ratio": 1.0},
+        {"agents__solver__completions__clipped_ratio": 0.9},
+        *(PATIENCE, "EVERY TURN OF 'solver' IS TRUNCATED.*`max_completion_length`"),
+    ),
+    "silent": ({"agents__solver__turns": 0.0}, {"agents__solver__turns": 0.1}, PATIENCE, "'solver' DOES NOT SPEAK"),
+    "still": ({"move": 0.0}, {"move": 1e-3}, PATIENCE, "agents 'planner'.* HAVE NOT MOVED.*`learning_rate`"),
+    "grown": ({"move": 1e3}, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=5e-06`"),
+    "collapsed": (
+        {"agents__planner__entropy": 0.001},
+        {"agents__planner__entropy": 0.5},
+        *(PATIENCE, "'planner' HAS COLLAPSED.*`entropy_coef`"),
+    ),
+    "noise": (
+        {"agents__planner__entropy": math.log(400) - 0.01},
+        {"agents__planner__entropy": 3.0},
+        *(PATIENCE, "'planner' IS NOISE"),
+    ),
+    "kl": ({"agents__planner__kl": 11.0}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE.*`beta`"),
+    "kl is NaN": ({"agents__planner__kl": math.nan}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE"),
+    "clipped": (
+        {"agents__planner__clip_ratio__region_mean": 0.95},
+        {"agents__planner__clip_ratio__region_mean": 0.1},
+        *(PATIENCE, "ALL TOKENS OF 'planner' ARE CLIPPED.*`num_iterations`"),
+    ),
+    "values": (
+        {"critic__value_loss": 2e6, "critic__value_mean": 1.0, "critic__target_mean": 1.0},
+        {"critic__value_loss": 2.0, "critic__value_mean": 1.0, "critic__target_mean": 1.0},
+        *(3, "VALUES OF THE CRITIC HAVE EXPLODED.*`critic_learning_rate`"),
+    ),
+    "large values": (
+        {"critic__value_loss": 2.0, "critic__value_mean": -500.0, "critic__target_mean": 1.0},
+        {"critic__value_loss": 2.0, "critic__value_mean": -5.0, "critic__target_mean": 1.0},
+        *(3, "VALUES OF THE CRITIC HAVE EXPLODED"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_a_run_that_has_gone_dead_is_said_once(tmp_path, caplog, name):
+    ill, well, patience, message = SYMPTOMS[name]
+    watched = Watched(tmp_path)
+    if well:
+        for _ in range(patience - 1):
+            watched.step(**ill)
+        watched.step(**well)  # in a row is meant
+        for _ in range(patience - 1):
+            watched.step(**ill)
+        assert not caplog.records
+        watched.step(**ill)
+    else:
+        watched.step(**ill)
+    assert len(caplog.records) == 1
+    import re
+
+    assert re.search(message, caplog.records[0].message), caplog.records[0].message
+    for _ in range(2 * patience):
+        watched.step(**ill)
+    assert len(caplog.records) == 1
+
+
+def test_a_resumed_run_counts_on_and_says_nothing_twice(tmp_path, caplog):
+    ill = {"frac_reward_zero_std": 1.0}
+    watched = Watched(tmp_path)
+    for _ in range(PATIENCE - 1):
+        watched.step(**ill)
+    again = Watched(tmp_path)
+    again.health.load_state_dict(watched.health.state_dict())
+    again.step(**ill)
+    assert len(caplog.records) == 1
+    third = Watched(tmp_path)
+    third.health.load_state_dict(again.health.state_dict())
+    for _ in range(2 * PATIENCE):
+        third.step(**ill)
+    assert len(caplog.records) == 1
+
+
+def test_a_step_without_news_counts_for_nothing(tmp_path, caplog):
+    """With several steps per generation batch, a batch is measured once."""
+    watched = Watched(tmp_path)
+    for step in range(3 * PATIENCE):
+        watched.step(**({"frac_reward_zero_std": 1.0} if step % 4 == 0 else {}))
+    assert not caplog.records
+    for _ in range(PATIENCE):
+        watched.step(frac_reward_zero_std=1.0)
+    assert len(caplog.records) == 1
+
+
+def test_half_precision_of_trained_weights_is_said(tmp_path, caplog):
+    watched = Watched(tmp_path)
+    watched.layer.bfloat16()
+    watched.health.on_train_begin(None, watched.state, None)
+    assert "are torch.bfloat16: updates that are smaller than its precision are lost" in caplog.text
+
+
+# ---- Dead runs ----
+
+
+def dead_run(model, tmp_path, steps=PATIENCE + 1, **arguments):
+    its = {"max_steps": steps, "per_device_train_batch_size": 4, "num_generations": 2, **arguments.pop("settings", {})}
+    trainer = team_trainer(model, tmp_path, settings=its, **arguments)
+    before = weights(trainer)
+    trainer.train()
+    return moved(before, weights(trainer)), trainer
+
+
+def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
+    changed, trainer = dead_run(small_model, tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    assert not changed and trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
+    assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
+    assert "adapter 'actor' (agents 'actor') HAVE NOT MOVED" in caplog.text
+
+
+def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
+    settings = {"mask_truncated_completions": True, "beta": 0.1, "max_steps": PATIENCE + 1}
+    trainer = team_trainer(small_model, tmp_path, settings={"per_device_train_batch_size": 4, **settings})
+    trainer.parts.runner.generator.generate = lambda agents, prompts, **_: [Sampled([5, 6]) for _ in agents]
+    before = weights(trainer)
+    trainer.train()
+    assert not moved(before, weights(trainer))
+    for name in ("reasoner", "actor"):
+        assert f"EVERY TURN OF '{name}' IS TRUNCATED" in caplog.text
+    assert "They are masked (`mask_truncated_completions`)" in caplog.text
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["loss"] == 0.0 and entry["grad_norm"] == 0.0 for entry in logged)
+    assert not any(value != value for entry in logged for value in entry.values())  # no NaN
+
+
+class Alone(Workflow):
+    async def run(self, episode: LiveEpisode) -> None:
+        await episode.turn("actor")
+
+
+def test_an_agent_that_is_never_called_is_said(small_model, tmp_path, caplog):
+    changed, _ = dead_run(small_model, tmp_path, workflow=Alone())
+    assert changed and not any(".reasoner." in name for name in changed)
+    assert "THE AGENT 'reasoner' DOES NOT SPEAK" in caplog.text and "'actor' DOES NOT SPEAK" not in caplog.text
+    assert "adapter 'reasoner' (agents 'reasoner') HAVE NOT MOVED" in caplog.text
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e6])
+def test_a_learning_rate_far_too_high_is_said_in_the_first_step(small_model, tmp_path, caplog, rate):
+    dead_run(small_model, tmp_path, steps=1, settings={"learning_rate": rate, "lr_scheduler_type": "constant"})
+    for name in ("reasoner", "actor"):
+        assert f"agents '{name}') HAVE GROWN" in caplog.text
+    assert f"`learning_rate={rate:g}` is probably far too high" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "reward"), [("1e15", 1e15), ("1e38", 3e38)])
+def test_rewards_of_any_size_are_learned_from_or_refused(small_model, tmp_path, name, reward):
+    """Never a run that succeeds and does not move."""
+
+    def huge(completions, **kwargs):
+        return [reward * (index % 2) for index in range(len(completions))]
+
+    if reward < 1e16:
+        changed, trainer = dead_run(small_model, tmp_path, steps=1, reward_funcs=huge)
+        assert changed and all(p.isfinite().all() for p in trainer.model.parameters())
+    else:
+        with pytest.raises(ValueError, match=r"`huge` returned 3e\+38 for completion 1"):
+            dead_run(small_model, tmp_path, steps=1, reward_funcs=huge)
+
+
+# ---- Numbers that are not finite ----
+
+
+class Do(TrainerCallback):
+    """Calls functions at moments of a step."""
+
+    def __init__(self, step, **calls):
+        self.step = step
+        for name, call in calls.items():
+            setattr(self, name, lambda args, state, control, call=call, **kwargs: self.when(state, call))
+
+    def when(self, state, call):
+        if state.global_step == self.step:
+            call()
+
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 4}
+
+
+def test_weights_that_are_not_finite_after_a_step_end_the_run(small_model, tmp_path):
+    trainer = team_trainer(small_model, tmp_path, settings=SAVE)
+    parameter = next(iter(trainer.policies.parameters("actor").values()))
+
+    def spoil():
+        with torch.no_grad():
+            parameter.view(-1)[0] = torch.inf
+
+    trainer.callback_handler.callbacks.insert(0, Do(1, on_optimizer_step=spoil))
+    with pytest.raises(FloatingPointError, match=r"adapter 'actor' \(agents 'actor'\) are not finite after step 2"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-1").exists() and not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(small_model, tmp_path):
+    trainer = team_trainer(small_model, tmp_path, settings={**SAVE, "save_strategy": "no"})
+    of_slice = trainer.parts.loss.of_slice
+
+    def broken(*arguments):
+        loss = of_slice(*arguments)
+        return loss * torch.nan if trainer.state.global_step == 1 else loss
+
+    trainer.parts.loss.of_slice = broken
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    skipped = [
+        max(entry["agents/reasoner/skipped_updates"], entry["agents/actor/skipped_updates"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    assert skipped == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("field", ["old_per_token_logps", "ref_per_token_logps", "old_values", "advantage"])
+def test_a_number_that_is_not_finite_is_found_before_a_step(field):
+    rows = [
+        Row(name, name, torch.tensor([5]), torch.tensor([6, 7]), episode=index) for index, name in enumerate(NAMES)
+    ]
+    good = replace(rows[1], **{field: torch.tensor([1.0, 2.0])})
+    check_finite([rows[0], good], {field: "x"})
+    for value in (math.nan, math.inf):
+        bad = replace(rows[1], **{field: torch.tensor([1.0, value])})
+        with pytest.raises(FloatingPointError, match=rf"`{field}` of a turn of 'solver' \(episode 1 .*nothing was"):
+            check_finite([rows[0], bad], {field: "x"})
+
+
+def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_model, tmp_path):
+    settings = {**SAVE, "num_iterations": 2, "save_strategy": "no"}
+    trainer = team_trainer(small_model, tmp_path, settings=settings)
+    trainer.parts.runner.generator.generate = lambda agents, prompts, **_: (
+        [Sampled([5, 2], [math.nan, 0.0])] * len(agents)
+    )
+    before = weights(trainer)
+    with pytest.raises(FloatingPointError, match="`old_per_token_logps` of a turn of 'reasoner'"):
+        trainer.train()
+    assert not moved(before, weights(trainer))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "message"),
+    [
+        ([Sampled([5])], "returned 1 completions for 2 observations"),
+        ([Sampled([5]), Sampled([400])], "token id 400 for a turn of 'solver'; the model has 400 tokens"),
+        ([Sampled([5]), Sampled([-1])], "token id -1 for a turn of 'solver'"),
+        ([Sampled([5, 6], [0.0]), Sampled([5])], "1 log-probabilities for the 2 tokens of a turn of 'planner'"),
+    ],
+)
+def test_what_an_engine_must_not_return(sampled, message):
+    with pytest.raises(ValueError, match=message):
+        check_sampled(sampled, NAMES, 400)
+
+
+@pytest.mark.parametrize("level", ["token", "action"])
+def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level):
+    """Log-ratios of 100: the clip of the loss holds them, or the update is skipped and counted."""
+    settings = {**SAVE, "num_iterations": 2, "save_strategy": "no", "max_steps": 2, "level": level}
+    trainer = team_trainer(small_model, tmp_path, settings=settings)
+    generate = trainer._generate_and_score_completions
+
+    def shifted(inputs):
+        slices = generate(inputs)
+        return [
+            replace(one, rows=[replace(r, old_per_token_logps=r.old_per_token_logps - 100) for r in one.rows])
+            for one in slices
+        ]
+
+    trainer._generate_and_score_completions = shifted
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    is_skipped = [entry["agents/actor/skipped_updates"] for entry in losses]
+    assert all(math.isfinite(entry["loss"]) or skipped for entry, skipped in zip(losses, is_skipped, strict=True))
+
+
+def test_constant_returns_stay_finite():
+    constant = torch.full((4,), 3.0)
+    assert standardized(constant, moments(constant)).tolist() == [0.0] * 4
+
+
+def test_a_team_of_one_dead_agent_is_said(small_model, tmp_path, caplog):
+    settings = {"learning_rate": 0.0, "per_device_train_batch_size": 4, "max_steps": PATIENCE + 1}
+    trainer = team_trainer(
+        small_model, tmp_path, agents=[AgentSpec("solo", max_completion_length=4)], settings=settings,
+        workflow=Sequential(["solo"]), callbacks=[StopAt(PATIENCE + 1)],
+    )  # fmt: skip
+    trainer.train()
+    assert "(agents 'solo') HAVE NOT MOVED" in caplog.text and "`learning_rate` is 0 or too small" in caplog.text
