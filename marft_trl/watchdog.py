@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 
 # Seconds that interrupted code has to come to an end, before the process is ended
@@ -41,10 +40,12 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float, message: Callable[[str], str], thread: int):
-        self._seconds, self._message, self._thread = seconds, message, thread
+        self._seconds, self._message, self.thread = seconds, message, thread
         self._deadline = time.monotonic() + seconds
         self._is_paused = 0
         self._is_done = threading.Event()
+        self._lock = threading.Lock()
+        self.is_ending = False
         self.error: TookTooLong | None = None
 
     def restart(self) -> None:
@@ -61,25 +62,38 @@ class TimeLimit:
             self._is_paused -= 1
             self.restart()
 
+    def expire(self) -> float:
+        """Seconds that are left. If there are none, `error` is set."""
+        if self._is_paused:
+            self.restart()
+        left = self._deadline - time.monotonic()
+        if left <= 0 and self.error is None:
+            self.error = TookTooLong(self._message(_where(self.thread)))
+        return left
+
     def watch(self) -> None:
         """Wait for the end of the code, and interrupt it when its time is over. Runs in a thread of its own."""
         while not self._is_done.wait(max(self._deadline - time.monotonic(), 0.01)):
-            if self._is_paused:
-                self.restart()
-            elif time.monotonic() >= self._deadline:
+            if self.expire() <= 0:
                 self._interrupt()
                 return
 
     def end(self) -> None:
         """The code has ended."""
-        self._is_done.set()
+        self.is_ending = True
+        with self._lock:
+            self._is_done.set()
+        if self.error is not None and self.thread != threading.main_thread().ident:
+            _raise_in(self.thread, None)  # what was to be raised and has not been yet
 
     def _interrupt(self) -> None:
-        self.error = TookTooLong(self._message(_where(self._thread)))
-        if self._thread == threading.main_thread().ident and _SIGNAL is not None and hasattr(signal, "pthread_kill"):
-            signal.pthread_kill(self._thread, _SIGNAL)
-        else:  # reaches code in Python alone, at its next bytecode
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(TookTooLong))
+        with self._lock:
+            if self.is_ending:
+                return
+            if self.thread == threading.main_thread().ident and _SIGNAL is not None:
+                signal.pthread_kill(self.thread, _SIGNAL)
+            else:  # reaches code in Python alone, at its next bytecode
+                _raise_in(self.thread, TookTooLong)
         if self._is_done.wait(GRACE):
             return
         message = f"{self.error} It could not be interrupted, so the process ends."
@@ -111,8 +125,8 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
         yield None
         return
     limit = TimeLimit(seconds, message, threading.get_ident())
-    before = _install()
     _ACTIVE.append(limit)
+    uninstall = _install(seconds)
     threading.Thread(target=limit.watch, name="marft-watch", daemon=True).start()
     try:
         yield limit
@@ -120,27 +134,51 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
         if limit.error is None:  # that of an outer limit
             raise
     finally:
-        limit.end()
-        _ACTIVE.remove(limit)
-        _uninstall(before)
+        try:
+            limit.end()
+        finally:
+            _ACTIVE.remove(limit)
+            uninstall()
     if limit.error is not None:
         raise limit.error
 
 
-def _install() -> Any:
-    is_main = threading.current_thread() is threading.main_thread()
-    return signal.signal(_SIGNAL, _on_signal) if is_main and _SIGNAL is not None else None
+def _install(seconds: float) -> Callable[[], None]:
+    """Take the signals that interrupt the main thread. Returns what gives them back."""
+    if threading.current_thread() is not threading.main_thread() or _SIGNAL is None:
+        return lambda: None
+    signal.signal(_SIGNAL, _on_signal)  # stays: a signal may arrive when the limit is over, and does nothing then
+    has_timer, before = not any(signal.getitimer(signal.ITIMER_REAL)), signal.getsignal(signal.SIGALRM)
+    if has_timer:
+        # The system's timer also reaches code that keeps the interpreter to itself, such as a regular expression
+        signal.signal(signal.SIGALRM, _on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def uninstall() -> None:
+        if has_timer and signal.getsignal(signal.SIGALRM) == _on_alarm:  # else the user's code has taken it
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
+
+    return uninstall
 
 
-def _uninstall(before: Any) -> None:
-    if before is not None and _SIGNAL is not None:
-        signal.signal(_SIGNAL, before)
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    thread = threading.main_thread().ident
+    left = min((limit.expire() for limit in _ACTIVE if limit.thread == thread), default=None)
+    if left is not None and left > 0:
+        signal.setitimer(signal.ITIMER_REAL, left)
+    _on_signal(number, frame)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    expired = next((limit for limit in _ACTIVE if limit.error is not None), None)
+    expired = next((limit for limit in _ACTIVE if limit.error is not None and not limit.is_ending), None)
     if expired is not None:
         raise TookTooLong(str(expired.error))
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    what = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
 def _where(thread: int) -> str:

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from accelerate.logging import get_logger
-
 from ..configs import MARFTConfig
 from ..episodes.collector import EpisodeError
 from ..episodes.records import Episode
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # of every process: each has failures of its own
 
 Result = TypeVar("Result")
 # Seconds before a function is called again

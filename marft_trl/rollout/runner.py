@@ -22,6 +22,7 @@ from ..workflows import Workflow
 from .generator import Generator, Sampled, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
+from .user_state import UserState
 
 
 class EpisodeRunner:
@@ -43,6 +44,7 @@ class EpisodeRunner:
             neither a turn nor a tool.
         max_turns (`int`, *optional*): largest number of turns of an episode.
         vocabulary (`int`, *optional*): number of token ids of the model.
+        users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class EpisodeRunner:
         patience: float | None = None,
         max_turns: int | None = None,
         vocabulary: int | None = None,
+        users: UserState | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow = workflow
@@ -68,6 +71,7 @@ class EpisodeRunner:
         self._ends = tuple(ends)
         self._limits, self._uses_tools, self._vocabulary = limits, uses_tools, vocabulary
         self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
+        self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
@@ -101,14 +105,15 @@ class EpisodeRunner:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context manager: run users' code with temporary random states, so that a rehearsal has no side effects."""
-        kept = self.randomness
+        """Context manager: a rehearsal leaves random states and the state of users' objects as they are."""
+        kept, state = self.randomness, self._users.state_dict()
         self.randomness = UserRandomness(0, kept.device)
         try:
             with self.randomness.theirs():
                 yield
         finally:
             self.randomness = kept
+            self._users.load_state_dict(state)
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations. Views are users' code, so they run with the random states for users' code."""

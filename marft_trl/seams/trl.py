@@ -185,6 +185,11 @@ class TrlState:
         """Coefficient of the entropy bonus that TRL logs."""
         return self._trainer.entropy_coef
 
+    @property
+    def entropy(self) -> tuple[float, float]:
+        """What [`note_entropy`] sets."""
+        return self._trainer.entropy_coef, self._trainer._last_world_entropy
+
     def note_entropy(self, coefficient: float, entropy: float) -> None:
         """Set the coefficient and the entropy that TRL writes into its checkpoints and logs."""
         self._trainer.entropy_coef, self._trainer._last_world_entropy = coefficient, entropy

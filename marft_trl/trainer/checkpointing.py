@@ -170,6 +170,8 @@ class Checkpoints:
         self._remembered = {
             "step": self._state.optimizer_step,
             "random": self._random.capture(),
+            "tokens": self._state.num_tokens_seen,
+            "entropy": self._state.entropy,
             **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
         }
 
@@ -194,6 +196,8 @@ class Checkpoints:
             return True
         self._random.restore(kept["random"])
         self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
+        self._state.see_tokens(kept["tokens"] - self._state.num_tokens_seen)
+        self._state.note_entropy(*kept["entropy"])
         self._load_owners(kept["extra"])
         self.open_window()
         save()

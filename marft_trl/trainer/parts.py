@@ -169,7 +169,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "updates": updates,
         "sequential": sequential,
         "health": health,
-        "users": UserState(choices.user_objects),
+        "users": builder.users,
     }
     checkpoints = builder.checkpoints(owners)
     return Parts(
@@ -242,6 +242,7 @@ class _Builder:
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
         self._settings = TrlSettings(trainer)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
+        self.users = UserState(choices.user_objects)
         self.runner = self._runner()
 
     def _runner(self) -> EpisodeRunner:
@@ -273,6 +274,7 @@ class _Builder:
             aliases=choices.aliases,
             patience=args.workflow_timeout,
             max_turns=args.max_episode_turns,
+            users=self.users,
             vocabulary=self._base.get_input_embeddings().num_embeddings,
         )
 

@@ -1,0 +1,653 @@
+"""Users' code that fails, hangs, seeds or lies, and signals: what is saved, what is told, what goes on."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from marft_trl import MARFTConfig
+from marft_trl.checkpoints.run_folder import RunFolder
+from marft_trl.config_checks import check_timeouts
+from marft_trl.episodes import collector
+from marft_trl.episodes.collector import EpisodeError
+from marft_trl.rollout.failures import Failures, OnFailure
+from marft_trl.rollout.reward_checks import checked_reward
+from marft_trl.rollout.user_state import UserState
+from marft_trl.seams.runs import timeout_also_on_cpu
+from marft_trl.trainer.run import RunInterrupted
+from marft_trl.watchdog import TookTooLong, time_limit
+from marft_trl.workflows import EnvironmentLoop, Workflow
+
+from .exactness import differences
+from .helpers import began_at, collect, config, echo, moved, team_trainer, varied_reward, weights
+
+
+ROOT = Path(__file__).parent.parent
+SAVE = {"save_strategy": "steps", "save_steps": 50, "max_steps": 4, "per_device_train_batch_size": 4}
+
+
+def trainer_in(folder, model, callbacks=None, **arguments):
+    its = {**SAVE, **arguments.pop("settings", {})}
+    return team_trainer(model, folder, settings=its, callbacks=callbacks, **arguments)
+
+
+class Scores:
+    """A reward function that does something at a call, and is [`varied_reward`] otherwise."""
+
+    __name__ = "scores"
+
+    def __init__(self, at=None, do=None):
+        self.at, self.do, self.calls = at, do, 0
+
+    def __call__(self, completions, **kwargs):
+        self.calls += 1
+        if self.calls == self.at:
+            self.do()
+        return varied_reward(completions)
+
+
+def boom():
+    raise ZeroDivisionError("boom")
+
+
+# ---- A reward function that fails ----
+
+
+@pytest.mark.parametrize("save_steps", [1, 50])
+def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(small_model, tmp_path, save_steps):
+    """And the run that goes on from it is the one that did not fail, bit for bit."""
+    settings = {"save_steps": save_steps}
+    whole = trainer_in(tmp_path / "whole", small_model, reward_funcs=Scores(), settings=settings)
+    whole.train()
+    cut = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(3, boom), settings=settings)
+    with pytest.raises(ZeroDivisionError) as raised:
+        cut.train()
+    if sys.version_info >= (3, 11):
+        (note,) = raised.value.__notes__
+        assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` goes on from it", note)
+    again = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(), settings=settings)
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 2 and not moved(weights(whole), weights(again))
+    assert differences(tmp_path / "whole" / "checkpoint-4", tmp_path / "cut" / "checkpoint-4") == []
+
+
+def test_an_evaluation_that_fails_loses_no_step(small_model, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    reward = Scores(3, boom)  # two steps, then the evaluation
+    trainer = trainer_in(
+        tmp_path,
+        small_model,
+        reward_funcs=reward,
+        settings=settings,
+        eval_dataset=team_rows(4),
+        train_dataset=team_rows(8),
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert RunFolder(tmp_path).newest()[1].step == 2
+
+
+def team_rows(count):
+    from marft_trl.tiny import tiny_dataset
+
+    return tiny_dataset(count)
+
+
+def test_nothing_is_saved_when_the_weights_may_have_changed(small_model, tmp_path):
+    """An error between the optimizer's step and the end of the step: the checkpoint before stands."""
+    from .test_health import Do
+
+    trainer = trainer_in(tmp_path, small_model, settings={"save_steps": 2}, callbacks=[Do(3, on_optimizer_step=boom)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-2"]
+
+
+def test_no_checkpoint_is_saved_where_none_is_wanted(small_model, tmp_path):
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, boom), settings={"save_strategy": "no"})
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert RunFolder(tmp_path).checkpoints() == []
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), torch.OutOfMemoryError("out of memory")])
+def test_whatever_a_reward_raises_is_saved_before(small_model, tmp_path, error):
+    def fail():
+        raise error
+
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, fail))
+    with pytest.raises((RuntimeError, KeyError), match=r"called `sys.exit\(3\)`|x|out of memory"):
+        trainer.train()
+    assert RunFolder(tmp_path).newest()[1].step == 1
+
+
+def test_out_of_memory_in_a_turn_is_saved_before(small_model, tmp_path):
+    trainer = trainer_in(tmp_path, small_model)
+    generate = trainer.parts.runner.generator.generate
+
+    def full(*arguments, **named):
+        if trainer.state.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(*arguments, **named)
+
+    trainer.parts.runner.generator.generate = full
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert RunFolder(tmp_path).newest()[1].step == 2
+
+
+def by_completion(call):
+    """A function that fails for the completions `call` says, and scores the others."""
+
+    def judge(completions, **kwargs):
+        return [boom() if call(index, text) else 1.0 + index for index, text in enumerate(completions)]
+
+    return judge
+
+
+def scored(function, count=4, **policy):
+    failures = Failures()
+    wrapped = checked_reward(function, OnFailure(**policy), failures)
+    arguments = {"prompts": ["q"] * count, "completions": list("abcdefgh")[:count]}
+    if asyncio.iscoroutinefunction(wrapped):
+        return asyncio.run(wrapped(**arguments)), failures.take()[0]
+    return wrapped(**arguments), failures.take()[0]
+
+
+def test_a_completion_that_cannot_be_scored_is_skipped_alone():
+    scores, counts = scored(by_completion(lambda _, text: text == "c"), action="skip")
+    assert scores[2] is None and None not in (scores[0], scores[1], scores[3])
+    assert counts == {"rewards/judge/skipped": 1}
+
+
+def test_a_function_that_hangs_is_skipped_as_a_whole():
+    scores, counts = scored(lambda completions, **_: time.sleep(60), action="skip", timeout=0.3)
+    assert scores == [None] * 4 and list(counts.values()) == [4]
+
+
+def test_a_function_that_fails_once_is_tried_again():
+    calls = []
+
+    def judge(completions, **kwargs):
+        calls.append(len(completions))
+        return boom() if len(calls) == 1 else [1.0] * len(completions)
+
+    scores, counts = scored(judge, action="retry", retries=2)
+    assert scores == [1.0] * 4 and calls == [4, 4] and counts == {"rewards/judge/retried": 1}
+    with pytest.raises(ZeroDivisionError):
+        scored(by_completion(lambda *_: True), action="retry", retries=1)
+
+
+def test_wrong_results_are_failures_too():
+    scores, counts = scored(lambda completions, **_: [1.0] * 7, action="skip")
+    assert scores == [None] * 4 and sum(counts.values()) == 4
+    with pytest.raises(ValueError, match="returned 7 rewards, but 4 were expected"):
+        scored(lambda completions, **_: [1.0] * 7)
+
+
+@pytest.mark.parametrize("kind", ["waits", "sleeps", "computes"])
+def test_a_reward_that_hangs_is_ended_and_named(kind):
+    def judge(completions, **kwargs):
+        if kind == "sleeps":
+            time.sleep(60)
+        while kind == "computes":
+            pass
+
+    async def later(completions, **kwargs):
+        await asyncio.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(TookTooLong, match=r"`(judge|later)` has not returned for 0.4 seconds .*`reward_timeout`"):
+        scored(later if kind == "waits" else judge, timeout=0.4)
+    assert time.monotonic() - start < 10
+
+
+def test_a_timeout_of_the_functions_own_is_its_own():
+    async def judge(completions, **kwargs):
+        raise TimeoutError("the service does not answer")
+
+    with pytest.raises(TimeoutError, match="the service does not answer"):
+        scored(judge, timeout=30)
+
+
+@pytest.mark.parametrize("reward", ["blocks", "hangs"])
+def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, reward):
+    """Also one that blocks the event loop, which no timeout of asyncio can see."""
+    calls = []
+
+    async def judge(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            time.sleep(60) if reward == "blocks" else await asyncio.sleep(60)
+        return varied_reward(completions)
+
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=judge, settings={"reward_timeout": 0.5})
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"`reward_timeout`"):
+        trainer.train()
+    assert time.monotonic() - start < 30
+    assert RunFolder(tmp_path).newest()[1].step == 1
+
+
+def test_code_that_cannot_be_interrupted_ends_the_process():
+    """With code 124, the reason and a traceback of all threads."""
+    code = (
+        "import signal, time\nfrom marft_trl import watchdog\n"
+        "watchdog.GRACE = 0.5\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX, signal.SIGALRM])\n"
+        "said = []\nwatchdog.LAST_WORDS.append(lambda message: print('last words:', message, flush=True))\n"
+        "with watchdog.time_limit(0.3, lambda where: f'{where} hangs.'):\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 124, done.stderr
+    assert "could not be interrupted, so the process ends" in done.stderr and "most recent call first" in done.stderr
+    assert "last words:" in done.stdout
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "lambda *_: None"])
+def test_a_pattern_that_takes_for_ever_is_interrupted(handler):
+    """It keeps the interpreter to itself, so no other thread could. An alarm that users' code has set does no harm."""
+    code = (
+        "import re, signal, time\nfrom marft_trl.watchdog import time_limit\n"
+        "with time_limit(30, lambda where: where):\n"
+        f"    signal.signal(signal.SIGALRM, {handler}); signal.alarm(1); signal.alarm(0)\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    with time_limit(0.5, lambda where: f'{where} hangs'):\n"
+        "        re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
+        "except TimeoutError as error:\n    print(error, time.monotonic() - start < 10)\n"
+        "time.sleep(0.3)\nprint('no signal comes after')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert re.search(r"hangs True", done.stdout), (done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0 and "comes after" in done.stdout
+
+
+@pytest.mark.parametrize(("outer", "inner", "which"), [(30, 0.2, "inner"), (0.2, 30, "outer")])
+def test_time_limits_nest_and_leave_nothing_behind(outer, inner, which):
+    limits = time_limit(outer, lambda _: "outer"), time_limit(inner, lambda _: "inner")
+    with pytest.raises(TookTooLong, match=which), limits[0], limits[1]:
+        time.sleep(20)
+    with time_limit(0.2, lambda _: "short"):
+        pass
+    time.sleep(0.4)  # nothing comes after
+
+
+# ---- A workflow or an environment that fails ----
+
+
+class Fragile(Workflow):
+    """Fails in some episodes; each try counts."""
+
+    def __init__(self, fails):
+        self.fails, self.tries = fails, 0
+
+    async def run(self, episode):
+        self.tries += 1
+        await episode.turn("reasoner")
+        if self.fails(episode, self.tries):
+            boom()
+        await episode.turn("actor")
+
+
+def test_an_episode_that_fails_is_left_out_and_counted(small_model, tmp_path, caplog):
+    trainer = trainer_in(
+        tmp_path, small_model, workflow=Fragile(lambda episode, _: episode.index == 1),
+        settings={"on_episode_error": "skip", "max_steps": 2},
+    )  # fmt: skip
+    before = weights(trainer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["episodes/skipped"] == 0.25 and log["frac_unscored"] == 0.25
+    assert len(moved(before, weights(trainer))) > 0
+    assert "episodes/skipped: The workflow `Fragile` failed in episode 1 after 1 turns" in caplog.text
+    assert "1 of 4 episodes have no reward" in caplog.text
+
+
+def test_too_many_failures_end_the_run(small_model, tmp_path):
+    trainer = trainer_in(
+        tmp_path, small_model, workflow=Fragile(lambda episode, _: episode.index < 3),
+        settings={"on_episode_error": "skip"},
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"`episodes/skipped`: 3 of 4 .*`max_skipped_share=0.5`.*ZeroDivisionError"):
+        trainer.train()
+
+
+def test_an_episode_that_fails_once_is_tried_again(small_model, tmp_path):
+    """It runs again alone, so it is the first of its batch then."""
+    seen = []
+    workflow = Fragile(lambda episode, _: episode.index == 2 and not seen.append(episode.row))
+    trainer = trainer_in(
+        tmp_path, small_model, workflow=workflow, settings={"on_episode_error": "retry", "max_steps": 1}
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["episodes/retried"] == 0.25 and log["frac_unscored"] == 0.0 and len(seen) == 1
+    stubborn = trainer_in(
+        tmp_path / "stubborn", small_model, workflow=Fragile(lambda episode, _: episode.row == seen[0]),
+        settings={"on_episode_error": "retry", "max_episode_retries": 1},
+    )  # fmt: skip
+    with pytest.raises(EpisodeError, match="failed in episode"):
+        stubborn.train()
+
+
+class World:
+    def __init__(self, step):
+        self._step = step
+
+    def reset(self, **row):
+        return "begin"
+
+    def step(self, turns):
+        return self._step()
+
+
+@pytest.mark.parametrize("step", [boom, lambda: ("x", 1.0, "False"), lambda: sys.exit(1)])
+def test_environments_that_fail_can_be_skipped(small_model, tmp_path, step):
+    calls = []
+
+    def once():
+        calls.append(1)
+        return step() if len(calls) == 1 else ("x", float(len(calls)), True)
+
+    trainer = trainer_in(
+        tmp_path, small_model, reward_funcs=None, workflow=EnvironmentLoop(lambda: World(once)),
+        settings={"on_episode_error": "skip", "max_steps": 1},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["episodes/skipped"] == 0.25
+
+
+class Endless(Workflow):
+    async def run(self, episode):
+        while True:
+            await episode.turn("a")
+
+
+def test_an_episode_without_end_is_ended(small_model, tmp_path):
+    trainer = trainer_in(tmp_path, small_model, workflow=LoopOf("actor"), settings={"max_episode_turns": 5})
+    with pytest.raises(EpisodeError, match=r"after 5 turns.*`max_episode_turns`"):
+        trainer.train()
+
+
+class LoopOf(Endless):
+    def __init__(self, agent):
+        self.agent = agent
+
+    async def run(self, episode):
+        while True:
+            await episode.turn(self.agent)
+
+
+class Blocking(Workflow):
+    async def run(self, episode):
+        time.sleep(60)
+        await episode.turn("a")
+
+
+class Forgetful(Workflow):
+    async def run(self, episode):
+        episode.turn("a")
+        await episode.turn("a")
+
+
+class Exits(Workflow):
+    async def run(self, episode):
+        sys.exit(4)
+
+
+def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
+    monkeypatch.setattr(collector, "_LATER", 0.2)
+    start = time.monotonic()
+    with pytest.raises(
+        EpisodeError, match=r"`Blocking` blocks: run \(test_failures.py:\d+\) has not returned.*episode.call"
+    ):
+        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), patience=0.3)
+    assert time.monotonic() - start < 20
+
+
+def test_a_turn_that_is_not_awaited_is_an_error():
+    with pytest.raises(EpisodeError, match=r"requested 1 turns in episode 0 that it did not wait for.*`await episode"):
+        collect(Forgetful(), [{"prompt": "q"}], ["a"], echo())
+
+
+def test_a_workflow_that_exits_has_failed():
+    with pytest.raises(EpisodeError, match="`Exits` failed in episode 0 .*SystemExit: 4"):
+        collect(Exits(), [{"prompt": "q"}], ["a"], echo())
+
+
+# ---- Users' code that reaches into the trainer ----
+
+
+def test_a_reward_cannot_set_the_state_of_the_trainer(small_model, tmp_path):
+    def meddles(completions, trainer_state, **kwargs):
+        assert isinstance(trainer_state, TrainerState) and trainer_state.max_steps == 4
+        trainer_state.log_history.append("mine")
+        trainer_state.global_step = 9
+        return varied_reward(completions)
+
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=meddles)
+    with pytest.raises(AttributeError, match="`trainer_state.global_step` cannot be set by a reward function"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and trainer.state.log_history == []
+
+
+# ---- State of users' objects ----
+
+
+class Curriculum(Scores):
+    """Its scores depend on how often it was called."""
+
+    def __call__(self, completions, **kwargs):
+        super().__call__(completions)
+        return [score * self.calls for score in varied_reward(completions)]
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class Course(Fragile):
+    """A workflow with state: every third episode has one turn more."""
+
+    def __init__(self):
+        super().__init__(lambda *_: False)
+
+    async def run(self, episode):
+        await super().run(episode)
+        if self.tries % 3 == 0:
+            await episode.turn("actor")
+
+    def state_dict(self):
+        return {"tries": self.tries}
+
+    def load_state_dict(self, state):
+        self.tries = state["tries"]
+
+
+class Maker:
+    """Makes environments whose rewards depend on how many were made."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self):
+        self.made += 1
+        number = self.made
+        return World(lambda: ("x", float(number % 5), True))
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+OBJECTS = {
+    "reward": lambda: {"reward_funcs": Curriculum()},
+    "method": lambda: {"reward_funcs": Curriculum().__call__},
+    "workflow": lambda: {"workflow": Course()},
+    "environment": lambda: {"workflow": EnvironmentLoop(Maker()), "reward_funcs": None},
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("end", ["stops", "fails"])
+def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end):
+    """After a stop, and after a failure in the middle of a step, which has changed it already."""
+    from .helpers import StopAt
+    from .test_health import Do
+
+    settings = {"save_steps": 1, "max_steps": 5}
+    whole = trainer_in(tmp_path / "whole", small_model, settings=settings, **OBJECTS[kind]())
+    whole.train()
+    callbacks = [StopAt(2)] if end == "stops" else []
+    cut = trainer_in(
+        tmp_path / "cut", small_model, callbacks, settings={**settings, "save_steps": 50}, **OBJECTS[kind]()
+    )
+    if end == "stops":
+        cut.add_callback(Do(2, on_step_end=lambda: setattr(cut.control, "should_save", True)))
+        cut.train()
+    else:
+        cut.add_callback(Do(2, on_pre_optimizer_step=lambda: None))
+        training_step = cut.training_step
+
+        def failing(*arguments, **named):
+            loss = training_step(*arguments, **named)
+            return boom() if cut.state.global_step == 2 else loss
+
+        cut.training_step = failing
+        with pytest.raises(ZeroDivisionError):
+            cut.train()
+    again = trainer_in(tmp_path / "cut", small_model, settings=settings, **OBJECTS[kind]())
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 2
+    assert differences(tmp_path / "whole" / "checkpoint-5", tmp_path / "cut" / "checkpoint-5") == []
+
+
+class Half(Scores):
+    def state_dict(self):
+        return {}
+
+
+class Odd(Curriculum):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+
+def test_state_that_cannot_be_saved_is_said_before_the_first_generation(small_model, tmp_path):
+    with pytest.raises(TypeError, match=r"reward_funcs\[0\] \(Half\) has `state_dict` but no `load_state_dict`"):
+        trainer_in(tmp_path, small_model, reward_funcs=Half())
+    for state, message in [
+        ({"x": object()}, "JSON can hold"),
+        ({"x": (1,)}, "tuples"),
+        ({"x": float("nan")}, "JSON can"),
+    ]:
+        reward = Odd(state)
+        with pytest.raises(TypeError, match=rf"`state_dict` of reward_funcs\[0\] .*{message}"):
+            trainer_in(tmp_path, small_model, reward_funcs=reward).train()
+        assert reward.calls == 0
+
+
+def test_state_that_does_not_fit_is_refused():
+    one = Curriculum()
+    users = UserState({"reward_funcs[0]": one, "workflow": object(), "reward_funcs[1]": Curriculum})
+    assert users.names == ["reward_funcs[0]"] and users.state_dict() == {"reward_funcs[0]": {"calls": 0}}
+    with pytest.raises(ValueError, match=r"no state of reward_funcs\[0\]"):
+        users.load_state_dict({})
+    with pytest.raises(ValueError, match=r"of reward_funcs\[0\] failed .*KeyError"):
+        users.load_state_dict({"reward_funcs[0]": {}})
+    with pytest.raises(ValueError, match="has the state of judge, but nothing that takes it"):
+        users.load_state_dict({"reward_funcs[0]": {"calls": 1}, "judge": {}})
+
+
+# ---- Signals ----
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+@pytest.mark.parametrize("moment", ["reward", "optimizer"])
+def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(small_model, tmp_path, name, code, moment):
+    from .test_health import Do
+
+    def kill():
+        os.kill(os.getpid(), getattr(signal, name))
+
+    before = signal.getsignal(getattr(signal, name))
+    whole = trainer_in(tmp_path / "whole", small_model)
+    whole.train()
+    reward, callbacks = (Scores(2, kill), []) if moment == "reward" else (Scores(), [Do(1, on_optimizer_step=kill)])
+    cut = trainer_in(tmp_path / "cut", small_model, callbacks, reward_funcs=reward)
+    with pytest.raises(RunInterrupted, match=rf"stopped by {name}; the state is saved in .*checkpoint-2") as raised:
+        cut.train()
+    assert raised.value.code == code and raised.value.signal == getattr(signal, name)
+    assert signal.getsignal(getattr(signal, name)) == before
+    again = trainer_in(tmp_path / "cut", small_model)
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 2 and not moved(weights(whole), weights(again))
+
+
+def test_a_second_interrupt_ends_at_once(small_model, tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, twice))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_signal_without_checkpoints_says_that_nothing_is_saved(small_model, tmp_path):
+    reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=reward, settings={"save_strategy": "no"})
+    with pytest.raises(RunInterrupted, match="not saved"):
+        trainer.train()
+    assert RunFolder(tmp_path).checkpoints() == []
+
+
+# ---- Time limits of several processes ----
+
+
+def test_time_limits_are_below_that_of_the_processes(tmp_path):
+    args = config(tmp_path, reward_timeout=30, workflow_timeout=5, tool_timeout=5)
+    check_timeouts(args, 1, 20)
+    check_timeouts(args, 2, 31)
+    with pytest.raises(ValueError, match=r"`reward_timeout` \(30 s\) must be below the 20 s .*`ddp_timeout`"):
+        check_timeouts(args, 2, 20)
+    again = config(tmp_path, reward_timeout=10, workflow_timeout=5, tool_timeout=5, on_episode_error="retry")
+    with pytest.raises(ValueError, match=r"`reward_timeout` \(10 s times 3 tries\)"):
+        check_timeouts(again, 2, 20)
+
+
+def test_the_timeout_of_processes_holds_on_the_cpu_too():
+    """`timeout_also_on_cpu`, `timeout_of_processes`: a real process group of one, from a config."""
+    code = (
+        "from marft_trl import MARFTConfig\nfrom marft_trl.seams.runs import timeout_of_processes\n"
+        "MARFTConfig('out', use_cpu=True, ddp_timeout=77)\nprint(timeout_of_processes())"
+    )
+    where = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **where, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "77.0", done.stderr[-2000:]
+    with timeout_also_on_cpu(None):
+        pass
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_is_never_asked_for(tmp_path):
+    """transformers' own way of saving on SIGTERM is not exact; ours is always there."""
+    assert MARFTConfig(str(tmp_path), use_cpu=True, enable_jit_checkpoint=True).enable_jit_checkpoint is False
