@@ -3,9 +3,11 @@ Kills training runs and starts them again with the same command, until they end.
 
     python tests/scripts/lives.py random FOLDER MODEL [--kills 10] [--seed 0] [--processes 1]
     python tests/scripts/lives.py operations FOLDER MODEL [--every 1] [--rank 0] [--processes 1]
+    python tests/scripts/lives.py faults FOLDER MODEL [--kinds raise hang ...]
 
 `random`: SIGKILL at random instants. `operations`: SIGKILL at each (or every n-th) file operation of a save, on one
-process. Prints what came of it as JSON. The processes of a life are forked, so that they need not import anything.
+process. `faults`: two processes, of which one raises, hangs, dies, gets a signal or has nothing to learn from. Prints
+what came of it as JSON. The processes of a life are forked, so that they need not import anything.
 """
 
 import argparse
@@ -20,6 +22,9 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # accelerate would set the first
 
 import safetensors.torch
 import torch
@@ -103,9 +108,39 @@ class KillAt(TrainerCallback):
             self._is_saving = True
 
 
-def train(folder, model, processes, callbacks=()):
+class Faulty:
+    """A reward function that is at fault in the third step, on one process."""
+
+    __name__ = "faulty"
+
+    def __init__(self, kind, report):
+        self.kind, self.report, self.calls = kind, report, 0
+
+    def __call__(self, completions, **kwargs):
+        self.calls += 1
+        if self.kind == "nothing":
+            return [None] * len(completions)
+        if self.calls == 3:
+            self.report.write_text(str(time.time()))
+            self.fail()
+        return exactness.length_reward(completions)
+
+    def fail(self):
+        if self.kind == "raise":
+            raise ZeroDivisionError("boom")
+        if self.kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if self.kind == "stuck":  # cannot be interrupted
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX, signal.SIGALRM])
+        time.sleep(300)
+
+
+def train(folder, model, processes, callbacks=(), reward=None):
     """One life of one process."""
-    setting = ("ppo", "graph", 2, 4, 3)
+    setting = ("ppo", "graph", 2, 4, 3) if reward is None else ("ppo", "graph", 1, 1, 1)
     settings = {
         "per_device_train_batch_size": 4 // processes,
         "use_cpu": True,
@@ -113,11 +148,14 @@ def train(folder, model, processes, callbacks=()):
         "ddp_timeout": 60,
     }
     settings |= {"reward_timeout": 30, "workflow_timeout": 30, "tool_timeout": 5}
-    trainer = exactness.trainer_of(setting, model, folder, list(callbacks), settings=settings)
+    if reward is not None:
+        settings |= {"reward_timeout": 2, "save_steps": 50}
+    its = {} if reward is None else {"reward_funcs": reward}
+    trainer = exactness.trainer_of(setting, model, folder, list(callbacks), settings=settings, **its)
     trainer.train(resume_from_checkpoint=True)
 
 
-def begin(folder, model, processes, callbacks=lambda rank: ()):
+def begin(folder, model, processes, callbacks=lambda rank: (), reward=lambda rank: None):
     """Fork the processes of a life."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -135,8 +173,11 @@ def begin(folder, model, processes, callbacks=lambda rank: ()):
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
                     try:
-                        train(folder, model, processes, callbacks(rank))
+                        train(folder, model, processes, callbacks(rank), reward(rank))
                         code = 0
+                    except SystemExit as error:
+                        traceback.print_exc()
+                        code = error.code
                     except BaseException:
                         traceback.print_exc()
             finally:
@@ -228,9 +269,25 @@ def at_operations(folder, model, processes, rank, every, restarts):
     return outcome
 
 
+def with_faults(folder, model, kinds):
+    """A fault on the second of two processes. Says how each has ended, and how long after the fault."""
+    outcome = {}
+    for kind in kinds:
+        cut, report = folder / kind, folder / f"{kind}.time"
+        rewards = {0: exactness.length_reward, 1: Faulty(kind, report)}
+        statuses = end(begin(cut, model, 2, reward=rewards.get))
+        seconds = time.time() - float(report.read_text()) if report.exists() else None
+        found = RunFolder(cut).newest()
+        logs = [Path(f"{cut}.{rank}.log").read_text() for rank in (0, 1)]
+        errors = [[line for line in log.splitlines() if "Error" in line or "TookTooLong" in line][-1:] for log in logs]
+        stands = found[1].step if found else None
+        outcome[kind] = {"statuses": statuses, "seconds": seconds, "errors": errors, "stands": stands}
+    return outcome
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["random", "operations"])
+    parser.add_argument("mode", choices=["random", "operations", "faults"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("model")
     parser.add_argument("--processes", type=int, default=1)
@@ -239,11 +296,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--restarts", type=int, default=1, help="every how many kills the run is started again")
+    kinds = ["raise", "hang", "die", "signal", "nothing", "stuck"]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.mode == "random":
         outcome = at_random(options.folder, options.model, options.processes, options.kills, options.seed)
+    elif options.mode == "faults":
+        outcome = with_faults(options.folder, options.model, options.kinds)
     else:
         outcome = at_operations(
             options.folder, options.model, options.processes, options.rank, options.every, options.restarts

@@ -1,0 +1,106 @@
+"""Runs that are killed and started again with the same command, and faults on one of two processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SCRIPT = Path(__file__).parent / "scripts" / "lives.py"
+pytestmark = pytest.mark.timeout(3600)
+
+
+def lives(*arguments) -> dict:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- SIGKILL at random instants ----
+
+
+@pytest.mark.parametrize(
+    ("seed", "processes", "kills"),
+    [
+        (0, 1, 3),
+        *(pytest.param(seed, 1, 10, marks=pytest.mark.slow) for seed in range(1, 16)),
+        *(pytest.param(seed, 2, 10, marks=pytest.mark.slow) for seed in range(16, 21)),
+    ],
+)
+def test_a_run_killed_at_random_instants_ends_with_the_same_bits(small_model, tmp_path, seed, processes, kills):
+    outcome = lives("random", tmp_path, small_model, "--kills", kills, "--seed", seed, "--processes", processes)
+    assert outcome["kills"] == kills and outcome["wrong"] == []
+
+
+# ---- SIGKILL at each file operation of a save ----
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "every", "restarts"),
+    [
+        (1, 0, 25, 3),
+        (2, 1, 4, 2),
+        pytest.param(1, 0, 1, 4, marks=pytest.mark.slow),
+        pytest.param(2, 0, 1, 8, marks=pytest.mark.slow),
+        pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_within_a_save_leaves_a_checkpoint_that_stands(small_model, tmp_path, processes, rank, every, restarts):
+    """With `save_total_limit=1`: the one before until the new one is complete on all processes."""
+    options = ["--processes", processes, "--rank", rank, "--every", every, "--restarts", restarts]
+    outcome = lives("operations", tmp_path, small_model, *options)
+    least = 150 if rank == 0 else 6  # the second process has files of its own alone
+    assert outcome["operations"] >= least and outcome["kills"] >= outcome["operations"] // every
+    assert outcome["wrong"] == [] and outcome["stood"].keys() <= {"2", "3"}
+    assert outcome["restarts"] >= 1 and (rank == 1 or outcome["stood"].keys() == {"2", "3"})
+
+
+# ---- A fault on one of two processes ----
+
+
+@pytest.fixture(scope="module")
+def faults(small_model, tmp_path_factory):
+    """How runs of two processes ended after a fault on the second one."""
+    folder = tmp_path_factory.mktemp("faults")
+    return lives("faults", folder, small_model, "--kinds", "raise", "hang", "die", "signal", "nothing")
+
+
+def test_a_process_that_raises_ends_all_with_its_error(faults):
+    """Within 30 seconds, and after a checkpoint of the last complete step."""
+    its = faults["raise"]
+    assert its["seconds"] < 30 and its["statuses"] == [1, 1] and its["stands"] == 2
+    (first,), (second,) = its["errors"]
+    assert "Process 1 of the run failed: ZeroDivisionError: boom" in first and "ZeroDivisionError: boom" in second
+
+
+def test_a_process_that_hangs_ends_all_with_the_name_of_what_hangs(faults):
+    its = faults["hang"]
+    assert its["seconds"] < 30 and its["statuses"] == [1, 1] and its["stands"] == 2
+    for (error,) in its["errors"]:
+        assert "The reward function `faulty` has not returned for 2 seconds" in error
+
+
+def test_a_process_that_dies_is_named(faults):
+    its = faults["die"]
+    assert its["seconds"] < 30 and its["statuses"] == [1, -9]
+    assert "Process 1 of the run (pid " in its["errors"][0][0] and "it was killed" in its["errors"][0][0]
+
+
+def test_a_signal_to_one_process_ends_all_with_its_code_after_a_checkpoint(faults):
+    its = faults["signal"]
+    assert its["seconds"] < 30 and its["statuses"] == [143, 143] and its["stands"] == 3
+
+
+def test_a_process_with_nothing_to_learn_from_stops_nobody(faults):
+    assert faults["nothing"]["statuses"] == [0, 0] and faults["nothing"]["stands"] == 12
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_be_interrupted_ends_all(small_model, tmp_path):
+    """Its last words reach the others, and it exits with code 124."""
+    its = lives("faults", tmp_path, small_model, "--kinds", "stuck")["stuck"]
+    assert its["seconds"] < 30 and its["statuses"] == [1, 124]
+    assert "could not be interrupted, so the process ends" in its["errors"][0][0]
