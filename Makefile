@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test test-slow quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart test test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import clean
 
 $(READY): pyproject.toml constraints.txt
@@ -22,10 +22,13 @@ quickstart: $(READY)  ## train the embedded team and show that it improved
 	$(BIN)/python -W ignore examples/quickstart.py
 
 test: $(READY)  ## the tests, in under ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 -q -m "not slow"
+	$(BIN)/python -m pytest -n 2 -q -m "not slow and not exhaustive"
 
 test-slow: $(READY)  ## longer checks
-	$(BIN)/python -m pytest -n 2 -q -m slow
+	$(BIN)/python -m pytest -n 2 -q -m "slow and not exhaustive"
+
+test-exhaustive: $(READY)  ## every resume and every kill: hours
+	$(BIN)/python -m pytest -n 2 -q -m exhaustive
 
 quality: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -134,6 +134,8 @@ def returning(outcome):
     [
         (None, r"`Odd.step`, in round 1, has to return feedback, reward and done; got None"),
         (("x", 1.0), r"has to return feedback, reward and done"),
+        (("x", 1.0, "False"), r"has to return True or False as third value \(done\), got 'False'"),
+        (("x", 1.0, None), r"as third value \(done\), got None"),
         ((3, 1.0, True), r"has to return a text or None as feedback, got 3"),
         (("x", None, True), r"returned None as reward"),
         (("x", float("nan"), True), r"A reward has to be finite, got nan for the turn of 'a'"),

@@ -502,8 +502,14 @@ OBJECTS = {
 }
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
-@pytest.mark.parametrize("end", ["stops", "fails"])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        *[("reward", "fails"), ("workflow", "stops"), ("environment", "fails")],
+        *(pytest.param(kind, "stops", marks=pytest.mark.slow) for kind in ("reward", "method", "environment")),
+        *(pytest.param(kind, "fails", marks=pytest.mark.slow) for kind in ("method", "workflow")),
+    ],
+)
 def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end):
     """After a stop, and after a failure in the middle of a step, which has changed it already."""
     from .helpers import StopAt
@@ -579,8 +585,14 @@ def test_state_that_does_not_fit_is_refused():
 # ---- Signals ----
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-@pytest.mark.parametrize("moment", ["reward", "optimizer"])
+@pytest.mark.parametrize(
+    ("name", "code", "moment"),
+    [
+        *[("SIGTERM", 143, "optimizer"), ("SIGHUP", 129, "reward"), ("SIGINT", 130, "reward")],
+        pytest.param("SIGTERM", 143, "reward", marks=pytest.mark.slow),
+        pytest.param("SIGINT", 130, "optimizer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(small_model, tmp_path, name, code, moment):
     from .test_health import Do
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Turn
@@ -200,3 +201,10 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
         for index, row in enumerate(batch.rows):
             kept = tensors["completion_ids"][index][tensors["completion_mask"][index].bool()]
             assert torch.equal(kept, row.completion_ids)
+
+
+def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(SecurityError):
+        builder(tokenizer).build([(AgentSpec("solo"), "q", ())])

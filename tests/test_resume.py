@@ -1,10 +1,22 @@
 """A resumed run equals one that was not interrupted, at every step, bit for bit."""
 
 import functools
+import shutil
+from dataclasses import replace
 
 import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
-from .exactness import SETTINGS, STEPS, inexact_points, trainer_of
+from marft_trl import AgentSpec
+from marft_trl.checkpoints import commit as commits
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.workflows import Sequential
+
+from .exactness import SETTINGS, STEPS, differences, inexact_points, trainer_of
+from .helpers import StopAt, began_at, lora, moved, team_trainer, weights
 
 
 POINTS = range(1, STEPS)
@@ -25,6 +37,7 @@ def test_there_are_528_points_and_66_of_them_per_commit():
     assert all({one[part] for one in PER_COMMIT} == {one[part] for one in SETTINGS} for part in range(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", PER_COMMIT, ids=str)
 def test_a_run_resumed_at_any_step_goes_on_with_the_same_bits(small_model, tmp_path, setting, record_property):
     """Two steps on, all that a checkpoint holds is the same, so all that follows is."""
@@ -33,10 +46,227 @@ def test_a_run_resumed_at_any_step_goes_on_with_the_same_bits(small_model, tmp_p
     record_property("exact_points", len(POINTS))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_run_resumed_at_any_step_ends_with_the_same_bits(small_model, tmp_path, setting, record_property):
     make = functools.partial(trainer_of, setting, small_model)
     assert inexact_points(make, tmp_path, POINTS) == []
     record_property("exact_points", len(POINTS))
+
+
+# ---- Streams ----
+
+
+@pytest.mark.parametrize("at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5))])
+def test_a_stream_is_resumed_in_any_pass(small_model, tmp_path, at):
+    """Six steps are three passes over eight rows; each pass has its own order."""
+
+    def make(folder, callbacks=None):
+        stream = tiny_dataset(8).to_iterable_dataset(num_shards=2).shuffle(seed=5, buffer_size=4)
+        settings = {**SAVE, "max_steps": 6, "per_device_train_batch_size": 8, "num_generations": 2}
+        return team_trainer(small_model, folder, settings=settings, train_dataset=stream, callbacks=callbacks)
+
+    make(tmp_path / "whole").train()
+    make(tmp_path / "cut", [StopAt(at)]).train()
+    make(tmp_path / "cut").train(resume_from_checkpoint=True)
+    assert differences(tmp_path / "whole" / "checkpoint-6", tmp_path / "cut" / "checkpoint-6") == []
+
+
+# ---- Resuming with changes ----
+
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4}
+AGENTS = tiny_agents()
+
+
+def constant(completions, **kwargs):
+    return [float(index) for index in range(len(completions))]
+
+
+@pytest.fixture(scope="module")
+def stopped(small_model, tmp_path_factory):
+    """A run that was stopped after two of four steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    team_trainer(small_model, folder, settings=SAVE, callbacks=[StopAt(2)], workflow=CHAIN).train()
+    return folder
+
+
+CHAIN = Sequential(["reasoner", "actor"])
+STRUCTURE = {
+    "dataset": ({"train_dataset": tiny_dataset(40)}, r"dataset\.rows +64 +40"),
+    "rows": ({"train_dataset": tiny_dataset(64, seed=2)}, r"dataset\.content"),
+    "seed": ({"settings": {"seed": 7}}, r"seed\.seed +42 +7"),
+    "workflow": ({"workflow": Sequential(["reasoner", "actor"], rounds=2)}, r"workflow\.rounds +1 +2"),
+    "rank": ({"peft_config": lora(8)}, r"adapters\.actor\.r +4 +8"),
+    "scale": ({"peft_config": LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")}, r"lora_alpha +8 +32"),
+    "targets": ({"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])}, r"target_modules"),
+    "group": ({"settings": {"num_generations": 2}}, r"batch\.num_generations +4 +2"),
+    "iterations": ({"settings": {"num_iterations": 2}}, r"batch\.num_iterations +1 +2"),
+    "per generation": ({"settings": {"steps_per_generation": 2}}, r"batch\.steps_per_generation +1 +2"),
+    "optimizer": ({"settings": {"optim": "sgd"}}, r"optimizer\.optim +adamw_\w+ +sgd"),
+    "critic": (
+        {"settings": {"advantage": "gae", "critic": "shared", "num_generations": 1}},
+        r"(critic|The agents|the agents and adapters)",
+    ),
+    "frozen": ({"agents": [AGENTS[0], replace(AGENTS[1], trainable=False)]}, r"adapters\.actor\.trained +True +False"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_a_structural_change_is_refused_with_then_and_now(small_model, stopped, tmp_path, name):
+    """Before the first generation."""
+    change, message = STRUCTURE[name]
+    arguments = {"workflow": CHAIN, **change}
+    shutil.copytree(stopped, tmp_path / "run")
+    trainer = team_trainer(
+        small_model, tmp_path / "run", **{**arguments, "settings": {**SAVE, **change.get("settings", {})}}
+    )
+    trainer.parts.runner.generator.generate = lambda *_, **__: pytest.fail("generated before the error")
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_another_base_of_the_same_shape_is_refused(small_model, stopped, tmp_path, tokenizer):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    other = tiny_model(len(tokenizer), seed=1, **sizes)
+    shutil.copytree(stopped, tmp_path / "run")
+    trainer = team_trainer(other, tmp_path / "run", settings=SAVE, workflow=CHAIN, processing_class=tokenizer)
+    with pytest.raises(ValueError, match=r"base\.weights"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_another_chat_template_is_refused(small_model, stopped, tmp_path):
+    other = tiny_tokenizer()
+    other.chat_template = other.chat_template.replace("assistant", "helper")
+    shutil.copytree(stopped, tmp_path / "run")
+    trainer = team_trainer(small_model, tmp_path / "run", settings=SAVE, workflow=CHAIN, processing_class=other)
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+TUNABLE = {
+    "learning rate": ({"settings": {"learning_rate": 1e-4}}, "learning_rate: 0.001 -> 0.0001"),
+    "temperature": ({"settings": {"temperature": 0.5}}, "temperature: 1.0 -> 0.5"),
+    "beta": ({"settings": {"beta": 0.1}}, "beta: 0.0 -> 0.1"),
+    "steps": ({"settings": {"max_steps": 5}}, "max_steps: 4 -> 5"),
+    "reward": ({"reward_funcs": constant}, "team.rewards[0]: varied_reward"),
+    "prompt": (
+        {"agents": [AGENTS[0], replace(AGENTS[1], system_prompt="Answer.")]},
+        "agents.actor.system_prompt: Write the answer. -> Answer.",
+    ),
+    "length": (
+        {"agents": [AGENTS[0], replace(AGENTS[1], max_completion_length=5)]},
+        "agents.actor.max_completion_length: 6 -> 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TUNABLE)
+def test_a_tunable_is_applied_and_said(small_model, stopped, tmp_path, caplog, name):
+    change, message = TUNABLE[name]
+    arguments = {"workflow": CHAIN, **change}
+    shutil.copytree(stopped, tmp_path / "run")
+    trainer = team_trainer(
+        small_model, tmp_path / "run", **{**arguments, "settings": {**SAVE, **change.get("settings", {})}}
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert began_at(trainer) == 2 and f"effective now: {message}" in caplog.text.replace("\n", " ")
+    assert caplog.text.count("Changed since checkpoint-2") == 1
+
+
+def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(small_model, stopped, tmp_path):
+    """Also with a schedule: a linear one of four steps has half of it left."""
+    rates = {}
+    for rate in (1e-3, 1e-4):
+        folder = tmp_path / str(rate)
+        shutil.copytree(stopped, folder)
+        settings = {**SAVE, "learning_rate": rate}
+        trainer = team_trainer(small_model, folder, settings=settings, workflow=CHAIN)
+        trainer.train(resume_from_checkpoint=True)
+        rates[rate] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[1e-4][:2] == rates[1e-3][:2]  # those of the steps before the checkpoint
+    assert rates[1e-4][2:] == pytest.approx([rate / 10 for rate in rates[1e-3][2:]]) and rates[1e-3][2] > 0
+
+
+def test_other_versions_are_said(small_model, stopped, tmp_path, caplog):
+    shutil.copytree(stopped, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-2"
+    written = commits.read_commit(folder)
+    versions = {**written.settings["versions"], "torch": "2.0"}
+    commits.commit(folder, written.run, 2, {**written.settings, "versions": versions})
+    team_trainer(small_model, tmp_path / "run", settings=SAVE, workflow=CHAIN).train(resume_from_checkpoint=True)
+    assert "Changed since checkpoint-2: versions.torch: 2.0 -> " in caplog.text and "not bit for bit" in caplog.text
+
+
+EDITOR = AgentSpec("editor", system_prompt="Write the answer.", max_completion_length=6)
+CHECKER = AgentSpec("checker", system_prompt="Check.", max_completion_length=4)
+
+
+@pytest.mark.parametrize(
+    ("agents", "changes"),
+    [
+        ([*AGENTS, CHECKER], {"add": ["checker"]}),
+        (AGENTS[:1], {"remove": ["actor"]}),
+        ([AGENTS[0], EDITOR], {"rename": {"actor": "editor"}}),
+        (
+            [CHECKER, EDITOR],
+            {"rename": {"actor": "editor"}, "remove": ["reasoner"], "add": ["checker"]},
+        ),
+    ],
+    ids=["add", "remove", "rename", "all"],
+)
+def test_agents_are_added_removed_and_renamed_where_it_is_said(small_model, stopped, tmp_path, agents, changes):
+    """Weights and moments of those that stay are the checkpoint's; a new one starts anew; training goes on."""
+    shutil.copytree(stopped, tmp_path / "run")
+    names = [agent.name for agent in agents]
+    accept = {**changes, "accept": ["workflow"]}
+    arguments = {"agents": agents, "workflow": Sequential(names)}
+
+    def make(resume_changes, callbacks=None):
+        settings = {**SAVE, "resume_changes": resume_changes}
+        return team_trainer(small_model, tmp_path / "run", settings=settings, callbacks=callbacks, **arguments)
+
+    with pytest.raises(ValueError, match="Say with `resume_changes` what is meant"):
+        make(None).train(resume_from_checkpoint=True)
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if not seen:
+                for name in names:
+                    parameters = trainer.policies.parameters(name)
+                    states = trainer.optimizer.state
+                    moments = {key: states[p]["exp_avg"].clone() for key, p in parameters.items() if p in states}
+                    seen[name] = {key: p.detach().clone() for key, p in parameters.items()}, moments
+
+    trainer = make(accept, [Look()])
+    trainer.train(resume_from_checkpoint=True)
+    assert began_at(trainer) == 2 and trainer.state.global_step == 4
+    optimizer = torch.load(stopped / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    back = {new: old for old, new in changes.get("rename", {}).items()}
+    for name in names:
+        now, moments = seen[name]
+        if name in changes.get("add", ()):
+            assert not moments and not any(value.any() for key, value in now.items() if "lora_B" in key)
+            continue
+        old = back.get(name, name)
+        saved = load_file(stopped / "checkpoint-2" / old / "adapter_model.safetensors")
+        plain = {key.replace(f".{name}.", "."): value for key, value in now.items()}
+        assert plain.keys() == saved.keys() and all(torch.equal(plain[key], saved[key]) for key in saved)
+        group = next(its for its in optimizer["param_groups"] if its["adapter"] == old)
+        expected = [optimizer["state"][index]["exp_avg"] for index in group["params"]]
+        assert len(moments) == len(expected)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(moments.values(), expected, strict=True))
+    assert moved({key: value for its, _ in seen.values() for key, value in its.items()}, weights(trainer))
+
+
+def test_an_accepted_change_goes_on(small_model, stopped, tmp_path, caplog):
+    shutil.copytree(stopped, tmp_path / "run")
+    settings = {**SAVE, "seed": 7, "resume_changes": {"accept": ["dataset", "seed"]}}
+    trainer = team_trainer(
+        small_model, tmp_path / "run", settings=settings, workflow=CHAIN, train_dataset=tiny_dataset(40)
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert began_at(trainer) == 2 and trainer.state.global_step == 4
+    assert "dataset.rows: 64 -> 40" in caplog.text and "seed.seed: 42 -> 7" in caplog.text

@@ -243,6 +243,16 @@ def test_nothing_is_unpickled_evaluated_or_run():
         assert not re.search(r"\bpickle\b(?!s)|weights_only=False|(?<![.\w])(eval|exec)\(|torch\.load\(", text), path
 
 
+def test_nothing_is_reported_to_anybody():
+    """No telemetry of ours, no connection but those to the Hub that a user asks for."""
+    for path in FILES:
+        mine = {name.lstrip("!") for name in imports(path)}
+        allowed = {"socket"} if path.name in ("processes.py", "run_folder.py") else set()  # the name of the host
+        allowed |= {"socket"} if path.parent.name == "rewards" else set()  # which the fence closes
+        assert not (mine & {"socket", "urllib", "requests", "httpx", "http"}) - allowed, path
+        assert "telemetry" not in path.read_text().lower() or path.name in ("__init__.py",), path
+
+
 def test_sizes_stay_readable():
     sizes = []
     for path in FILES:

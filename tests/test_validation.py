@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.configs import as_marft_config
+from marft_trl.dataset_checks import check_prompts
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.reward_checks import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
@@ -56,6 +57,9 @@ CHAT = [{"role": "user", "content": "How many?"}]
         (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
         (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
         (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
+        (rows([CHAT, [{"role": None, "content": "x"}]]), ValueError, "row 1 .*the role None"),
+        (rows([CHAT, [*CHAT, {"role": "assistant", "content": "2"}]]), ValueError, "row 1 .*ends with an assistant"),
+        (rows(GOOD, image=GOOD), ValueError, "the column 'image'.*vision-language"),
         (rows(GOOD, turns=GOOD), ValueError, r"columns named \['turns'\]"),
         (IterableDataset.from_generator(lambda: iter([])), ValueError, "`train_dataset` is empty"),
         (IterableDataset.from_generator(lambda: iter([{"q": "x"}])), ValueError, "no column `prompt`"),
@@ -110,7 +114,9 @@ def test_bad_teams(model_folder, tmp_path, no_generation, agents, error, message
         team_trainer(model_folder, tmp_path, agents=agents)
 
 
-@pytest.mark.parametrize("name", ["", "A", "1st", "a/b", "/tmp/x", "../x", "a.b", "x" * 49, "a b", "é"])
+@pytest.mark.parametrize(
+    "name", ["", "A", "1st", "a/b", "/tmp/x", "../x", "a.b", "x" * 49, "a b", "é", "default", "ref"]
+)
 def test_unsafe_names_are_refused(name):
     with pytest.raises(ValueError, match="cannot be the name of an agent"):
         AgentSpec(name)
@@ -235,6 +241,14 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"sequential_clip": 0.2}, "`sequential_clip=0.2` has no effect with `update_order='joint'`"),
         ({"sequential_clip": 0}, "`sequential_clip` must be a finite number above 0, or None for no clipping"),
         ({"candidate_reward": "turn"}, "`candidate_reward='turn'` has no effect"),
+        ({"top_p": 2.0}, "`top_p` must be a finite number of at most 1"),
+        ({"min_p": 1.5}, "`min_p` must be a finite number of at most 1"),
+        ({"reward_timeout": 0}, "`reward_timeout` must be a finite number above 0, or None for no limit"),
+        ({"max_episode_turns": 0}, "`max_episode_turns` must be a finite number above 0"),
+        ({"max_skipped_share": 2.0}, r"`max_skipped_share` must be a finite number in \[0, 1\]"),
+        ({"max_episode_retries": 1.5}, "`max_episode_retries` must be an integer"),
+        ({"on_episode_error": "skipp"}, "Did you mean 'skip'"),
+        ({"per_device_train_batch_size": 6}, "divisible by"),
         ({"max_unscored_batches": 0}, "`max_unscored_batches` must be a finite number above 0"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
     ],
@@ -295,6 +309,8 @@ def test_every_new_field_is_documented_with_its_default():
         ([1.0, math.nan], ValueError, "returned nan for completion 1"),
         ([math.inf, 1.0], ValueError, "returned inf for completion 0"),
         ([1.0, 1e39], ValueError, "returned 1e[+]39 for completion 1"),
+        ([1.0, 3e38], ValueError, "returned 3e[+]38 for completion 1"),
+        ([2e15, 1.0], ValueError, r"returned 2000000000000000.0 for completion 0.*at most 1e[+]15"),
         (torch.zeros(2, 1), TypeError, r"Tensor of shape \(2, 1\)"),
         (torch.tensor([0.0, math.nan]), ValueError, "returned nan for completion 1"),
     ],
@@ -486,3 +502,23 @@ class Computed(Workflow):
 def test_an_unknown_agent_at_run_time_is_named(model_folder, tmp_path):
     with pytest.raises(RuntimeError, match="'nobody'.*'reasoner', 'actor'"):
         team_trainer(model_folder, tmp_path, workflow=Computed()).train()
+
+
+def test_prompts_of_two_kinds_are_not_mixed():
+    check_prompts([{"prompt": "x"}, {"prompt": "y"}], "d", 0)
+    with pytest.raises(ValueError, match="row 1 of `d` is a list of messages, while the first one is text"):
+        check_prompts([{"prompt": "x"}, {"prompt": CHAT}], "d", 0)
+
+
+def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
+    """Only if the user says so in the arguments, as in TRL."""
+    seen = []
+
+    def load(name, **kwargs):
+        seen.append(kwargs)
+        raise InterruptedError
+
+    monkeypatch.setattr("marft_trl.trainer.setup.create_model_from_path", load)
+    with pytest.raises(InterruptedError):
+        team_trainer("somebody/some-model", tmp_path)
+    assert config(tmp_path).trust_remote_code is False and not seen[0].get("trust_remote_code")

@@ -52,7 +52,7 @@ _NOT_RECORDED = frozenset(
         ),
         *("local_rank", "length_column_name", "label_names", "remove_unused_columns", "ignore_data_skip"),
         *("max_tokens_per_micro_batch", "model_init_kwargs", "use_cpu", "skip_memory_metrics", "batch_eval_metrics"),
-        *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_retries"),
+        *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_episode_retries"),
         *(
             "max_skipped_share",
             "enable_jit_checkpoint",
@@ -123,9 +123,9 @@ class RunSettings:
             "critic": {name: getattr(args, name) for name in _OF_CRITIC}
             if self._critic is not None
             else {"critic": None},
-            "optimizer": {"": str(getattr(args.optim, "value", args.optim))},
+            "optimizer": {"optim": str(getattr(args.optim, "value", args.optim))},
             "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
-            "workflow": {"": _hashable(self._workflow.describe())},
+            "workflow": self._workflow.describe(),
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
             "versions": {name: _version(name) for name in _PACKAGES},
@@ -192,10 +192,6 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     value = getattr(value, "value", value)  # of an enumeration
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
-
-
-def _hashable(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _code_of(function: Any) -> str:
