@@ -4,8 +4,8 @@ A long run with faults on: memory, open files and threads stay flat, every agent
     python benchmarks/soak.py [--steps 5000] [--output docs]
 
 A team of three, whose episodes differ in length, on an embedded model of one small layer. One reward in a hundred
-raises, one episode in a hundred fails; both are skipped. A checkpoint is saved every 50 steps, and two are kept. Prints
-the growth after a tenth of the steps, and writes `soak.json` and `soak.png`.
+raises, one episode in a hundred fails; both are skipped. A checkpoint is saved every 50 steps, and two are kept.
+Prints the growth after a tenth of the steps, and writes `soak.json` and `soak.png`.
 """
 
 import argparse

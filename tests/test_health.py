@@ -320,7 +320,7 @@ def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level)
     """Log-ratios of 100: the clip of the loss holds them, or the update is skipped and counted."""
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no", "max_steps": 2, "level": level}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
-    generate = trainer._generate_and_score_completions
+    generate = trainer.parts.experience.for_training
 
     def shifted(inputs):
         slices = generate(inputs)
@@ -329,7 +329,7 @@ def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level)
             for one in slices
         ]
 
-    trainer._generate_and_score_completions = shifted
+    trainer.parts.experience.for_training = shifted
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]

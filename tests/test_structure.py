@@ -262,3 +262,11 @@ def test_sizes_stay_readable():
             sizes.append(node.end_lineno - node.lineno + 1)
             assert sizes[-1] <= 90, f"{path.name}:{node.name}"
     assert sorted(sizes)[len(sizes) // 2] < 20
+
+
+def test_the_table_of_faults_names_tests_that_are_there():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    faults = re.findall(r"^\| \d+ \| .* \| `(test_\w+)`: `(test_\w+)` \|$", text, re.MULTILINE)
+    assert len(faults) >= 110 and len(faults) == len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))
+    for file, test in faults:
+        assert f"def {test}(" in (ROOT / "tests" / f"{file}.py").read_text(), (file, test)
