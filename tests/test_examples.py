@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -211,3 +213,21 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
 def test_transcript_of_a_message_prompt():
     text = format_turns([{"role": "user", "content": "How many?"}], [])
     assert "user: How many?" in text
+
+
+@pytest.mark.slow
+def test_a_preemptible_run_ends_with_the_same_bits(model_folder, tmp_path):
+    """Stopped by a signal and killed; the same command each time."""
+    script = [str(ROOT / "examples" / "preemptible.py"), "--model", model_folder, "--max_steps", "24"]
+    whole = run([*script, "--output_dir", "whole"], tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", *script, "--output_dir", "cut"]
+    for number, code, after in ((signal.SIGTERM, 143, 5), (signal.SIGKILL, -9, 10)):
+        with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as life:
+            while not (tmp_path / "cut" / f"checkpoint-{after}" / "marft_commit.json").exists():
+                assert life.poll() is None
+                time.sleep(0.02)
+            life.send_signal(number)
+            assert life.wait() == code
+    again = run([*script, "--output_dir", "cut"], tmp_path)
+    assert again.splitlines()[-2:] == whole.splitlines()[-2:] and "reasoner: " in again

@@ -1,0 +1,82 @@
+"""
+A run that may be stopped, killed and started again at any time, with the same command, and ends with the same bits.
+
+    python examples/preemptible.py --output_dir preemptible-output
+    # Ctrl+C, `kill`, `kill -9`, or a machine that goes away; then the same command again
+
+Two tiny agents learn sums on the CPU, offline. The reward grows stricter with the number of calls, so it has a state,
+which is saved in checkpoints. A judge that does not answer costs its completions their scores, not the run.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+
+class Stricter:
+    """1 for a right answer, and less and less for a text that only begins with a digit."""
+
+    __name__ = "stricter"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completions, solution, **kwargs):
+        self.calls += 1
+        right = exact_answer(completions, solution)
+        consolation = 0.2 / self.calls
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return [max(score, consolation * text[:1].isdigit()) for score, text in zip(right, texts, strict=True)]
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", default="preemptible-output")
+    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--model", help="folder of a model; the embedded team's if left out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = MARFTTrainer(
+        model=options.model or tiny_team_model(),
+        agents=tiny_agents(),
+        reward_funcs=Stricter(),
+        args=MARFTConfig(
+            options.output_dir,
+            max_steps=options.max_steps,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            learning_rate=1e-3,
+            save_strategy="steps",
+            save_steps=5,
+            save_total_limit=2,
+            reward_timeout=60,
+            on_episode_error="skip",
+            use_cpu=True,
+            report_to=[],
+        ),
+        train_dataset=tiny_dataset(200),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+    )
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model()
+    for agent in trainer.agents:
+        weights = load_file(Path(options.output_dir) / agent.name / "adapter_model.safetensors")
+        digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights)))
+        print(f"{agent.name}: {digest.hexdigest()[:16]}")
+
+
+if __name__ == "__main__":
+    main()
