@@ -376,6 +376,21 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
+def check_failures(args: Any) -> None:
+    """
+    Check that what fails can be left out.
+
+    Raises:
+        ValueError: candidates and re-runs of an episode that was left out would be learned from.
+    """
+    if args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns):
+        raise ValueError(
+            f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
+            "(`advantage='turn'`) or re-runs (`credit='counterfactual'`): those of an episode that fails would be "
+            "learned from without it. Set `on_episode_error='raise'`."
+        )
+
+
 def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:
     """
     Check that a function that hangs is noticed on its own process before the others give up waiting.
@@ -411,6 +426,8 @@ def check_supported(args: Any) -> None:
     """
     refused = {
         "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),
+        "save_only_model": (args.save_only_model, "a run could not go on from such checkpoints. Set it to False."),
+        "ignore_data_skip": (args.ignore_data_skip, "a resumed run would see other rows. Set it to False."),
         "use_transformers_continuous_batching": (
             args.use_transformers_continuous_batching,
             "it keeps one policy for all requests. Set it to False.",

@@ -25,6 +25,7 @@ from .config_checks import (
     check_choice,
     check_choices,
     check_combinations,
+    check_failures,
     check_numbers,
     check_supported,
     has_turn_ratio,
@@ -467,6 +468,7 @@ class MARFTConfig(GRPOConfig):
         check_choices(self)
         check_supported(self)
         check_combinations(self)
+        check_failures(self)
         self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
 
     def _apply_preset(self) -> None:
@@ -552,5 +554,6 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     check_choices(config)
     check_supported(config)
     check_combinations(config)
+    check_failures(config)
     config.enable_jit_checkpoint = False
     return config

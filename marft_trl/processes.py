@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +18,8 @@ from accelerate.utils import gather_object
 from .seams.runs import store_of_processes
 from .watchdog import LAST_WORDS
 
+
+Result = TypeVar("Result", bound=BaseException)
 
 # Seconds that a process waits for news of the one that has left it
 _NEWS = 5.0
@@ -83,6 +84,11 @@ class Processes:
 
     # ---- Failures ----
 
+    def agreed(self, error: Result) -> Result:
+        """The error, of which all processes know, because they have looked at the same numbers."""
+        self._agreed = error
+        return error
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """
@@ -129,8 +135,7 @@ class Processes:
         if store is None:
             yield
             return
-        own = {"host": socket.gethostname(), "pid": os.getpid()}
-        store.set(f"marft/process/{self.index}", json.dumps(own))
+        facts = self.gather([{"host": socket.gethostname(), "pid": os.getpid()}])
         say = functools.partial(store.set, f"marft/failure/{self.index}")
         LAST_WORDS.append(say)
         try:
@@ -142,7 +147,7 @@ class Processes:
                 with contextlib.suppress(Exception):  # the process that keeps the store may be gone
                     say(_described(error))
                 raise
-            raise OtherProcessError(self._news(store)) from error
+            raise OtherProcessError(self._news(store, facts)) from error
         finally:
             LAST_WORDS.remove(say)
 
@@ -151,21 +156,21 @@ class Processes:
             return None
         return store_of_processes()
 
-    def _news(self, store: Any) -> str:
+    def _news(self, store: Any, facts: list[dict[str, Any]]) -> str:
         """What became of the process that does not answer."""
         end = time.monotonic() + _NEWS
         others = [index for index in range(self.count) if index != self.index]
         while time.monotonic() < end:
             for index in others:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # the process that keeps the store may be gone
                     if store.check([f"marft/failure/{index}"]):
                         return f"Process {index} of the run failed: {store.get(f'marft/failure/{index}').decode()}"
-                    facts = json.loads(store.get(f"marft/process/{index}"))
-                    if facts["host"] == socket.gethostname() and not _is_alive(facts["pid"]):
-                        return (
-                            f"Process {index} of the run (pid {facts['pid']}) has ended without an error of its own: "
-                            "it was killed, for instance for lack of memory."
-                        )
+                pid = facts[index]["pid"]
+                if facts[index]["host"] == socket.gethostname() and not _is_alive(pid):
+                    return (
+                        f"Process {index} of the run (pid {pid}) has ended without an error of its own: it was "
+                        "killed, for instance for lack of memory."
+                    )
             time.sleep(0.2)
         return (
             "The connection to the other processes of the run is lost, and none of them has said why: one was killed, "
@@ -182,7 +187,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    if isinstance(error, (ConnectionError, torch.distributed.DistError)):
+    if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(word in text for word in _CONNECTION)

@@ -17,6 +17,8 @@ from types import FrameType
 
 # Seconds that interrupted code has to come to an end, before the process is ended
 GRACE = 20.0
+# Interruptions of code that goes on after each, before the process is ended
+_PATIENCE = 3
 # Exit code of a process that was ended because code could not be interrupted
 EXIT_CODE = 124
 # Called with the message before the process is ended
@@ -45,6 +47,8 @@ class TimeLimit:
         self._is_paused = 0
         self._is_done = threading.Event()
         self._lock = threading.Lock()
+        self._was_reached = threading.Event()  # by the interruption
+        self._interruptions = 0
         self.is_ending = False
         self.error: TookTooLong | None = None
 
@@ -54,7 +58,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for code that is not the user's. Its time does not count."""
+        """Context manager for code that is not the user's, or that has a limit of its own. Its time does not count."""
         self._is_paused += 1
         try:
             yield
@@ -62,21 +66,48 @@ class TimeLimit:
             self._is_paused -= 1
             self.restart()
 
-    def expire(self) -> float:
-        """Seconds that are left. If there are none, `error` is set."""
+    def left(self) -> float:
+        """Seconds that are left."""
         if self._is_paused:
             self.restart()
-        left = self._deadline - time.monotonic()
-        if left <= 0 and self.error is None:
+        return self._deadline - time.monotonic()
+
+    def interruption(self) -> TookTooLong | None:
+        """What is to be raised in the code now, if anything. Each interruption is raised once."""
+        if self.is_ending or self._was_reached.is_set() or self.left() > 0:
+            return None
+        if self.error is None:
             self.error = TookTooLong(self._message(_where(self.thread)))
-        return left
+        self._was_reached.set()
+        return self.error
 
     def watch(self) -> None:
         """Wait for the end of the code, and interrupt it when its time is over. Runs in a thread of its own."""
-        while not self._is_done.wait(max(self._deadline - time.monotonic(), 0.01)):
-            if self.expire() <= 0:
-                self._interrupt()
-                return
+        while not self._is_done.wait(max(self.left(), 0.01)):
+            if self.left() <= 0 and not self._was_interrupted():
+                _end_process(f"{self.error} It could not be interrupted, so the process ends.")
+
+    def _was_interrupted(self) -> bool:
+        """Interrupt the code. Code that goes on is interrupted again after the same time, three times in all."""
+        self._interruptions += 1
+        with self._lock:
+            if self.is_ending:
+                return True
+            if self.error is None:
+                self.error = TookTooLong(self._message(_where(self.thread)))
+            if self.thread == threading.main_thread().ident and _SIGNAL is not None:
+                if not self._was_reached.is_set():  # by the system's timer
+                    signal.pthread_kill(self.thread, _SIGNAL)
+            else:  # reaches code in Python alone, at its next bytecode
+                _raise_in(self.thread, TookTooLong)
+                self._was_reached.set()
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and not self._is_done.wait(0.05):
+            if self._was_reached.is_set() and self._interruptions <= _PATIENCE:
+                self.restart()
+                self._was_reached.clear()
+                return True
+        return self._is_done.is_set()
 
     def end(self) -> None:
         """The code has ended."""
@@ -86,33 +117,36 @@ class TimeLimit:
         if self.error is not None and self.thread != threading.main_thread().ident:
             _raise_in(self.thread, None)  # what was to be raised and has not been yet
 
-    def _interrupt(self) -> None:
-        with self._lock:
-            if self.is_ending:
-                return
-            if self.thread == threading.main_thread().ident and _SIGNAL is not None:
-                signal.pthread_kill(self.thread, _SIGNAL)
-            else:  # reaches code in Python alone, at its next bytecode
-                _raise_in(self.thread, TookTooLong)
-        if self._is_done.wait(GRACE):
-            return
-        message = f"{self.error} It could not be interrupted, so the process ends."
-        faulthandler.dump_traceback(sys.__stderr__ or 2)
-        os.write(2, f"\n{message}\n".encode())
+
+def _end_process(message: str) -> None:
+    """Say why on the terminal and to the other processes, and end without any clean-up, which might hang as well."""
+    try:
+        with contextlib.suppress(Exception):
+            os.write(2, f"\n{message}\n".encode())
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
         for say in LAST_WORDS:
-            with contextlib.suppress(Exception):
-                say(message)
+            words = threading.Thread(target=say, args=(message,), daemon=True)
+            words.start()
+            words.join(5.0)
+    finally:
         os._exit(EXIT_CODE)
 
 
 _ACTIVE: list[TimeLimit] = []
 
 
+def progress() -> None:
+    """A function of a user was called, or has returned: limits that include others of its kind begin anew."""
+    for limit in list(_ACTIVE):
+        limit.restart()
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator[TimeLimit | None]:
     """
     Context manager: code that runs longer is interrupted. Code that cannot be interrupted, because it neither returns
-    to the interpreter nor waits for the system, ends the process with code 124 and a traceback of all threads.
+    to the interpreter nor waits for the system, ends the process with code 124 and a traceback of all threads. A limit
+    around another one does not count the time of the inner one.
 
     Args:
         seconds (`float`, *optional*): the limit; `None` for none.
@@ -125,55 +159,64 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
         yield None
         return
     limit = TimeLimit(seconds, message, threading.get_ident())
-    _ACTIVE.append(limit)
-    uninstall = _install(seconds)
-    threading.Thread(target=limit.watch, name="marft-watch", daemon=True).start()
-    try:
-        yield limit
-    except TookTooLong:
-        if limit.error is None:  # that of an outer limit
-            raise
-    finally:
+    with contextlib.ExitStack() as outer:
+        for other in [one for one in _ACTIVE if one.thread == limit.thread]:
+            outer.enter_context(other.paused())
+        _ACTIVE.append(limit)
+        uninstall = _install()
+        threading.Thread(target=limit.watch, name="marft-watch", daemon=True).start()
         try:
-            limit.end()
+            yield limit
+        except TookTooLong:
+            if limit.error is None:  # that of an outer limit
+                raise
         finally:
-            _ACTIVE.remove(limit)
-            uninstall()
+            try:
+                limit.end()
+            except TookTooLong:  # in the very moment at which the code ended
+                limit.end()
+            finally:
+                _ACTIVE.remove(limit)
+                uninstall()
     if limit.error is not None:
         raise limit.error
 
 
-def _install(seconds: float) -> Callable[[], None]:
+def _install() -> Callable[[], None]:
     """Take the signals that interrupt the main thread. Returns what gives them back."""
     if threading.current_thread() is not threading.main_thread() or _SIGNAL is None:
         return lambda: None
     signal.signal(_SIGNAL, _on_signal)  # stays: a signal may arrive when the limit is over, and does nothing then
-    has_timer, before = not any(signal.getitimer(signal.ITIMER_REAL)), signal.getsignal(signal.SIGALRM)
-    if has_timer:
-        # The system's timer also reaches code that keeps the interpreter to itself, such as a regular expression
-        signal.signal(signal.SIGALRM, _on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.getsignal(signal.SIGALRM)
+    is_ours = before == _on_signal
+    if not is_ours and any(signal.getitimer(signal.ITIMER_REAL)):
+        return lambda: None  # the timer is somebody else's
+    # The system's timer also reaches code that keeps the interpreter to itself, such as a regular expression
+    signal.signal(signal.SIGALRM, _on_signal)
+    _set_timer()
 
     def uninstall() -> None:
-        if has_timer and signal.getsignal(signal.SIGALRM) == _on_alarm:  # else the user's code has taken it
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.getsignal(signal.SIGALRM) != _on_signal:  # the user's code has taken it
+            return
+        _set_timer()
+        if not is_ours:
             signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
 
     return uninstall
 
 
-def _on_alarm(number: int, frame: FrameType | None) -> None:
-    thread = threading.main_thread().ident
-    left = min((limit.expire() for limit in _ACTIVE if limit.thread == thread), default=None)
-    if left is not None and left > 0:
-        signal.setitimer(signal.ITIMER_REAL, left)
-    _on_signal(number, frame)
+def _set_timer() -> None:
+    """Set the system's timer to the next end of a limit of the main thread."""
+    left = [one.left() for one in _ACTIVE if one.thread == threading.main_thread().ident and not one.is_ending]
+    signal.setitimer(signal.ITIMER_REAL, max(min(left), 0.01) if left else 0)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    expired = next((limit for limit in _ACTIVE if limit.error is not None and not limit.is_ending), None)
-    if expired is not None:
-        raise TookTooLong(str(expired.error))
+    if number == signal.SIGALRM:
+        _set_timer()
+    for limit in list(_ACTIVE):
+        if limit.thread == threading.main_thread().ident and (error := limit.interruption()) is not None:
+            raise TookTooLong(str(error))
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

@@ -195,7 +195,7 @@ def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(t
     found, _ = RunFolder(tmp_path).newest()
     assert found == path and commits.verify(found).step == 2
     assert (path / "stray").exists() == (instant != "closed")
-    assert not list(tmp_path.glob("previous-*"))
+    assert not list(tmp_path.glob("_previous-*"))
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
@@ -238,6 +238,69 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_training(small_model,
 def test_a_small_disk_is_said_before_training(tmp_path, caplog):
     RunFolder(tmp_path).check_space(10**18)
     assert "MB left, and a checkpoint needs about" in caplog.text
+
+
+# ---- Going on from an earlier checkpoint ----
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_costs_no_other(small_model, tmp_path):
+    """A run that goes on from the one before saves an earlier step than the damaged one has."""
+    trainer_in(tmp_path, small_model, settings={"save_steps": 2}).train()
+    assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-2", "checkpoint-4"]
+    path = tmp_path / "checkpoint-4" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    again = trainer_in(tmp_path, small_model, [StopAt(3)], settings={"save_steps": 3, "save_total_limit": 1})
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 2 and RunFolder(tmp_path).newest()[1].step == 3
+    assert (tmp_path / "_aside-checkpoint-4").exists()
+
+
+def test_a_run_that_goes_back_leaves_its_former_course(small_model, tmp_path, caplog):
+    trainer_in(tmp_path, small_model).train()
+    back = trainer_in(tmp_path, small_model, [StopAt(2)], settings={"save_total_limit": 2})
+    back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-1", "checkpoint-2"]
+    assert "checkpoint-4 comes after step 1, from which the run goes on: now _aside-checkpoint-4" in caplog.text
+    again = trainer_in(tmp_path, small_model)
+    again.train(resume_from_checkpoint=True)
+    assert began_at(again) == 2
+
+
+def test_a_run_that_was_started_by_mistake_hides_no_other(small_model, run):
+    """It has saved nothing, so the folder is still that of the run before."""
+    before = run.known_run()
+    with pytest.raises(ZeroDivisionError):
+        trainer_in(run.path, small_model, reward_funcs=lambda **_: 1 / 0, settings={"save_strategy": "no"}).train()
+    assert RunFolder(run.path).known_run() == before and RunFolder(run.path).newest()[1].step == 3
+
+
+def test_what_cannot_be_removed_or_read_costs_no_checkpoint(small_model, tmp_path, monkeypatch, caplog):
+    def fails(*arguments):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(commits, "remove", fails)
+    trainer_in(tmp_path, small_model, settings={"save_total_limit": 1}).train()
+    assert "An older checkpoint could not be removed" in caplog.text and RunFolder(tmp_path).newest()[1].step == 4
+
+    def unreadable(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO)) if "checkpoint-4" in str(path) else None
+
+    original = commits._sha256
+    monkeypatch.setattr(commits, "_sha256", lambda path: unreadable(path) or original(path))
+    assert RunFolder(tmp_path).newest()[1].step == 3 and "a file cannot be read" in caplog.text
+
+
+def test_a_save_that_is_refused_leaves_what_stands(small_model, tmp_path):
+    trainer_in(tmp_path, small_model).train()
+    other = trainer_in(tmp_path, small_model, [StopAt(1)])
+    other.train()
+    parameter = next(iter(other.policies.parameters("actor").values()))
+    with torch.no_grad():
+        parameter.view(-1)[0] = torch.nan
+    other.state.global_step = 4
+    with pytest.raises(CheckpointError, match="not finite"):
+        save_checkpoint_now(other)
+    assert commits.verify(tmp_path / "checkpoint-4").step == 4
 
 
 # ---- A disk that fills ----

@@ -272,14 +272,56 @@ def test_a_pattern_that_takes_for_ever_is_interrupted(handler):
     assert done.returncode == 0 and "comes after" in done.stdout
 
 
-@pytest.mark.parametrize(("outer", "inner", "which"), [(30, 0.2, "inner"), (0.2, 30, "outer")])
-def test_time_limits_nest_and_leave_nothing_behind(outer, inner, which):
-    limits = time_limit(outer, lambda _: "outer"), time_limit(inner, lambda _: "inner")
-    with pytest.raises(TookTooLong, match=which), limits[0], limits[1]:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_limit_does_not_count_the_time_of_one_inside(nested):
+    """Each ends its own code, by its own message, and nothing comes after."""
+    with (
+        pytest.raises(TookTooLong, match="inner"),
+        time_limit(0.1, lambda _: "outer"),
+        time_limit(0.4, lambda _: "inner"),
+    ):
+        time.sleep(20)
+    with pytest.raises(TookTooLong, match="outer"), time_limit(0.3, lambda _: "outer"):
+        if nested:
+            with time_limit(0.6, lambda _: "inner"):
+                time.sleep(0.5)
         time.sleep(20)
     with time_limit(0.2, lambda _: "short"):
         pass
-    time.sleep(0.4)  # nothing comes after
+    time.sleep(0.4)
+
+
+def test_code_that_catches_the_interruption_is_interrupted_again():
+    caught = []
+    with pytest.raises(TookTooLong), time_limit(0.1, lambda _: "x"):
+        while len(caught) < 2:
+            try:
+                time.sleep(20)
+            except TookTooLong as error:
+                caught.append(error)
+
+
+@pytest.mark.slow
+def test_no_timeout_of_many_ends_the_process():
+    for _ in range(300):
+        with pytest.raises(TookTooLong), time_limit(0.005, lambda _: "x"):
+            time.sleep(20)
+
+
+def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
+    """Within the limits of a trainer, in a process without another timer."""
+    code = (
+        "import re, time\nfrom marft_trl.rollout.failures import OnFailure\n"
+        "from marft_trl.rollout.reward_checks import checked_reward\nfrom marft_trl.watchdog import time_limit\n"
+        "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
+        "judge = checked_reward(match, OnFailure(timeout=0.5))\n"
+        "start = time.monotonic()\n"
+        "try:\n    with time_limit(30, lambda where: 'outer'):\n        judge(prompts=['q'], completions=['a'])\n"
+        "except TimeoutError as error:\n"
+        "    print('has not returned for 0.5 seconds' in str(error), time.monotonic() - start < 5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.strip() == "True True", (done.stdout, done.stderr[-2000:])
 
 
 # ---- A workflow or an environment that fails ----

@@ -196,7 +196,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
-    assert set(owners) == {"user_randomness", "rollouts", "reach", "updates", "sequential"}
+    assert set(owners) == {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users"}
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0

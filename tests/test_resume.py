@@ -240,9 +240,11 @@ def test_agents_are_added_removed_and_renamed_where_it_is_said(small_model, stop
                     moments = {key: states[p]["exp_avg"].clone() for key, p in parameters.items() if p in states}
                     seen[name] = {key: p.detach().clone() for key, p in parameters.items()}, moments
 
-    trainer = make(accept, [Look()])
+    trainer = make(accept, [Look(), StopAt(3)])
     trainer.train(resume_from_checkpoint=True)
-    assert began_at(trainer) == 2 and trainer.state.global_step == 4
+    again = make(accept)
+    again.train(resume_from_checkpoint=True)  # the same command: the changes are made by now
+    assert began_at(trainer) == 2 and began_at(again) == 3 and again.state.global_step == 4
     optimizer = torch.load(stopped / "checkpoint-2" / "optimizer.pt", weights_only=True)
     back = {new: old for old, new in changes.get("rename", {}).items()}
     for name in names:

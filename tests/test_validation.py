@@ -249,6 +249,9 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"max_episode_retries": 1.5}, "`max_episode_retries` must be an integer"),
         ({"on_episode_error": "skipp"}, "Did you mean 'skip'"),
         ({"per_device_train_batch_size": 6}, "divisible by"),
+        ({"save_only_model": True}, "`save_only_model=True`.*could not go on from such checkpoints"),
+        ({"ignore_data_skip": True}, "`ignore_data_skip=True`"),
+        ({"on_episode_error": "skip", "credit": "counterfactual"}, "does not go with candidates.*or re-runs"),
         ({"max_unscored_batches": 0}, "`max_unscored_batches` must be a finite number above 0"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
     ],
@@ -367,7 +370,8 @@ def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(m
     unbounded = team_trainer(model_folder, tmp_path, reward_funcs=nothing, settings={"max_steps": 4})
     unbounded.train()
     assert unbounded.state.global_step == 4 and not moved(before, weights(unbounded))
-    assert "All reward functions returned None for the following kwargs" in caplog.text  # TRL's warning
+    assert "All reward functions returned None for the following kwargs" not in caplog.text  # TRL's, with the row
+    assert "8 of 8 episodes have no reward" in caplog.text
 
     def at_first(completions, trainer_state, **kwargs):
         return nothing(completions) if trainer_state.global_step < 2 else varied_reward(completions)

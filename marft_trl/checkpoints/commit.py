@@ -123,6 +123,14 @@ def verify(folder: str | Path) -> Commit:
     """
     folder = Path(folder)
     commit_ = read_commit(folder)
+    try:
+        _check_files(folder, commit_)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder}: a file cannot be read ({error}).") from error
+    return commit_
+
+
+def _check_files(folder: Path, commit_: Commit) -> None:
     for name, (size, digest) in commit_.files.items():
         path = folder / name
         if not path.is_file():
@@ -132,7 +140,6 @@ def verify(folder: str | Path) -> Commit:
             raise DamagedCheckpoint(f"{folder}: {name} has {actual} bytes, but {size} were written.")
         if _sha256(path) != digest:
             raise DamagedCheckpoint(f"{folder}: {name} is not what was written (its SHA-256 differs).")
-    return commit_
 
 
 def is_remainder(folder: str | Path, run: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -29,7 +30,14 @@ RUN_NAME = "_marft_run.json"
 LOCK_NAME = "_marft_run.lock"
 _PREFIX = "checkpoint-"
 # A checkpoint that is written again keeps the folder of before under this name until the new one stands
-_KEPT = "previous-checkpoint-"
+_KEPT = "_previous-checkpoint-"
+# A checkpoint after the step from which the run has gone on
+_ASIDE = "_aside-"
+
+
+# A lock that is only a file would stay after a kill; versions of filelock that know of it can do without
+_HAS_SOFT_LOCK = "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
+_WITHOUT_SOFT_LOCK: dict[str, Any] = {"fallback_to_soft": False} if _HAS_SOFT_LOCK else {}
 
 
 class RunFolder:
@@ -58,7 +66,7 @@ class RunFolder:
             CheckpointError: another run uses the folder, or it cannot be written to.
         """
         self.probe()
-        lock = FileLock(str(self.path / LOCK_NAME))
+        lock = FileLock(str(self.path / LOCK_NAME), **_WITHOUT_SOFT_LOCK)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -119,11 +127,28 @@ class RunFolder:
                 "those of the same steps will be replaced. Use `train(resume_from_checkpoint=True)` to go on with a "
                 "run, or another `output_dir` to keep its checkpoints."
             )
-        self.go_on(uuid.uuid4().hex)
+        self.run = uuid.uuid4().hex
+        self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
 
-    def go_on(self, run: str) -> None:
-        """Go on as the run with this id."""
+    def go_on(self, run: str, step: int | None = None) -> None:
+        """
+        Go on as the run with this id.
+
+        Args:
+            run (`str`): the id.
+            step (`int`, *optional*): where it goes on. Later checkpoints of the run, of another course or damaged, are
+                set aside.
+        """
         self.run = run
+        self._write_facts(run)
+        for folder in self.checkpoints() if step is not None else []:
+            if (_step_of(folder) or 0) > (step or 0) and self._is_own(folder):
+                aside = folder.with_name(f"{_ASIDE}{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(folder, aside)
+                logger.warning(f"{folder.name} comes after step {step}, from which the run goes on: now {aside.name}.")
+
+    def _write_facts(self, run: str | None) -> None:
         facts = {"id": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
         commits.write_atomically(self.path / RUN_NAME, json.dumps(facts) + "\n")
 
@@ -177,11 +202,11 @@ class RunFolder:
         """A checkpoint that was being written again when the run was killed: its former folder stands."""
         for kept in self.path.glob(f"{_KEPT}*"):
             folder = kept.with_name(kept.name.replace(_KEPT, _PREFIX, 1))
-            if not folder.exists() or commits.is_remainder(folder, self.known_run() or ""):
+            if _is_intact(folder):
+                shutil.rmtree(kept, ignore_errors=True)
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(kept, folder)
-            else:
-                shutil.rmtree(kept, ignore_errors=True)
 
     def open(self, step: int) -> Path:
         """Begin to write the checkpoint of a step. An older folder of this step is kept aside until the new stands."""
@@ -192,7 +217,11 @@ class RunFolder:
             shutil.rmtree(folder)
         elif folder.exists():
             os.replace(folder, kept)
-        commits.begin(folder, self.run, step)
+        try:
+            commits.begin(folder, self.run, step)
+        except OSError:
+            self.abandon(folder)
+            raise
         return folder
 
     def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
@@ -201,6 +230,8 @@ class RunFolder:
         if step is None:
             raise ValueError(f"{folder} is not the folder of a checkpoint.")
         done = commits.commit(folder, self.run, step, settings)
+        if self.path.is_dir() and self.known_run() != self.run:
+            self._write_facts(self.run)
         shutil.rmtree(self.path / f"{_KEPT}{step}", ignore_errors=True)
         return done
 
@@ -241,6 +272,14 @@ class RunFolder:
         for folder in spare[: max(len(spare) - max(limit - len(kept), 0), 0)]:
             logger.info(f"Removing {folder}: `save_total_limit` is {limit}.")
             commits.remove(folder)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        commits.verify(folder)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def _step_of(folder: Path) -> int | None:

@@ -75,6 +75,8 @@ class Health(TrainerCallback):
         self._in_a_row: dict[str, int] = {}
         self._said: set[str] = set()
         self._norms: dict[str, float] = {}
+        self._samples: dict[str, torch.Tensor] = {}
+        self._still: dict[str, bool] = {}
         self._first_norms: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +98,9 @@ class Health(TrainerCallback):
             self._first_norms = self._measure()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        before, self._norms = self._norms, self._measure()
+        self._norms, before = self._measure(), self._samples
+        self._samples = {name: _sample(its) for name, its in self._parameters().items()}
+        self._still = {name: name in before and before[name].equal(its) for name, its in self._samples.items()}
         for name, norm in self._norms.items():
             if not math.isfinite(norm):
                 raise FloatingPointError(
@@ -104,11 +108,12 @@ class Health(TrainerCallback):
                     "not saved. Lower the learning rate, and go on from the latest checkpoint "
                     "(`train(resume_from_checkpoint=True)`)."
                 )
-        self._look(self._of_weights(before))
+        self._look(self._of_weights())
 
     def on_step_end(self, args, state, control, **kwargs):
         latest = self._metrics.take_latest()
-        self._look([*self._of_batch(latest), *self._of_agents(latest), *self._of_critic(latest)])
+        symptoms = [*self._of_batch(latest), *self._of_agents(latest), *self._of_critic(latest)]
+        self._look([*symptoms, *self._of_updates(latest)])
 
     # ---- Symptoms ----
 
@@ -148,7 +153,7 @@ class Health(TrainerCallback):
             for name, dtype in halves.items()
         ]
 
-    def _of_weights(self, before: Mapping[str, float]) -> list[Symptom]:
+    def _of_weights(self) -> list[Symptom]:
         symptoms = []
         for name, norm in self._norms.items():
             whose, first = self._whose(name), self._first_norms.get(name, norm)
@@ -162,15 +167,24 @@ class Health(TrainerCallback):
                     f"THE WEIGHTS OF {whose} HAVE GROWN {norm / max(first, 1e-12):.0f}-FOLD (norm {norm:.3g}, at "
                     f"first {first:.3g}). `{rate}={getattr(self._args, rate):g}` is probably far too high.",
                 ),
-                Symptom(
-                    f"still/{name}",
-                    before.get(name) == norm,
-                    PATIENCE,
-                    f"THE WEIGHTS OF {whose} HAVE NOT MOVED in {PATIENCE} optimizer steps. Look at its `grad_norm`: "
-                    f"without a gradient it gets no advantage or no turn; with one, `{rate}` is 0 or too small.",
-                ),
             ]
         return symptoms
+
+    def _of_updates(self, latest: Mapping[str, float]) -> list[Symptom]:
+        """Whether weights move in steps in which they have a gradient."""
+        found = []
+        for name, is_still in self._still.items():
+            is_policy = name in self._policies.trained
+            names = [f"agents/{agent}" for agent in self._policies.agents_of(name)] if is_policy else ["critic"]
+            if not any(f"{one}/grad_norm" in latest for one in names):
+                continue  # its turn to learn has not come
+            rate = "learning_rate" if is_policy else "critic_learning_rate"
+            message = (
+                f"THE WEIGHTS OF {self._whose(name)} HAVE NOT MOVED in {PATIENCE} of its optimizer steps. Look at its "
+                f"`grad_norm`: if it is 0, it gets no advantage; else `{rate}` is 0 or too small for its precision."
+            )
+            found.append(Symptom(f"still/{name}", is_still, PATIENCE, message))
+        return found
 
     def _of_batch(self, latest: Mapping[str, float]) -> list[Symptom]:
         if "frac_reward_zero_std" not in latest:
@@ -258,3 +272,10 @@ class Health(TrainerCallback):
         )
         exploded = not loss <= _LARGEST_VALUE_LOSS or not value <= _GROWTH * max(target, 1.0)
         return [Symptom("values", exploded, 3, message)]
+
+
+def _sample(parameters: Mapping[str, nn.Parameter], tensors: int = 16, elements: int = 64) -> torch.Tensor:
+    """Some elements of some of the tensors: those of a policy that learns move in every step."""
+    chosen = list(parameters.values())
+    chosen = chosen[:: max(len(chosen) // tensors, 1)]
+    return torch.cat([p.detach().reshape(-1)[:elements].float() for p in chosen]) if chosen else torch.zeros(0)

@@ -19,7 +19,7 @@ from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
-from ..watchdog import TookTooLong, time_limit
+from ..watchdog import TookTooLong, progress, time_limit
 from .failures import Failures, OnFailure, call_reward, finished, wait_here
 
 
@@ -117,6 +117,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
     async def later(**kwargs):
         async def call(positions):
             start = time.monotonic()
+            progress()
             try:
                 with without_exit(name):
                     scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
@@ -124,6 +125,8 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
                 if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
                     raise
                 raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
+            finally:
+                progress()
             return check_scores(scores, name, len(positions))
 
         return await call_reward(call, len(kwargs["prompts"]), name, policy, failures, asyncio.sleep)

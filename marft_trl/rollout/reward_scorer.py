@@ -37,6 +37,10 @@ class RewardFunctions(Protocol):
         """Context manager: rewards are those of this process, by other functions if some are given."""
 
 
+# Seconds after which a blocked event loop is noticed, beyond the time limit of a call
+_LATER = 5.0
+
+
 class RewardScorer:
     """
     Scores episodes, and single turns outside of the one call per generation batch.
@@ -137,7 +141,7 @@ class RewardScorer:
         completions: list[Any] = [turn.text for turn in answers]
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        total = None if self._policy.timeout is None else self._policy.timeout * (len(self._rewards.weights) + 1)
+        total = None if self._policy.timeout is None else self._policy.timeout + _LATER
         with self._randomness.theirs(), time_limit(total, functools.partial(_blocked, total)):
             return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
 

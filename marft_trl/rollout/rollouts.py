@@ -160,9 +160,11 @@ class Rollouts:
         for name, number in total.items():
             if name.endswith("/skipped") and number > most * count:
                 last = next(error for _, error in everywhere if error)
-                raise RuntimeError(
-                    f"`{name}`: {number} of {count} episodes of a generation batch were skipped, more than "
-                    f"`max_skipped_share={most:g}` allows. The latest error: {last}"
+                raise self._processes.agreed(
+                    RuntimeError(
+                        f"`{name}`: {number} of {count} episodes of a generation batch were skipped, more than "
+                        f"`max_skipped_share={most:g}` allows. The latest error: {last}"
+                    )
                 )
 
     def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
@@ -222,10 +224,12 @@ class Rollouts:
         self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(per_func).all() else 0
         most = self._args.max_unscored_batches
         if most is not None and self._unscored_in_a_row >= most:
-            raise ValueError(
-                f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
-                f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
-                "learn from. At least one has to return a number for some of them."
+            raise self._processes.agreed(
+                ValueError(
+                    f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
+                    f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
+                    "learn from. At least one has to return a number for some of them."
+                )
             )
 
 

@@ -94,7 +94,9 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
     does both at the end of the method, before a checkpoint can be seen to be complete on all processes.
     """
     args = trainer.args
-    with swapped(args, {"push_to_hub": False, "save_total_limit": None}):
+    # With a best metric, upstream waits for all processes in the middle, where one may have failed already
+    alone = swapped_in_module(torch.distributed, {"barrier": lambda *arguments, **named: None})
+    with swapped(args, {"push_to_hub": False, "save_total_limit": None}), alone:
         yield
 
 

@@ -108,21 +108,30 @@ class Checkpoints:
         """
         run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
         run_folder.run = self.folder.run or "unnamed"
+        is_open = False
         try:
             with self._processes.together():
                 self._check_weights()
                 if self._args.should_save:
                     run_folder.open(int(folder.name.rpartition("-")[2]))
+                    is_open = True
             with self._processes.together():
                 yield
             with self._processes.together():
                 if self._args.should_save:
                     run_folder.close(folder, self._settings.collect())
-                    run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
         except Exception as error:
-            if self._args.should_save:
+            if is_open:
                 run_folder.abandon(folder)
             raise self._failed(folder, run_folder, error) from error
+        if self._args.should_save:
+            self._rotate(run_folder)
+
+    def _rotate(self, run_folder: RunFolder) -> None:
+        try:
+            run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
+        except OSError as error:  # the new checkpoint stands
+            logger.warning(f"An older checkpoint could not be removed: {error}.")
 
     def _failed(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
         standing = run_folder.standing()
@@ -175,6 +184,16 @@ class Checkpoints:
             **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
         }
 
+    def remember_again(self) -> None:
+        """Remember what a log of the present step has changed."""
+        if self._remembered is not None and self._remembered["step"] == self._state.optimizer_step:
+            self.remember()
+
+    def has_this_step(self) -> bool:
+        """`True` on all processes if a checkpoint of the present step stands."""
+        standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
+        return standing is not None and standing.name == f"checkpoint-{self._state.optimizer_step}"
+
     def forget(self) -> None:
         """The weights are about to change: what was remembered does not belong to them any more."""
         self._remembered = None
@@ -191,8 +210,7 @@ class Checkpoints:
         kept = self._remembered
         if kept is None or kept["step"] != self._state.optimizer_step:
             return False  # nothing was completed, or the failure came after the weights had changed
-        standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
-        if standing is not None and standing.name == f"checkpoint-{kept['step']}":
+        if self.has_this_step():
             return True
         self._random.restore(kept["random"])
         self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
@@ -221,7 +239,8 @@ class Checkpoints:
             for owner in self.owners.values():
                 owner.state_dict()  # what cannot be saved is known before the first generation
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
-        return self._processes.broadcast(chosen)
+        chosen, self.changes = self._processes.broadcast((chosen, self.changes))
+        return chosen
 
     def _choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
         if not resume_from_checkpoint:
@@ -245,7 +264,7 @@ class Checkpoints:
         self.check_settings(commit, folder)
         is_own = folder.resolve().parent == self.folder.path.resolve()
         if is_own and commit.run:
-            self.folder.go_on(commit.run)
+            self.folder.go_on(commit.run, commit.step)
         else:
             self.folder.start()
         return str(folder)
@@ -265,6 +284,9 @@ class Checkpoints:
         saved, present = commit.settings, self._settings.collect()
         if not saved:
             return
+        if not self.changes.is_empty and _are_done(saved, present):
+            logger.warning(f"The changes in `resume_changes` are part of {folder.name} already; nothing changes now.")
+            self.changes = ResumeChanges()
         self.changes.check_names(_names_of(saved), _names_of(present))
         for line in check_structure(saved, present, self.changes, folder):
             logger.warning(f"Changed since {folder.name}: {line}. The resumed run is not bit for bit the one before.")
@@ -307,6 +329,17 @@ class Checkpoints:
         load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous, self.changes)
         if self._critic is not None:
             self._critic.load(folder)
+
+
+def _are_done(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """`True` if a checkpoint has the structure of the run."""
+    if _names_of(saved) != _names_of(present):
+        return False
+    try:
+        check_structure(saved, present, ResumeChanges(), "")
+    except ValueError:
+        return False
+    return True
 
 
 def _names_of(settings: Mapping[str, Any]) -> set[str]:

@@ -306,6 +306,7 @@ class MARFTTrainer(GRPOTrainer):
         with without_printed_table(self):
             super().log(logs, start_time)
         self.parts.reporter.after_log()
+        self.parts.run.after_log()
 
     # ---- Saving, resuming and pushing ----
 

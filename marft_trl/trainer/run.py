@@ -17,6 +17,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
+from ..checkpoints.commit import CheckpointError
 from ..configs import MARFTConfig
 from ..processes import Processes
 from .checkpointing import Checkpoints
@@ -132,14 +133,26 @@ class Run(TrainerCallback):
             stack.enter_context(self._signals.watched())
             try:
                 yield checkpoint
+                self._end_after_all()
             except Exception as error:
                 if self._processes.have_agreed(error):
                     self._save_after(error)
                 raise
 
+    def _end_after_all(self) -> None:
+        """A signal that came when no step was left, for instance while a checkpoint was pushed."""
+        received = self._agreed_signal()
+        if received:
+            name = signal.Signals(received).name
+            raise RunInterrupted(received, f"All steps were done when {name} came.")
+
+    def _agreed_signal(self) -> int:
+        received = torch.tensor([self._signals.received], dtype=torch.float64)
+        return int(self._processes.max(received).item())
+
     def _save_after(self, error: Exception) -> None:
         """Save the last complete step after a failure in the next one. The failure stays the error of the run."""
-        if self._args.save_strategy == SaveStrategy.NO:
+        if self._args.save_strategy == SaveStrategy.NO or isinstance(error, CheckpointError):
             return
         try:
             stands = self._checkpoints.save_remembered(self._save)
@@ -163,11 +176,14 @@ class Run(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._checkpoints.remember()  # an evaluation, which comes next, may fail
-        received = torch.tensor([self._signals.received], dtype=torch.float64)
-        self._stopped_by = int(self._processes.max(received).item())
+        self._stopped_by = self._agreed_signal()
         if self._stopped_by:
             control.should_save = self._args.save_strategy != SaveStrategy.NO
             control.should_training_stop = True
+
+    def after_log(self) -> None:
+        """Take note that the metrics of the step have been logged: an evaluation, which comes next, may fail."""
+        self._checkpoints.remember_again()
 
     def after_step(self) -> None:
         """
@@ -178,6 +194,8 @@ class Run(TrainerCallback):
         """
         if self._stopped_by:
             name = signal.Signals(self._stopped_by).name
+            if self._args.save_strategy != SaveStrategy.NO and not self._checkpoints.has_this_step():
+                self._save()  # an evaluation has decided against it
             standing = self._checkpoints.folder.standing() if self._args.should_save else None
             saved = f"saved in {standing}" if standing else "not saved (`save_strategy='no'`)"
             message = f"Training was stopped by {name}; the state is {saved}. Start the same command again to go on."

@@ -35,7 +35,22 @@ _OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
 # Fields of the configuration that change files, logs and evaluations, not the results of training
 _NOT_RECORDED_PREFIXES = (
-    *("log", "save", "eval", "hub", "push", "report", "dataloader", "ddp", "fsdp", "deepspeed", "torch", "run_"),
+    *(
+        "log",
+        "save",
+        "eval_acc",
+        "eval_do",
+        "eval_use",
+        "hub",
+        "push",
+        "report",
+        "dataloader",
+        "ddp",
+        "fsdp",
+        "deepspeed",
+        "torch",
+        "run_",
+    ),
     *("vllm", "debug", "auto_", "include", "metric", "greater", "load_best", "per_device_eval", "num_completions"),
 )
 _NOT_RECORDED = frozenset(
@@ -61,8 +76,8 @@ _NOT_RECORDED = frozenset(
         ),
     }
 )
-# Rows of a dataset that are hashed, evenly spaced
-_SAMPLED_ROWS = 1000
+# Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
+_SAMPLED_ROWS = 20_000
 _OF_LORA = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save"),
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "lora_dropout", "target_parameters"),
@@ -125,7 +140,7 @@ class RunSettings:
             else {"critic": None},
             "optimizer": {"optim": str(getattr(args.optim, "value", args.optim))},
             "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
-            "workflow": self._workflow.describe(),
+            "workflow": self._describe_workflow(),
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
             "versions": {name: _version(name) for name in _PACKAGES},
@@ -143,6 +158,13 @@ class RunSettings:
             "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
             "dataset": _dataset_hash(self._dataset),
         }
+
+    def _describe_workflow(self) -> dict[str, Any]:
+        """Its description, and for a class outside of this package a hash of its source."""
+        described = dict(self._workflow.describe())
+        if type(self._workflow).__module__.partition(".")[0] != __name__.partition(".")[0]:
+            described["code"] = _code_of(self._workflow)
+        return described
 
     def _adapters(self) -> dict[str, Any]:
         if not self._policies.has_adapters:
