@@ -20,7 +20,7 @@ from marft_trl.checkpoints.run_folder import LOCK_NAME, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
 
 from .exactness import differences
-from .helpers import StopAt, began_at, moved, team_trainer, weights
+from .helpers import StopAt, began_at, moved, team_trainer, varied_reward, weights
 
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4}
@@ -249,8 +249,16 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_costs_no_other(small_model
     assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-2", "checkpoint-4"]
     path = tmp_path / "checkpoint-4" / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    again = trainer_in(tmp_path, small_model, [StopAt(3)], settings={"save_steps": 3, "save_total_limit": 1})
-    again.train(resume_from_checkpoint=True)
+    calls = []
+
+    def fails_later(completions, **kwargs):
+        calls.append(1)
+        return varied_reward(completions) if len(calls) == 1 else 1 / 0
+
+    settings = {"save_steps": 2, "save_total_limit": 1}
+    again = trainer_in(tmp_path, small_model, settings=settings, reward_funcs=fails_later)
+    with pytest.raises(ZeroDivisionError):
+        again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2 and RunFolder(tmp_path).newest()[1].step == 3
     assert (tmp_path / "_aside-checkpoint-4").exists()
 
@@ -283,7 +291,8 @@ def test_what_cannot_be_removed_or_read_costs_no_checkpoint(small_model, tmp_pat
     assert "An older checkpoint could not be removed" in caplog.text and RunFolder(tmp_path).newest()[1].step == 4
 
     def unreadable(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO)) if "checkpoint-4" in str(path) else None
+        if "checkpoint-4" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     original = commits._sha256
     monkeypatch.setattr(commits, "_sha256", lambda path: unreadable(path) or original(path))
