@@ -65,7 +65,7 @@ def test_a_kill_within_a_save_leaves_a_checkpoint_that_stands(small_model, tmp_p
 def faults(small_model, tmp_path_factory):
     """How runs of two processes ended after a fault on the second one."""
     folder = tmp_path_factory.mktemp("faults")
-    return lives("faults", folder, small_model, "--kinds", "raise", "hang", "die", "signal", "nothing")
+    return lives("faults", folder, small_model, "--rank", 1, "--kinds", "raise", "hang", "die", "signal", "nothing")
 
 
 def test_a_process_that_raises_ends_all_with_its_error(faults):
@@ -89,6 +89,15 @@ def test_a_process_that_dies_is_named(faults):
     assert "Process 1 of the run (pid " in its["errors"][0][0] and "it was killed" in its["errors"][0][0]
 
 
+@pytest.mark.slow
+def test_the_process_that_keeps_the_store_is_named_as_well(small_model, tmp_path):
+    """The first process, by which the others would tell one another."""
+    its = lives("faults", tmp_path, small_model, "--rank", 0, "--kinds", "raise", "die")
+    assert its["die"]["seconds"] < 30 and its["die"]["statuses"] == [-9, 1]
+    assert "Process 0 of the run (pid " in its["die"]["errors"][1][0]
+    assert its["raise"]["statuses"] == [1, 1] and "Process 0 of the run failed" in its["raise"]["errors"][1][0]
+
+
 def test_a_signal_to_one_process_ends_all_with_its_code_after_a_checkpoint(faults):
     its = faults["signal"]
     assert its["seconds"] < 30 and its["statuses"] == [143, 143] and its["stands"] == 3
@@ -101,6 +110,6 @@ def test_a_process_with_nothing_to_learn_from_stops_nobody(faults):
 @pytest.mark.slow
 def test_a_process_that_cannot_be_interrupted_ends_all(small_model, tmp_path):
     """Its last words reach the others, and it exits with code 124."""
-    its = lives("faults", tmp_path, small_model, "--kinds", "stuck")["stuck"]
+    its = lives("faults", tmp_path, small_model, "--rank", 1, "--kinds", "stuck")["stuck"]
     assert its["seconds"] < 30 and its["statuses"] == [1, 124]
     assert "could not be interrupted, so the process ends" in its["errors"][0][0]

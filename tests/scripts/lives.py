@@ -269,12 +269,12 @@ def at_operations(folder, model, processes, rank, every, restarts):
     return outcome
 
 
-def with_faults(folder, model, kinds):
-    """A fault on the second of two processes. Says how each has ended, and how long after the fault."""
+def with_faults(folder, model, kinds, rank):
+    """A fault on one of two processes. Says how each has ended, and how long after the fault."""
     outcome = {}
     for kind in kinds:
         cut, report = folder / kind, folder / f"{kind}.time"
-        rewards = {0: exactness.length_reward, 1: Faulty(kind, report)}
+        rewards = {1 - rank: exactness.length_reward, rank: Faulty(kind, report)}
         statuses = end(begin(cut, model, 2, reward=rewards.get))
         seconds = time.time() - float(report.read_text()) if report.exists() else None
         found = RunFolder(cut).newest()
@@ -304,7 +304,7 @@ def main() -> None:
     if options.mode == "random":
         outcome = at_random(options.folder, options.model, options.processes, options.kills, options.seed)
     elif options.mode == "faults":
-        outcome = with_faults(options.folder, options.model, options.kinds)
+        outcome = with_faults(options.folder, options.model, options.kinds, options.rank)
     else:
         outcome = at_operations(
             options.folder, options.model, options.processes, options.rank, options.every, options.restarts
