@@ -61,7 +61,7 @@ def boom():
 # ---- A reward function that fails ----
 
 
-@pytest.mark.parametrize("save_steps", [1, 50])
+@pytest.mark.parametrize("save_steps", [50, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(small_model, tmp_path, save_steps):
     """And the run that goes on from it is the one that did not fail, bit for bit."""
     settings = {"save_steps": save_steps}
@@ -547,9 +547,9 @@ OBJECTS = {
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
-        *[("reward", "fails"), ("workflow", "stops"), ("environment", "fails")],
-        *(pytest.param(kind, "stops", marks=pytest.mark.slow) for kind in ("reward", "method", "environment")),
-        *(pytest.param(kind, "fails", marks=pytest.mark.slow) for kind in ("method", "workflow")),
+        ("reward", "fails"),
+        *(pytest.param(kind, "stops", marks=pytest.mark.slow) for kind in OBJECTS),
+        *(pytest.param(kind, "fails", marks=pytest.mark.slow) for kind in ("method", "workflow", "environment")),
     ],
 )
 def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end):
@@ -630,7 +630,8 @@ def test_state_that_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("name", "code", "moment"),
     [
-        *[("SIGTERM", 143, "optimizer"), ("SIGHUP", 129, "reward"), ("SIGINT", 130, "reward")],
+        ("SIGTERM", 143, "optimizer"),
+        *(pytest.param(*its, "reward", marks=pytest.mark.slow) for its in (("SIGHUP", 129), ("SIGINT", 130))),
         pytest.param("SIGTERM", 143, "reward", marks=pytest.mark.slow),
         pytest.param("SIGINT", 130, "optimizer", marks=pytest.mark.slow),
     ],

@@ -68,6 +68,7 @@ def faults(small_model, tmp_path_factory):
     return lives("faults", folder, small_model, "--rank", 1, "--kinds", "raise", "hang", "die", "signal", "nothing")
 
 
+@pytest.mark.slow
 def test_a_process_that_raises_ends_all_with_its_error(faults):
     """Within 30 seconds, and after a checkpoint of the last complete step."""
     its = faults["raise"]
@@ -76,6 +77,7 @@ def test_a_process_that_raises_ends_all_with_its_error(faults):
     assert "Process 1 of the run failed: ZeroDivisionError: boom" in first and "ZeroDivisionError: boom" in second
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_all_with_the_name_of_what_hangs(faults):
     its = faults["hang"]
     assert its["seconds"] < 30 and its["statuses"] == [1, 1] and its["stands"] == 2
@@ -83,6 +85,7 @@ def test_a_process_that_hangs_ends_all_with_the_name_of_what_hangs(faults):
         assert "The reward function `faulty` has not returned for 2 seconds" in error
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_named(faults):
     its = faults["die"]
     assert its["seconds"] < 30 and its["statuses"] == [1, -9]
@@ -98,11 +101,13 @@ def test_the_process_that_keeps_the_store_is_named_as_well(small_model, tmp_path
     assert its["raise"]["statuses"] == [1, 1] and "Process 0 of the run failed" in its["raise"]["errors"][1][0]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_with_its_code_after_a_checkpoint(faults):
     its = faults["signal"]
     assert its["seconds"] < 30 and its["statuses"] == [143, 143] and its["stands"] == 3
 
 
+@pytest.mark.slow
 def test_a_process_with_nothing_to_learn_from_stops_nobody(faults):
     assert faults["nothing"]["statuses"] == [0, 0] and faults["nothing"]["stands"] == 12
 

@@ -113,7 +113,12 @@ STRUCTURE = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURE)
+def some(names, kept):
+    """Names as parameters; those that are not kept are slow."""
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some(STRUCTURE, {"dataset", "workflow", "rank", "critic"}))
 def test_a_structural_change_is_refused_with_then_and_now(small_model, stopped, tmp_path, name):
     """Before the first generation."""
     change, message = STRUCTURE[name]
@@ -162,7 +167,7 @@ TUNABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TUNABLE)
+@pytest.mark.parametrize("name", some(TUNABLE, {"temperature", "reward"}))
 def test_a_tunable_is_applied_and_said(small_model, stopped, tmp_path, caplog, name):
     change, message = TUNABLE[name]
     arguments = {"workflow": CHAIN, **change}
@@ -206,9 +211,9 @@ CHECKER = AgentSpec("checker", system_prompt="Check.", max_completion_length=4)
 @pytest.mark.parametrize(
     ("agents", "changes"),
     [
-        ([*AGENTS, CHECKER], {"add": ["checker"]}),
-        (AGENTS[:1], {"remove": ["actor"]}),
-        ([AGENTS[0], EDITOR], {"rename": {"actor": "editor"}}),
+        pytest.param([*AGENTS, CHECKER], {"add": ["checker"]}, marks=pytest.mark.slow),
+        pytest.param(AGENTS[:1], {"remove": ["actor"]}, marks=pytest.mark.slow),
+        pytest.param([AGENTS[0], EDITOR], {"rename": {"actor": "editor"}}, marks=pytest.mark.slow),
         (
             [CHECKER, EDITOR],
             {"rename": {"actor": "editor"}, "remove": ["reasoner"], "add": ["checker"]},
