@@ -627,6 +627,17 @@ def test_state_that_does_not_fit_is_refused():
 # ---- Signals ----
 
 
+@pytest.fixture
+def heard():
+    """Signals are not ignored, as they are in the background and under `nohup`."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("name", "code", "moment"),
     [
@@ -636,7 +647,7 @@ def test_state_that_does_not_fit_is_refused():
         pytest.param("SIGINT", 130, "optimizer", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(small_model, tmp_path, name, code, moment):
+def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(heard, small_model, tmp_path, name, code, moment):
     from .test_health import Do
 
     def kill():
@@ -656,7 +667,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(small_model, t
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
 
 
-def test_a_second_interrupt_ends_at_once(small_model, tmp_path):
+def test_a_second_interrupt_ends_at_once(heard, small_model, tmp_path):
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -667,7 +678,7 @@ def test_a_second_interrupt_ends_at_once(small_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_signal_without_checkpoints_says_that_nothing_is_saved(small_model, tmp_path):
+def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_model, tmp_path):
     reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer = trainer_in(tmp_path, small_model, reward_funcs=reward, settings={"save_strategy": "no"})
     with pytest.raises(RunInterrupted, match="not saved"):

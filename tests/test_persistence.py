@@ -24,6 +24,7 @@ from marft_trl.weights.policies import Policies
 
 from .helpers import StopAt, began_at, config, moved, team_trainer, weights
 from .hub_server import Hub
+from .test_failures import Curriculum
 
 
 ROOT = Path(__file__).parent.parent
@@ -333,8 +334,10 @@ def test_policies_know_their_parameters(model_folder, tmp_path):
 
 
 def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
-    trainer, other = (team_trainer(model_folder, tmp_path) for _ in range(2))
+    trainer, other = (team_trainer(model_folder, tmp_path, reward_funcs=Curriculum()) for _ in range(2))
     owners = trainer.parts.checkpoints.owners
+    owners["health"].load_state_dict({"in_a_row": {"no signal": 3}, "said": ["kl/a"], "norms": {}, "first_norms": {}})
+    owners["users"].load_state_dict({"reward_funcs[0]": {"calls": 5}})
     owners["rollouts"].load_state_dict({"unscored_in_a_row": 3, "counted": {"train": ["workflow/rounds"], "eval": []}})
     owners["reach"].load_state_dict({"in_a_row": {"actor": 2}, "warned": [["reasoner"]], "cancelled": 4})
     owners["updates"].load_state_dict({"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}})

@@ -49,7 +49,7 @@ from marft_trl.seams.runs import (
     schedule_of_any_length,
     store_of_processes,
 )
-from marft_trl.seams.swapping import swapped
+from marft_trl.seams.swapping import swapped, swapped_in_module
 from marft_trl.seams.trl import (
     LocalAccelerator,
     TrlEngine,
@@ -206,6 +206,9 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
         engine.generate([[10**9]], engine.settings(Sampling.of(AgentSpec("solo"), trainer.args)), {})
     with pytest.raises(ZeroDivisionError), swapped(trainer, {"get_high_entropy_mask": None, "beta": 7.0}):
         assert trainer.beta == 7.0 and trainer.get_high_entropy_mask is None
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), swapped_in_module(grpo_trainer, {"gather": None}):
+        assert grpo_trainer.gather is None
         raise ZeroDivisionError
     assert trainer.__dict__.keys() == before.keys() and "get_high_entropy_mask" not in trainer.__dict__
     assert all(trainer.__dict__[name] is value for name, value in before.items())

@@ -370,6 +370,7 @@ def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(m
     unbounded = team_trainer(model_folder, tmp_path, reward_funcs=nothing, settings={"max_steps": 4})
     unbounded.train()
     assert unbounded.state.global_step == 4 and not moved(before, weights(unbounded))
+    # `without_unscored_rows_in_the_log`
     assert "All reward functions returned None for the following kwargs" not in caplog.text  # TRL's, with the row
     assert "8 of 8 episodes have no reward" in caplog.text
 
