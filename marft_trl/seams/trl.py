@@ -44,39 +44,34 @@ def without_reference(args: Any, if_: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_false_warning(model_was_named: bool) -> Iterator[None]:
+def _without_records(text: str | None) -> Iterator[None]:
+    """Context manager: `GRPOTrainer` logs nothing that has this text."""
+    parents = logging.getLogger("trl.trainer.grpo_trainer")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return text is None or text not in record.getMessage()
+
+    parents.addFilter(keep)
+    try:
+        yield
+    finally:
+        parents.removeFilter(keep)
+
+
+def without_false_warning(model_was_named: bool) -> contextlib.AbstractContextManager[None]:
     """
     Context manager: `GRPOTrainer.__init__` (TRL 1.16) does not warn that `model_init_kwargs` are ignored. It is given
     a loaded model, but the arguments were used for loading it.
     """
-    parents = logging.getLogger("trl.trainer.grpo_trainer")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not (model_was_named and "`model_init_kwargs` to the `GRPOConfig`" in record.getMessage())
-
-    parents.addFilter(keep)
-    try:
-        yield
-    finally:
-        parents.removeFilter(keep)
+    return _without_records("`model_init_kwargs` to the `GRPOConfig`" if model_was_named else None)
 
 
-@contextlib.contextmanager
-def without_unscored_rows_in_the_log() -> Iterator[None]:
+def without_unscored_rows_in_the_log() -> contextlib.AbstractContextManager[None]:
     """
     Context manager: `GRPOTrainer._calculate_rewards` (TRL 1.16) does not write a whole row into the log whenever no
     function has scored it: logs are read by others than datasets. `frac_unscored` has their share.
     """
-    parents = logging.getLogger("trl.trainer.grpo_trainer")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "All reward functions returned None" not in record.getMessage()
-
-    parents.addFilter(keep)
-    try:
-        yield
-    finally:
-        parents.removeFilter(keep)
+    return _without_records("All reward functions returned None")
 
 
 @contextlib.contextmanager
