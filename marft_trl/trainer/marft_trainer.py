@@ -19,7 +19,6 @@ from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
-from ..config_checks import check_timeouts
 from ..configs import MARFTConfig, as_marft_config
 from ..dataset_checks import check_datasets
 from ..learning.data import Slice
@@ -39,7 +38,6 @@ from ..seams.runs import (
     checkpoint_folder,
     keeping_checkpoints,
     saving_only,
-    timeout_of_processes,
 )
 from ..seams.trl import configure_parent, without_false_warning, without_printed_table, without_reference
 from ..team import Team
@@ -157,10 +155,7 @@ class MARFTTrainer(GRPOTrainer):
         setup.check_stream(args, train_dataset)
         turn_rewards = setup.turn_reward_funcs(args, self.agents, self.workflow)
         check_turn_rewards(turn_rewards, train_dataset)
-        check_timeouts(args, args.world_size, timeout_of_processes())
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
-
-        policy, failures = OnFailure.of(args), Failures()
 
         set_seed(args.seed)  # adapters start at random
         base = setup.load_base(model, args, quantization_config)
@@ -174,6 +169,7 @@ class MARFTTrainer(GRPOTrainer):
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
+        policy, failures = OnFailure.of(args), Failures()
         no_reference = without_reference(args, if_=self.policies.has_adapters)
         with no_reference, without_false_warning(isinstance(model, str)):
             super().__init__(
@@ -195,9 +191,7 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        objects = setup.user_objects(reward_funcs, turn_rewards, self.workflow)
-        choices = Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures, objects)
-        self.parts: Parts = assemble(self, choices)
+        self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures))
         self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)
 

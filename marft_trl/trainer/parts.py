@@ -7,7 +7,6 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
@@ -130,7 +129,6 @@ class Choices:
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         failures ([`Failures`]): what users' code has failed in.
-        user_objects (`Mapping[str, Any]`): users' objects that may have state, by the names in checkpoints.
     """
 
     args: MARFTConfig
@@ -146,7 +144,6 @@ class Choices:
     eval_metrics: Sequence[EvalMetric]
     aliases: Mapping[str, str]
     failures: Failures
-    user_objects: Mapping[str, Any]
 
 
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
@@ -242,7 +239,8 @@ class _Builder:
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
         self._settings = TrlSettings(trainer)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
-        self.users = UserState(choices.user_objects)
+        given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
+        self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow))
         self.runner = self._runner()
 
     def _runner(self) -> EpisodeRunner:

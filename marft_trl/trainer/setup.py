@@ -19,7 +19,7 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..anonymity import alias_names, anonymize
-from ..config_checks import uses_candidates
+from ..config_checks import check_timeouts, uses_candidates
 from ..configs import MARFTConfig
 from ..episodes.records import TOOL
 from ..learning.critic import CRITICS, Critic
@@ -27,6 +27,7 @@ from ..learning.levels import Level
 from ..rewards import environment_reward
 from ..rollout.tool_calls import check_functions, prepare_template
 from ..seams.models import keep_4bit_weights
+from ..seams.runs import timeout_of_processes
 from ..tools import ToolLimits, tool_name
 from ..weights.adapters import check_adapter_config
 from ..weights.policies import Policies
@@ -129,6 +130,7 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
             "are reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); "
             "the base can be 4-bit (`quantization_config=`) to save memory."
         )
+    check_timeouts(args, args.world_size, timeout_of_processes())
 
 
 def user_objects(
