@@ -113,6 +113,10 @@ class Run(TrainerCallback):
         self._signals = Signals()
         self._stopped_by = 0
 
+    @property
+    def _saves(self) -> bool:
+        return self._args.save_strategy != SaveStrategy.NO
+
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
         """
@@ -152,7 +156,7 @@ class Run(TrainerCallback):
 
     def _save_after(self, error: Exception) -> None:
         """Save the last complete step after a failure in the next one. The failure stays the error of the run."""
-        if self._args.save_strategy == SaveStrategy.NO or isinstance(error, CheckpointError):
+        if not self._saves or isinstance(error, CheckpointError):
             return
         try:
             stands = self._checkpoints.save_remembered(self._save)
@@ -175,10 +179,11 @@ class Run(TrainerCallback):
         self._checkpoints.forget()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._checkpoints.remember()  # an evaluation, which comes next, may fail
+        if self._saves:
+            self._checkpoints.remember()  # an evaluation, which comes next, may fail
         self._stopped_by = self._agreed_signal()
         if self._stopped_by:
-            control.should_save = self._args.save_strategy != SaveStrategy.NO
+            control.should_save = self._saves
             control.should_training_stop = True
 
     def after_log(self) -> None:
@@ -194,7 +199,7 @@ class Run(TrainerCallback):
         """
         if self._stopped_by:
             name = signal.Signals(self._stopped_by).name
-            if self._args.save_strategy != SaveStrategy.NO and not self._checkpoints.has_this_step():
+            if self._saves and not self._checkpoints.has_this_step():
                 self._save()  # an evaluation has decided against it
             standing = self._checkpoints.folder.standing() if self._args.should_save else None
             saved = f"saved in {standing}" if standing else "not saved (`save_strategy='no'`)"
@@ -202,4 +207,5 @@ class Run(TrainerCallback):
             if self._processes.is_main:
                 logger.warning(message)
             raise RunInterrupted(self._stopped_by, message)
-        self._checkpoints.remember()
+        if self._saves:
+            self._checkpoints.remember()

@@ -35,45 +35,19 @@ _OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
 # Fields of the configuration that change files, logs and evaluations, not the results of training
 _NOT_RECORDED_PREFIXES = (
-    *(
-        "log",
-        "save",
-        "eval_acc",
-        "eval_do",
-        "eval_use",
-        "hub",
-        "push",
-        "report",
-        "dataloader",
-        "ddp",
-        "fsdp",
-        "deepspeed",
-        "torch",
-        "run_",
-    ),
-    *("vllm", "debug", "auto_", "include", "metric", "greater", "load_best", "per_device_eval", "num_completions"),
+    *("log", "save", "eval_acc", "eval_do", "eval_use", "eval_ref", "hub", "push", "report", "dataloader", "ddp"),
+    *("fsdp", "deepspeed", "torch", "run_", "vllm", "debug", "auto_", "include", "metric", "greater", "load_best"),
+    *("per_device_eval", "num_completions", "do_"),
 )
 _NOT_RECORDED = frozenset(
     {
         *("output_dir", "disable_tqdm", "project", "trackio_space_id", "resume_from_checkpoint", "resume_changes"),
-        *(
-            "preset",
-            "do_train",
-            "do_eval",
-            "do_predict",
-            "overwrite_output_dir",
-            "accelerator_config",
-            "parallelism_config",
-        ),
-        *("local_rank", "length_column_name", "label_names", "remove_unused_columns", "ignore_data_skip"),
-        *("max_tokens_per_micro_batch", "model_init_kwargs", "use_cpu", "skip_memory_metrics", "batch_eval_metrics"),
+        *("preset", "overwrite_output_dir", "accelerator_config", "parallelism_config", "local_rank"),
+        *("length_column_name", "label_names", "remove_unused_columns", "ignore_data_skip", "use_cpu"),
+        *("max_tokens_per_micro_batch", "model_init_kwargs", "skip_memory_metrics", "batch_eval_metrics"),
         *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_episode_retries"),
-        *(
-            "max_skipped_share",
-            "enable_jit_checkpoint",
-            "restore_callback_states_from_checkpoint",
-            "num_generations_eval",
-        ),
+        *("max_skipped_share", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
+        "num_generations_eval",
     }
 )
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
