@@ -251,21 +251,26 @@ def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(heads[1], end, strict=True))
 
 
+def _answer_and_size(completions, solution, **kwargs):
+    """Rewards that the question decides in part, and the answer in part: what a critic can and cannot foresee."""
+    return [c + (int(s) >= 4) for c, s in zip(exact_answer(completions, solution), solution, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "frozen"])
+@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
 def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(built_once, tmp_path, critic):
     settings = {
         **{**PPO, "critic": critic, "level": "action", "value_clip": None},
         "critic_learning_rate": 1e-3 if critic == "frozen" else 3e-3,
-        **{"per_device_train_batch_size": 256, "num_iterations": 4, "max_steps": 48, "critic_warmup_steps": 48},
+        **{"per_device_train_batch_size": 128, "num_iterations": 4, "max_steps": 48, "critic_warmup_steps": 48},
         **{"max_completion_length": None, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
     }
     trainer = team_trainer(
-        # Its mistakes depend on the numbers, not on chance alone
+        # Its hidden states are of numbers
         built_once("taught-model", lambda folder: tiny_team_model(folder, steps=300)),
         tmp_path / "out",
-        reward_funcs=exact_answer,
+        reward_funcs=_answer_and_size,
         settings=settings,
         train_dataset=tiny_dataset(8000),
         peft_config=lora(r=16),
@@ -273,7 +278,7 @@ def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(built
     trainer.train()
     explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
     print(critic, explained)
-    assert len(explained) == 12 and sum(explained[-6:]) / 6 > 0.0, explained
+    assert len(explained) == 12 and sum(explained[-6:]) / 6 > 0.05, explained
 
 
 @pytest.mark.parametrize("limit", [None, 0.0, 1e-9])
