@@ -7,6 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import fcntl
+import gc
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("ci")
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every later collection: a trainer collects whenever it starts to train."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
