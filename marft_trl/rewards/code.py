@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal, InvalidOperation
+from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from .jail import Limits, run_python
@@ -16,6 +19,8 @@ from .texts import last_text
 _LANGUAGES = ("python", "python3", "py")
 # Number of tests that may time out before the remaining ones count as failed
 _MOST_TIMEOUTS = 2
+# A number as programs print it. Texts such as "007" are not: they may be names, codes or digits of another base.
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,100})?(e[+-]?[0-9]{1,4})?", re.IGNORECASE)
 # Maximum number of cached pass rates
 _MOST_KNOWN = 4096
 
@@ -37,7 +42,11 @@ def last_python_block(text: str) -> str | None:
 
 
 def get_code_reward(
-    seconds: float = 10.0, memory: int = 1 << 30, workers: int = 4, strict: bool = True
+    seconds: float = 10.0,
+    memory: int = 1 << 30,
+    workers: int = 4,
+    strict: bool = True,
+    total_seconds: float = 60.0,
 ) -> Callable[..., list[float | None]]:
     """
     Make a reward function that runs the last Python block of a completion on the tests of its row, in sandboxed
@@ -56,6 +65,8 @@ def get_code_reward(
         memory (`int`, *optional*, defaults to `1 << 30`): memory limit of a program in bytes.
         workers (`int`, *optional*, defaults to `4`): number of programs that run at the same time.
         strict (`bool`, *optional*, defaults to `True`): raise an error if the machine cannot sandbox programs.
+        total_seconds (`float`, *optional*, defaults to `60.0`): wall-clock time limit of a program for all of its
+            tests. Tests for which no time is left count as failed.
 
     Returns: `code_reward(completions, tests, **kwargs)`, the share of passed tests. It is 0 without a Python block and
         `None` for a row without tests.
@@ -69,7 +80,7 @@ def get_code_reward(
         jobs = list(zip(programs, texts, strict=True))
         fresh = [job for job in dict.fromkeys(jobs) if job not in known]
         with ThreadPoolExecutor(workers) as pool:
-            rates = pool.map(lambda job: pass_rate(job[0], json.loads(job[1]), limits), fresh)
+            rates = pool.map(lambda job: pass_rate(job[0], json.loads(job[1]), limits, total_seconds), fresh)
             known.update(zip(fresh, rates, strict=True))
         answers = [known[job] for job in jobs]
         for job in list(known)[:-_MOST_KNOWN]:
@@ -87,13 +98,17 @@ def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any)
 _DEFAULT = get_code_reward()
 
 
-def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> float | None:
+def pass_rate(
+    program: str | None, tests: Any, limits: Limits | None = None, total_seconds: float = 60.0
+) -> float | None:
     """
     Share of the tests that a program passes, see [`get_code_reward`].
 
     Raises:
         ValueError: the tests do not have the format that [`get_code_reward`] describes.
+        JailError: the machine cannot sandbox programs, or cannot start them.
     """
+    limits = limits or Limits()
     if tests is None:
         return None
     inputs, outputs, function, wrapped = _tests(tests)
@@ -108,13 +123,14 @@ def pass_rate(program: str | None, tests: Any, limits: Limits | None = None) -> 
             for one, output in zip(returned, outputs, strict=False)
         ]
     else:
-        right, hung = [], 0
+        right, hung, end = [], 0, time.monotonic() + total_seconds
         for text, output in zip(inputs, outputs, strict=True):
-            outcome = run_python(program, stdin=text, limits=limits)
+            left = end - time.monotonic()
+            if hung >= _MOST_TIMEOUTS or left <= 0:
+                break
+            outcome = run_python(program, stdin=text, limits=replace(limits, seconds=min(limits.seconds, left)))
             right.append(outcome.status == "ok" and same_output(outcome.stdout, output))
             hung += outcome.status == "timeout"
-            if hung >= _MOST_TIMEOUTS:
-                break
     return sum(right) / len(inputs)
 
 
@@ -129,7 +145,10 @@ def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """`True` if the output is as expected. White space between words and the format of numbers do not matter."""
+    """
+    `True` if the output is as expected. White space between words does not matter, nor does the format of a number:
+    "2", "2.0" and "2e0" are equal. "007" is no number, and equal to itself only.
+    """
     got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     return len(got) == len(wanted) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(got, wanted, strict=True)
@@ -139,10 +158,7 @@ def same_output(printed: str, expected: str) -> bool:
 def _same_word(got: str, wanted: str) -> bool:
     if got == wanted:
         return True
-    try:
-        return Decimal(got) == Decimal(wanted)
-    except InvalidOperation:
-        return False
+    return all(map(_DECIMAL.fullmatch, (got, wanted))) and Decimal(got) == Decimal(wanted)
 
 
 def _same(got: Any, wanted: Any) -> bool:

@@ -1,131 +1,67 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Script that restricts its own process, then runs an untrusted program in it. It uses the standard library only.
+Script that restricts its own process, then runs an untrusted program in it. It uses the standard library only, and
+little of it, because it starts anew for every program.
 
-    python -I fence.py 5        # reads settings as JSON from the file descriptor 5
+    python -I -S fence.py 5        # reads its settings from the file descriptor 5
 
 On Linux, the kernel enforces the restrictions, and no privilege is needed to set them:
 
+- no capabilities, and no new privileges;
 - resource limits;
 - Landlock: the program can write only to its folder, and otherwise read only Python and system libraries;
-- a seccomp filter: the program cannot start or reach other processes, open sockets or change the mode of files.
+- seccomp: only the system calls in `_ALLOWED` and `_allowed_with` work, on every kernel. libseccomp makes the filter.
 
 A process cannot lift its own restrictions.
 """
 
 import ctypes
-import json
+import errno
+import marshal
 import os
-import platform
-import resource
-import runpy
 import signal
-import struct
 import sys
 
 
-# Refused system calls, with their numbers on x86_64 and aarch64 (from the kernel's `asm/unistd.h`; `None` if missing)
-_REFUSED = {
-    # programs and processes
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    # sockets
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "io_uring_setup": (425, 425),
-    # signals to others
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    # others' memory and priorities
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "setpriority": (141, 140),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "ioprio_set": (251, 30),
-    # modes, owners and times of files, which Landlock does not restrict
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "truncate": (76, 45),
-    "open_by_handle_at": (304, 265),
-    # objects that outlive a process
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # the machine
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "reboot": (169, 142),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-}
-# Audit number of the architecture, and numbers of the calls clone, prlimit64 and fcntl
-_MACHINES = {"x86_64": (0xC000003E, 56, 302, 72), "aarch64": (0xC00000B7, 220, 261, 25)}
-_SET_OWNER = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX, which choose the process to signal about a file
-_CLONE3 = 435
+# The system calls that an interpreter with threads, asyncio and NumPy needs, and that stay within the process, its
+# open files and the folders that Landlock allows. Those that an architecture does not have are left out.
+_ALLOWED = """
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range copy_file_range
+    sendfile ftruncate fsync fdatasync flock fadvise64 dup dup2 dup3 pipe pipe2
+    stat fstat lstat statx newfstatat statfs fstatfs access faccessat faccessat2 getdents getdents64 getcwd chdir
+    fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 symlink symlinkat link
+    linkat
+    mmap mprotect munmap mremap madvise brk membarrier get_mempolicy
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack pause signalfd4
+    restart_syscall getitimer setitimer alarm nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time
+    times select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
+    eventfd2 timerfd_create timerfd_settime timerfd_gettime
+    futex futex_waitv set_robust_list set_tid_address rseq arch_prctl exit exit_group gettid sched_yield
+    getpid getppid getuid geteuid getgid getegid getgroups getresuid getresgid getpgrp getpgid getsid umask
+    getrlimit setrlimit getrusage uname sysinfo getrandom getcpu sched_getaffinity sched_getparam sched_getscheduler
+    sched_get_priority_max sched_get_priority_min getpriority
+    sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt setsockopt
+""".split()
+# Of fcntl: duplicates, flags, locks, sizes of pipes; not the commands that choose a process to signal about a file.
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # what a terminal is, bytes to read, blocking, inheritance
+_PRCTL = (15, 16)  # names of threads
 _CLONE_THREAD = 0x10000
-_EPERM, _ENOSYS = 1, 38
+_AF_UNIX, _SOCK_STREAM, _SOCK_KIND = 1, 1, 0xF
+# libseccomp: actions, operators of comparisons, attributes
+_ALLOW, _ERRNO, _EQUAL, _MASKED = 0x7FFF0000, 0x00050000, 4, 7
+_ATTRIBUTE_OPTIMIZE = 8
+
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
-_EVERYTHING_ABI_1 = (1 << 13) - 1
+_WRITE = 1 << 1
+_NODES = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11  # character devices, sockets, pipes with a name, block devices
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | _TRUNCATE | _IOCTL_DEV
+# Rights that each version of Landlock knows. Later versions know more, which seccomp refuses.
+_RIGHTS = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1, (1 << 15) - 1, (1 << 16) - 1)
+
+_PDEATHSIG, _NO_NEW_PRIVILEGES = 1, 38
 
 
 class _RulesetAttr(ctypes.Structure):
@@ -137,13 +73,19 @@ class _PathAttr(ctypes.Structure):
     _fields_ = [("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+class _Comparison(ctypes.Structure):
+    _fields_ = [("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64)]
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
 
 
 def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
     """Limit memory, CPU time, the size of each file and the number of open files. Disable core dumps."""
-    bounds = {"AS": memory, "CPU": cpu_seconds, "FSIZE": file_size, "NOFILE": files, "CORE": 0}
+    import resource
+
+    bounds = {"AS": memory, "CPU": cpu_seconds, "FSIZE": file_size, "NOFILE": files, "CORE": 0, "MEMLOCK": 0}
     for name, bound in bounds.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -151,23 +93,27 @@ def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
         resource.setrlimit(kind, (bound, bound))
 
 
-def fence_files(libc, folder: str) -> bool:
-    """Use Landlock to allow writing only in `folder`, and reading only there and in Python and system libraries."""
+def drop_capabilities(libc) -> bool:
+    """Give up what the superuser may do beyond others."""
+    header = _CapabilityHeader(0x20080522, 0)  # version 3: two words of each of the three sets
+    return libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()) == 0
+
+
+def fence_files(libc, folder: str, readable: list) -> bool:
+    """Use Landlock to allow writing only in `folder`, and reading only there and in `readable`."""
     abi = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if abi < 1:
         return False
-    handled = _EVERYTHING_ABI_1 | (1 << 13 if abi >= 2 else 0) | (1 << 14 if abi >= 3 else 0)
+    handled = _RIGHTS[min(abi, len(_RIGHTS)) - 1]
     attr = _RulesetAttr(handled)
     ruleset = libc.syscall(_LANDLOCK_CREATE, ctypes.byref(attr), ctypes.sizeof(attr), 0)
-    readable = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", sys.prefix]
-    readable += [sys.base_prefix, os.path.realpath(sys.base_prefix), os.path.dirname(os.path.realpath(sys.executable))]
-    rules = [(path, _READ) for path in readable] + [("/dev/null", 1 << 1 | 1 << 2), (folder, handled)]
+    rules = [(path, _READ) for path in readable]
+    rules += [("/dev/null", _READ | _WRITE), (folder, handled & ~(_NODES | _IOCTL_DEV))]
     for path, access in rules:
         if not os.path.exists(path):
             continue
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        of_file = 1 << 0 | 1 << 1 | 1 << 2 | (handled & 1 << 14)
-        rule = _PathAttr(access if os.path.isdir(path) else access & of_file, descriptor)
+        rule = _PathAttr(access if os.path.isdir(path) else access & handled & _OF_FILES, descriptor)
         refused = libc.syscall(_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0)
         os.close(descriptor)
         if refused:
@@ -177,58 +123,102 @@ def fence_files(libc, folder: str) -> bool:
     return done
 
 
-def fence_calls(libc) -> bool:
-    """Use seccomp to refuse calls that start processes, open sockets or reach anything outside of the folder."""
-    machine = platform.machine()
-    if machine not in _MACHINES:
+def _allowed_with() -> list:
+    """System calls that are allowed with some arguments: names, and comparisons `(argument, operator, a, b)`."""
+    own = os.getpid()
+    truncates, how = os.O_TRUNC, os.O_ACCMODE
+    rules = [
+        ("clone", (0, _MASKED, _CLONE_THREAD, _CLONE_THREAD)),  # threads, no processes
+        ("socketpair", (0, _EQUAL, _AF_UNIX, 0), (1, _MASKED, _SOCK_KIND, _SOCK_STREAM)),  # reaches itself alone
+        ("prlimit64", (0, _EQUAL, 0, 0)),
+        *((name, (0, _EQUAL, own, 0)) for name in ("kill", "tgkill")),
+        *(("fcntl", (1, _EQUAL, command, 0)) for command in _FCNTL),
+        *(("ioctl", (1, _EQUAL, command, 0)) for command in _IOCTL),
+        *(("prctl", (0, _EQUAL, option, 0)) for option in _PRCTL),
+    ]
+    # Before version 3, Landlock lets a file that may only be read be emptied while it is opened
+    for name, flags in (("open", 1), ("openat", 2)):
+        rules.append((name, (flags, _MASKED, truncates, 0)))
+        rules += [(name, (flags, _MASKED, how, mode)) for mode in (os.O_WRONLY, os.O_RDWR)]
+    return rules
+
+
+def _seccomp():
+    """libseccomp with the types of its functions."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    library.seccomp_init.argtypes = [ctypes.c_uint32]
+    library.seccomp_load.argtypes = [ctypes.c_void_p]
+    library.seccomp_attr_set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
+    library.seccomp_rule_add_array.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint]
+    library.seccomp_rule_add_array.argtypes += [ctypes.POINTER(_Comparison)]
+    return library
+
+
+def fence_calls() -> bool:
+    """Use seccomp to refuse every system call that is not known to stay within the process and its folder."""
+    try:
+        library = _seccomp()
+    except (OSError, AttributeError):
         return False
-    architecture, clone, prlimit, fcntl = _MACHINES[machine]
-    refused = [numbers[list(_MACHINES).index(machine)] for numbers in _REFUSED.values()]
+    filter_ = library.seccomp_init(_ERRNO | errno.EPERM)
+    if not filter_:
+        return False
 
-    def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-        return struct.pack("HBBI", code, yes, no, value)
+    def rule(action: int, name: str, *comparisons: tuple) -> int:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this architecture, or this version of libseccomp, does not know it
+            return 0
+        array = (_Comparison * max(1, len(comparisons)))(*(_Comparison(*one) for one in comparisons))
+        return library.seccomp_rule_add_array(filter_, action, number, len(comparisons), array)
 
-    load, equals, has_bits, answer = 0x20, 0x15, 0x45, 0x06
-    allow, refuse, unknown, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x00050000 | _ENOSYS, 0x80000000
-    number, first, second = 0, 16, 24  # offsets of a call's number and of its arguments
-    program = [op(load, 4), op(equals, architecture, 1), op(answer, kill), op(load, number)]
-    # On x86_64, numbers from 2**30 on are the x32 variants of the same calls
-    program += [op(0x35, 0x40000000, 0, 1), op(answer, refuse)]
-    program += [op(equals, _CLONE3, 0, 1), op(answer, unknown)]  # the C library then uses clone
-    for call in filter(None, refused):
-        program += [op(equals, call, 0, 1), op(answer, refuse)]
-    # Allow threads but not processes, and the process's own limits but not those of others
-    program += [op(equals, clone, 0, 3), op(load, first), op(has_bits, _CLONE_THREAD, 1), op(answer, refuse)]
-    program += [op(load, number), op(equals, prlimit, 0, 3), op(load, first), op(equals, 0, 1), op(answer, refuse)]
-    program += [op(load, number), op(equals, fcntl, 0, 2 * len(_SET_OWNER) + 1), op(load, second)]
-    for command in _SET_OWNER:
-        program += [op(equals, command, 0, 1), op(answer, refuse)]
-    program += [op(answer, allow)]
-    code = ctypes.create_string_buffer(b"".join(program))
-    filter_ = _Program(len(program), ctypes.cast(code, ctypes.c_void_p).value)
-    return libc.prctl(22, 2, ctypes.byref(filter_), 0, 0) == 0
+    refused = [rule(_ALLOW, name) for name in _ALLOWED]
+    refused += [rule(_ALLOW, name, *comparisons) for name, *comparisons in _allowed_with()]
+    refused += [rule(_ERRNO | errno.ENOSYS, "clone3")]  # the C library then uses clone, whose arguments can be read
+    library.seccomp_attr_set(filter_, _ATTRIBUTE_OPTIMIZE, 2)  # a binary search
+    return not any(refused) and library.seccomp_load(filter_) == 0
 
 
-def fence(settings: dict) -> list[str]:
+def fence(settings: dict) -> list:
     """Restrict this process. Returns the names of the restrictions that could not be set."""
     missing = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS: required without privileges
+        if not drop_capabilities(libc):
+            missing.append("capset")
+        if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):  # required without privileges
             missing.append("prctl")
-        if not fence_files(libc, settings["folder"]):
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if settings["parent"] and os.getppid() != settings["parent"]:
+            sys.exit("The parent process has ended.")
+        if not fence_files(libc, settings["folder"], settings["readable"]):
             missing.append("Landlock")
-        if not fence_calls(libc):
-            missing.append("seccomp")
+        limit(settings["memory"], int(settings["seconds"]) + 2, settings["file_size"], settings["files"])
+        if not fence_calls():
+            missing.append("seccomp (libseccomp.so.2, in the package libseccomp2 of Debian)")
     else:
         missing.append("a kernel that fences files and calls (Linux)")
-    limit(settings["memory"], int(settings["seconds"]) + 2, settings["file_size"], settings["files"])
+        limit(settings["memory"], int(settings["seconds"]) + 2, settings["file_size"], settings["files"])
     return missing
 
 
-def call(path: str, name: str, arguments: list, results: int) -> None:
+def load(name: str) -> dict:
+    """Run the program as the module of this name, and return what it defines."""
+    module = type(sys)(name)
+    module.__file__ = "main.py"
+    sys.modules[name] = module
+    with open("main.py", "rb") as file:
+        program = compile(file.read(), "main.py", "exec", dont_inherit=True)
+    exec(program, module.__dict__)  # noqa: S102  # this process exists to run it
+    return module.__dict__
+
+
+def call(name: str, arguments: list, results: int) -> None:
     """Load the program, call a function of it on each list of arguments, and write what it returns as JSON lines."""
-    scope = runpy.run_path(path, run_name="solution")
+    import json
+
+    scope = load("solution")
     owner = scope["Solution"]() if name not in scope and "Solution" in scope else None
     function = getattr(owner, name) if owner is not None else scope[name]
     for one in arguments:
@@ -240,19 +230,22 @@ def call(path: str, name: str, arguments: list, results: int) -> None:
 
 
 def main() -> None:
-    with open(int(sys.argv[1]), encoding="utf-8") as file:
-        settings = json.load(file)
+    with open(int(sys.argv[1]), "rb") as file:
+        settings = marshal.load(file)  # noqa: S302  # written by the parent process
     os.chdir(settings["folder"])
     missing = fence(settings)
+    # The program runs after this file is closed, so it cannot write there
+    os.write(settings["report"], marshal.dumps(missing))
+    os.close(settings["report"])
     if missing and settings["strict"]:
-        os.write(settings["results"], json.dumps({"missing": missing}).encode() + b"\n")
         sys.exit(3)
     sys.argv = ["main.py"]
+    sys.path += settings["packages"]
     signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends the process
     if settings["function"] is None:
-        runpy.run_path("main.py", run_name="__main__")
+        load("__main__")
     else:
-        call("main.py", settings["function"], settings["arguments"], settings["results"])
+        call(settings["function"], settings["arguments"], settings["results"])
 
 
 if __name__ == "__main__":

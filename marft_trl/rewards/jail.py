@@ -7,28 +7,39 @@ import contextlib
 import functools
 import json
 import logging
+import marshal
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 _FENCE = Path(__file__).with_name("fence.py")
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 60
-_STARTUP_SECONDS = 5  # start-up time of the interpreter on a busy machine, added to the program's time limit
+_STARTUP_SECONDS = 30  # start-up time of the interpreter on a busy machine, before the program's time limit
+_BEYOND_SECONDS = 0.2  # after which a program that has disabled its own alarm is killed
+_WATCH_SECONDS = 0.05  # between two looks at a running program
+# What programs may read beside the interpreter's own folders, where it exists
+_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
 
 
 class JailError(RuntimeError):
-    """Raised when the machine lacks the sandboxing features that `Limits(strict=True)` requires."""
+    """
+    Raised when the machine lacks the sandboxing features that `Limits(strict=True)` requires, or when a program could
+    not be started. A wrong program never raises it.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,12 @@ class Limits:
         output (`int`, *optional*, defaults to `1 << 20`): maximum size of each file that the program writes, in bytes,
             including the standard output. Of a longer output, only the beginning is kept.
         files (`int`, *optional*, defaults to `32`): maximum number of open files.
-        disk (`int`, *optional*, defaults to `1 << 26`): total size of all written files in bytes. It only applies if
-            bubblewrap gives the program its own file system.
+        disk (`int`, *optional*, defaults to `1 << 26`): total size of all written files in bytes. With bubblewrap, the
+            file system of the program has this size. Otherwise, the program is killed when it is seen to exceed it.
+        entries (`int`, *optional*, defaults to `1000`): maximum number of files and folders in the program's folder. A
+            program that is seen to exceed it is killed. It does not apply with bubblewrap, whose folder is in memory.
+        threads (`int`, *optional*, defaults to `64`): maximum number of threads. A program that is seen to exceed it
+            is killed.
         strict (`bool`, *optional*, defaults to `True`): raise [`JailError`] if the kernel cannot restrict file access
             and system calls.
     """
@@ -54,6 +69,8 @@ class Limits:
     output: int = 1 << 20
     files: int = 32
     disk: int = 1 << 26
+    entries: int = 1000
+    threads: int = 64
     strict: bool = True
 
 
@@ -98,7 +115,7 @@ def run_python(
         limits ([`Limits`], *optional*): limits of the program. Defaults to `Limits()`.
 
     Raises:
-        JailError: the machine cannot sandbox programs, and `limits.strict` is set.
+        JailError: the machine cannot sandbox programs, and `limits.strict` is set; or it cannot start a process.
     """
     limits = limits or Limits()
     missing = _missing() if limits.strict else ()
@@ -113,12 +130,21 @@ def run_python(
 @functools.cache
 def _missing() -> tuple[str, ...]:
     """Names of the sandboxing features that this machine lacks. They are found once, by running an empty program."""
-    outcome = _in_folder("", "", None, (), Limits(seconds=60.0))
-    if outcome.returned:
-        return tuple(outcome.returned[0]["missing"])
-    return (
-        () if outcome.status == "ok" else (f"a Python that runs an empty program ({outcome.stderr.strip()[-300:]})",)
-    )
+    try:
+        _in_folder("", "", None, (), Limits(seconds=60.0))
+    except _Lacking as error:
+        return error.missing
+    except JailError as error:
+        return (f"a Python that runs an empty program ({error})",)
+    if not _working_bubblewrap():
+        logger.info("Programs run in the kernel's fence alone: bubblewrap is not installed, or not allowed here.")
+    return ()
+
+
+class _Lacking(JailError):
+    def __init__(self, missing: Sequence[str]):
+        super().__init__(f"the machine lacks {', '.join(missing)}")
+        self.missing = tuple(missing)
 
 
 def _in_folder(
@@ -131,46 +157,162 @@ def _in_folder(
         _remove(folder)
 
 
+class _Files(NamedTuple):
+    """Files through which a process is told what to do, and tells what came of it."""
+
+    source: Any
+    wishes: Any
+    output: Any
+    errors: Any
+    results: Any
+    report: Any
+
+
 def _run(
     folder: Path, code: str, stdin: str, function: str | None, arguments: Sequence[Sequence[Any]], limits: Limits
 ) -> Outcome:
     (folder / "main.py").write_text(code, encoding="utf-8", errors="replace")
-    with contextlib.ExitStack() as files:
-        source = files.enter_context(tempfile.TemporaryFile())
-        wishes, output, errors, results = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
-        source.write(stdin.encode("utf-8", errors="replace"))
-        source.seek(0)
+    with contextlib.ExitStack() as stack:
+        files = _Files(*(stack.enter_context(tempfile.TemporaryFile()) for _ in _Files._fields))
+        _fill(files.source, stdin.encode("utf-8", errors="replace"))
+        command = _bubblewrap(folder, limits.disk)
+        readable, packages = _readable()
         settings = {
             **{"folder": str(folder), "memory": limits.memory, "file_size": limits.output, "files": limits.files},
-            **{"seconds": limits.seconds, "strict": limits.strict},
-            **{"function": function, "arguments": [list(one) for one in arguments], "results": results.fileno()},
+            **{"seconds": limits.seconds, "strict": limits.strict, "readable": readable, "packages": packages},
+            **{"function": function, "arguments": json.loads(json.dumps([list(one) for one in arguments]))},
+            **{"results": files.results.fileno(), "report": files.report.fileno()},
+            "parent": 0 if command else os.getpid(),  # bubblewrap, which then is the parent, sees to the end of this
         }
-        wishes.write(json.dumps(settings).encode())
-        wishes.seek(0)
+        _fill(files.wishes, marshal.dumps(settings))
         start = time.monotonic()
-        process = subprocess.Popen(  # noqa: S603  # untrusted code, which the fence restricts
-            [*_bubblewrap(folder, limits.disk), sys.executable, "-I", "-B", str(_FENCE), str(wishes.fileno())],
-            stdin=source,
-            stdout=output,
-            stderr=errors,
-            pass_fds=[wishes.fileno(), results.fileno()],
-            cwd=folder,
-            env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
-            start_new_session=True,
-        )
         try:
-            process.wait(limits.seconds + _STARTUP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass  # the program disabled its own alarm
+            process = _start(command, files, folder)
+        except OSError as error:
+            raise JailError(f"A process for a program cannot be started: {error}") from error
+        excess = ""
+        try:
+            excess = _watch(process, folder, limits, files.report)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code_of_exit = process.wait()
         seconds = time.monotonic() - start
-        returned = _lines(_read(results, limits.output))
-        return Outcome(
-            _status(code_of_exit), _read(output, limits.output), _read(errors, limits.output), returned, seconds
-        )
+        errors = _read(files.errors, limits.output) + excess
+        _check_report(files.report, limits, errors)
+        status = "killed" if excess else _status(code_of_exit)
+        returned = _lines(_read(files.results, limits.output))
+        return Outcome(status, _read(files.output, limits.output), errors, returned, seconds)
+
+
+def _start(command: Sequence[str], files: _Files, folder: Path) -> subprocess.Popen:
+    # -S: what `site` imports takes most of the time of a short program
+    return subprocess.Popen(  # noqa: S603  # untrusted code, which the fence restricts
+        [*command, sys.executable, "-I", "-S", "-B", str(_FENCE), str(files.wishes.fileno())],
+        stdin=files.source,
+        stdout=files.output,
+        stderr=files.errors,
+        pass_fds=[files.wishes.fileno(), files.results.fileno(), files.report.fileno()],
+        cwd=folder,
+        env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
+        start_new_session=True,
+    )
+
+
+def _watch(process: subprocess.Popen, folder: Path, limits: Limits, report: Any) -> str:
+    """Wait for the end of a program, or until it exceeds a limit. Returns what is said of the excess, or `""`."""
+    deadline, runs = time.monotonic() + _STARTUP_SECONDS, False
+    with _ending(process) as ended:
+        while not ended(min(_WATCH_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return ""
+            if not runs and os.fstat(report.fileno()).st_size:
+                deadline, runs = time.monotonic() + limits.seconds + _BEYOND_SECONDS, True
+            if _threads(process.pid) > limits.threads:
+                return f"\nStopped: the program has more than {limits.threads} threads."
+            if not _is_within(folder, limits):
+                return f"\nStopped: the program has written over {limits.entries} files or {limits.disk} bytes."
+    return ""
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen):
+    """A function that waits some seconds for the end of a process, and returns `True` as soon as it has ended."""
+    if not hasattr(os, "pidfd_open"):
+
+        def ended(seconds: float) -> bool:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            return process.poll() is not None
+
+        yield ended
+        return
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        yield lambda seconds: bool(waiting.poll(seconds * 1000))
+    finally:
+        os.close(descriptor)
+
+
+def _threads(pid: int) -> int:
+    """Number of threads of a process and its descendants, as far as the system tells."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        children = [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    except OSError:
+        return 0
+    return len(tasks) + sum(_threads(int(child)) for child in children)
+
+
+def _is_within(folder: Path, limits: Limits) -> bool:
+    """`False` if a folder holds more than its limits. What cannot be looked at is not counted."""
+    entries, size, folders = 0, 0, [str(folder)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as found:
+                for entry in found:
+                    entries += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entries > limits.entries or size > limits.disk:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError:
+            continue
+    return True
+
+
+def _check_report(report: Any, limits: Limits, errors: str) -> None:
+    """
+    Check that the program was started, and in a fence. The program cannot write this report.
+
+    Raises:
+        JailError: it was not.
+    """
+    report.seek(0)
+    try:
+        missing = marshal.load(report)  # noqa: S302  # written by the fence
+    except (EOFError, ValueError, TypeError):
+        raise JailError(f"A program could not be started: {errors.strip()[-300:]}") from None
+    if missing and limits.strict:
+        raise _Lacking(missing)
+
+
+@functools.cache
+def _readable() -> tuple[list[str], list[str]]:
+    """What programs may read, and of it the folders of packages."""
+    paths = sysconfig.get_paths()
+    packages = list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
+    own = [paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib"), *packages]
+    own += [os.path.realpath(path) for path in own]
+    return list(dict.fromkeys([*_SYSTEM, *_SYSTEM_FILES, *own])), packages
+
+
+def _fill(file: Any, content: bytes) -> None:
+    file.write(content)
+    file.seek(0)
 
 
 def _bubblewrap(folder: Path, disk: int) -> list[str]:

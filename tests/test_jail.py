@@ -1,0 +1,440 @@
+"""The sandbox: what programs cannot do, what they may do, what is left of them."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from marft_trl.rewards import JailError, Limits, run_python
+from marft_trl.rewards import jail as jail_module
+from marft_trl.rewards.code import pass_rate
+
+from .hostile import LIMITS, PRELUDE, programs
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
+QUICK = Limits(seconds=1, memory=1 << 28)
+HOSTILE = str(Path(__file__).with_name("hostile.py"))
+PACKAGE = str(Path(jail_module.__file__).parent.parent)
+ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 8], "function": "add"}
+
+
+@pytest.fixture(params=["the fence alone", "bubblewrap"])
+def walls(request, monkeypatch):
+    """What keeps programs in: bubblewrap is used on top of the fence only where it works."""
+    if request.param == "the fence alone":
+        monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())
+    elif not jail_module._working_bubblewrap():
+        pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
+    return request.param
+
+
+# ---- What programs cannot do ----
+
+
+@pytest.fixture
+def bait():
+    """A folder that everybody may change, with a socket and a file with attributes, where everybody can reach it."""
+    with tempfile.TemporaryDirectory(prefix="marft-bait-", dir="/tmp") as name:
+        folder = Path(name)
+        (folder / "folder").mkdir()
+        (folder / "open").write_text("open")
+        (folder / "secret").write_text("secret")
+        with contextlib.suppress(OSError):  # not on every file system
+            os.setxattr(folder / "open", "user.kept", b"1")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen()
+            for path in (folder, folder / "folder", folder / "open", folder / "socket"):
+                path.chmod(0o777)
+            yield folder
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def _state(path: Path):
+    status = path.lstat()
+    named = {
+        name: os.getxattr(path, name, follow_symlinks=False) for name in os.listxattr(path, follow_symlinks=False)
+    }
+    content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
+    kept = status.st_mode, status.st_uid, status.st_gid, status.st_nlink, status.st_mtime_ns, status.st_ctime_ns
+    return {str(path): (kept, named, content)}
+
+
+def _world(bait: Path, temporary: Path):
+    """All that programs try to change."""
+    files = {}
+    for path in (bait, *bait.rglob("*"), Path(os.__file__), Path("/usr/lib")):
+        files |= _state(path)
+    objects = {name: Path(f"/proc/sysvipc/{name}").read_text() for name in ("msg", "sem", "shm")}
+    limits = Path(f"/proc/{os.getpid()}/limits").read_text()
+    mounts, hostname = Path("/proc/self/mounts").read_text(), socket.gethostname()
+    shared = sorted(name for name in os.listdir("/dev/shm") if "marft" in name)
+    return files, objects, limits, mounts, hostname, shared, sorted(os.listdir(temporary)), _jailed(temporary)
+
+
+def _jailed(folder):
+    """Processes that work in a folder below this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            found += [path] if str(path.readlink()).startswith(str(folder)) else []
+    return found
+
+
+WITHOUT_CAPABILITIES = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+for capability in range(64):
+    libc.prctl(24, capability, 0, 0, 0)  # out of the bounding set: what is run next has none of them
+os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv[1:]])
+"""
+NOBODY = 65534
+
+
+def _another_users_python():
+    """An interpreter that another user can run, and the arguments that make a process this user's."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            version = "import sys; assert sys.version_info >= (3, 9)"
+            subprocess.run([python, "-c", version], user=NOBODY, group=NOBODY, extra_groups=[], check=True)
+            return python
+    pytest.skip("another user can run no Python here, or processes of other users cannot be started")
+
+
+@pytest.mark.parametrize(
+    ("user", "its_walls"),
+    [
+        ("this user", ""),
+        *(
+            pytest.param(user, its_walls, marks=pytest.mark.slow)
+            for user, its_walls in [
+                ("this user", "bubblewrap"),
+                *((user, walls) for user in ("no capabilities", "another user") for walls in ("", "bubblewrap")),
+            ]
+        ),
+    ],
+)
+def test_hostile_programs_change_nothing_outside_and_leave_nothing_behind(user, its_walls, bait, port, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir(mode=0o777)
+    temporary.chmod(0o777)
+    for folder in (*reversed(tmp_path.parents), tmp_path):
+        if user == "another user" and folder.stat().st_uid == os.getuid() and folder.is_relative_to("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    script, how = [sys.executable, "-W", "ignore"], {}
+    if user == "no capabilities":
+        script = [sys.executable, "-c", WITHOUT_CAPABILITIES]
+    elif user == "another user":
+        script, how = [_another_users_python()], {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    before = _world(bait, temporary)
+    done = subprocess.run(
+        [*script, HOSTILE, PACKAGE, its_walls, str(bait), str(port)],
+        **{"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, "TMPDIR": str(temporary)}},
+        **how,
+    )
+    if done.stdout.startswith('{"bubblewrap"'):
+        pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
+    assert done.returncode == 0, done.stderr
+    *wrong, last = map(json.loads, done.stdout.splitlines())
+    assert not wrong, json.dumps(wrong, indent=1)
+    assert last["programs"] == len(programs()) > 150
+    assert _world(bait, temporary) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only the superuser has capabilities to lose")
+def test_the_superuser_has_no_capabilities_inside():
+    outcome = run_python("print(open('/proc/self/status').read())", limits=Limits(strict=False))
+    assert outcome.status == "error"  # not even this can be read
+    outcome = run_python(
+        "import ctypes\nh = (ctypes.c_uint32 * 2)(0x20080522, 0)\nd = (ctypes.c_uint32 * 6)(*[7] * 6)\n"
+        "print(ctypes.CDLL(None).capget(h, d), list(d))"
+    )
+    assert outcome.stdout.startswith("-1")  # not allowed inside; what is dropped is seen by what fails for lack of it
+    allowed = "import os; os.chroot('.')"
+    assert "PermissionError" in run_python(allowed).stderr
+
+
+def test_no_file_beside_the_interpreters_is_readable(tmp_path, walls):
+    environment = tmp_path / "project"
+    (environment / "lib").mkdir(parents=True)
+    for name in (".env", "lib/secret"):
+        (environment / name).write_text("KEY=1")
+    readable, _ = jail_module._readable()
+    assert str(Path(sys.prefix)) not in readable and str(Path(sys.prefix, "lib")) not in readable[len(readable) :]
+    hidden = [environment / ".env", environment / "lib" / "secret", Path(__file__), Path(PACKAGE, "team.py")]
+    hidden += [Path(sys.prefix, "pyvenv.cfg")] if Path(sys.prefix, "pyvenv.cfg").exists() else []
+    for path in hidden:
+        assert "PermissionError" in run_python(f"open({str(path)!r}).read()").stderr, path
+
+
+def test_a_program_ends_with_the_process_that_runs_it(tmp_path, walls):
+    program = "import signal, time; signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(60)"
+    code = f"""
+import sys, tempfile, types
+tempfile.tempdir = {str(tmp_path)!r}
+for name, path in (("marft_trl", {PACKAGE!r}), ("marft_trl.rewards", {PACKAGE + "/rewards"!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from marft_trl.rewards import jail
+if {walls!r} != "bubblewrap":
+    jail._working_bubblewrap = lambda: ()
+jail.run_python({program!r}, limits=jail.Limits(seconds=50))
+"""
+    parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code])
+    try:
+        _until(lambda: _jailed(tmp_path))
+        time.sleep(0.5)  # the program runs, not only its interpreter
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    _until(lambda: not _jailed(tmp_path))
+
+
+def _until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# ---- Limits ----
+
+
+def test_programs_cannot_fill_the_disk(walls):
+    program = "import time\nfor i in range(50): open(f'f{i}', 'w').write('x' * 1_000_000)\ntime.sleep(3)"
+    outcome = run_python(program, limits=Limits(seconds=5, disk=1 << 23))
+    if walls == "bubblewrap":
+        assert outcome.status == "error" and "No space left" in outcome.stderr
+    else:
+        assert outcome.status == "killed" and outcome.stderr.endswith("has written over 1000 files or 8388608 bytes.")
+
+
+def test_what_exceeds_a_limit_is_said(monkeypatch):
+    monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())  # whose folder is in memory
+    program = PRELUDE.format(bait="", parent=0, port=0) + LIMITS["threads"]["five thousand"][0]
+    outcome = run_python(program, limits=Limits(threads=20))
+    assert outcome.status == "killed" and outcome.stderr.endswith("Stopped: the program has more than 20 threads.")
+    outcome = run_python(
+        "import os, time\nfor i in range(50): os.mkdir(str(i))\ntime.sleep(2)", limits=Limits(entries=20)
+    )
+    assert outcome.status == "killed" and "over 20 files" in outcome.stderr
+
+
+def test_the_time_of_a_program_begins_when_it_does(monkeypatch):
+    """A machine that is slow to start an interpreter takes nothing from the program's time, nor adds to it."""
+    start = time.monotonic()
+    outcome = run_python("import signal, time; signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(60)", limits=QUICK)
+    assert outcome.status == "timeout" and time.monotonic() - start < jail_module._STARTUP_SECONDS / 3
+
+
+def test_a_program_has_a_budget_for_all_its_tests():
+    slow = "import time; time.sleep(0.4); print(input())"
+    tests = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
+    start = time.monotonic()
+    rate = pass_rate(slow, tests, Limits(seconds=5), total_seconds=2.0)
+    assert time.monotonic() - start < 6 and 0.0 < rate <= 0.25
+
+
+# ---- What programs may do, and what is left of them ----
+
+
+def test_what_a_program_may_do(walls):
+    program = (
+        "import threading, os\nopen('a', 'w').write('4')\n"
+        "t = threading.Thread(target=lambda: print(open('a').read() + input())); t.start(); t.join()\n"
+        "print(sorted(os.environ))"
+    )
+    outcome = run_python(program, stdin="2\n")
+    assert outcome.status == "ok", outcome
+    assert outcome.stdout.splitlines()[0] == "42"
+    assert "HOME" not in outcome.stdout and "PATH" not in outcome.stdout
+
+
+def test_installed_packages_can_be_used(walls):
+    assert run_python("import numpy; print(numpy.arange(3).sum())", limits=Limits(seconds=20)).stdout == "3\n"
+
+
+LEAVING = """
+import sys, tempfile, types
+tempfile.tempdir, package, walls, *programs = sys.argv[1:]
+for name, path in (("marft_trl", package), ("marft_trl.rewards", package + "/rewards")):
+    sys.modules[name] = types.ModuleType(name)  # without the trainer, which takes long to import
+    sys.modules[name].__path__ = [path]
+from marft_trl.rewards import jail
+if not walls:
+    jail._working_bubblewrap = lambda: ()
+for program in programs:
+    assert jail.run_python(program, limits=jail.Limits(entries=5000)).status == "ok", program
+"""
+
+
+def test_what_a_program_leaves_is_removed_by_a_user_without_privileges(walls, tmp_path):
+    """Root may remove anything, so the capabilities that make it root are dropped."""
+    victim = tmp_path / "victim"
+    victim.write_text("x")
+    victim.chmod(0o400)
+    leaving = [
+        "import os; os.mkdir('x', 0)",
+        "import os; os.mkdir('x'); os.mkdir('x/y'); os.mkdir('x/y/z'); os.open('x/y/f', 64, 0); os.mkdir('x/0', 0)",
+        "import os\nfor _ in range(3000): os.mkdir('x'); os.chdir('x')",
+        f"import os; os.mkdir('x', 0); os.symlink({str(victim)!r}, 'y'); os.symlink('/etc', 'z')",
+    ]
+    arguments = [str(tmp_path), PACKAGE, "bubblewrap" if walls == "bubblewrap" else "", *leaving]
+    command = [sys.executable, "-c", WITHOUT_CAPABILITIES, "-c", LEAVING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["victim"] and victim.stat().st_mode & 0o777 == 0o400
+
+
+def test_a_folder_that_cannot_be_removed_is_no_error(monkeypatch, tmp_path, caplog):
+    def fails(*args, **kwargs):
+        raise OSError("no shell")
+
+    monkeypatch.setattr(jail_module.subprocess, "run", fails)
+    (tmp_path / "left").touch()
+    jail_module._remove(str(tmp_path))
+    assert "could not be removed: no shell" in caplog.text and tmp_path.exists()
+
+
+def test_no_file_is_left_open(tmp_path, monkeypatch, walls):
+    monkeypatch.setattr(jail_module.tempfile, "tempdir", str(tmp_path))
+    run_python("print(1)")
+    before = set(os.listdir("/proc/self/fd"))
+    for program in ("print(1)", "while True: pass", "import os; os.kill(os.getpid(), 9)"):
+        run_python(program, limits=QUICK)
+    assert set(os.listdir("/proc/self/fd")) == before and not os.listdir(tmp_path)
+
+
+def test_arguments_may_be_long():
+    program = "def add(a): return len(a)"
+    assert run_python(program, function="add", arguments=[[list(range(100_000))]]).returned == [{"value": 100_000}]
+
+
+# ---- The machinery ----
+
+
+@pytest.fixture
+def fence(tmp_path, monkeypatch):
+    """A function that puts another script in the place of the fence."""
+
+    def put(source: str) -> None:
+        (tmp_path / "fence.py").write_text(source)
+        jail_module._missing.cache_clear()
+        monkeypatch.setattr(jail_module, "_FENCE", tmp_path / "fence.py")
+
+    found = jail_module._missing
+    yield put
+    found.cache_clear()
+
+
+def _without(source: str, part: str, instead: str) -> str:
+    assert source.count(part) == 1
+    return source.replace(part, instead)
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "lacks"),
+    [
+        ("abi = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)", "abi = -1", "Landlock"),
+        (
+            '"libseccomp.so.2"',
+            '"libnothing.so.2"',
+            r"seccomp \(libseccomp.so.2, in the package libseccomp2 of Debian\)",
+        ),
+        ("def main() -> None:", "def main() -> None:\n    raise OSError('no such call')", "a Python .*no such call"),
+    ],
+)
+def test_a_machine_that_cannot_fence_in_is_refused(fence, part, instead, lacks):
+    fence(_without(jail_module._FENCE.read_text(), part, instead))
+    with pytest.raises(JailError, match=rf"(?s)it lacks {lacks}.*Run in a container .* `strict=False`"):
+        run_python("print(1)")
+    if "no such call" not in instead:
+        assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+
+
+def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypatch):
+    fence(jail_module._FENCE.read_text())
+    assert pass_rate("print(3)", ADD) == 0.5
+    fence("raise MemoryError('none left')")
+    monkeypatch.setattr(jail_module, "_missing", lambda: ())  # it was well when the run began
+    with pytest.raises(JailError, match="(?s)could not be started: .*none left"):
+        pass_rate("print(3)", ADD)
+
+    def fails(*args, **kwargs):
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(jail_module.subprocess, "Popen", fails)
+    with pytest.raises(JailError, match="cannot be started: Resource temporarily"):
+        pass_rate("print(3)", ADD)
+
+
+FILES = "import os\nfor n in range(3, 40):\n    try: "
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        FILES + """os.write(n, b'{"missing": ["x"]}\\n')\n    except OSError: pass""",
+        FILES + """os.write(n, b'{"value": 9}\\n' * 9)\n    except OSError: pass""",
+        FILES + "os.ftruncate(n, 0)\n    except OSError: pass",
+        "import json; json.dumps = lambda *a, **k: '{\"value\": true}'",
+        "class Equal:\n    def __eq__(self, other): return True\ndef add(a, b): return Equal()",
+        "def add(a, b): return float('nan')",
+        "import sys\nf = sys._getframe()\nwhile f: print(f.f_locals.get('outputs')); f = f.f_back",
+        "import gc\nprint([o for o in gc.get_objects() if isinstance(o, dict) and 'outputs' in o])",
+    ],
+)
+def test_verdicts_cannot_be_forged(forged):
+    exits = f"{forged}\nimport os; os._exit(3)"
+    assert pass_rate(forged, ADD) == 0.0 and pass_rate(exits, ADD) == 0.0
+    assert pass_rate(forged, CALLS) == 0.0
+
+
+# ---- Bubblewrap ----
+
+
+def test_an_interpreter_below_the_temporary_folder_keeps_the_limit_on_the_disk(monkeypatch):
+    if not (command := jail_module._working_bubblewrap()):
+        pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
+    sized = jail_module._has_sized_folders(command)
+    monkeypatch.setattr(tempfile, "tempdir", os.path.dirname(sys.prefix))
+    jail_module._has_sized_folders.cache_clear()
+    try:
+        assert jail_module._has_sized_folders(command) == sized
+    finally:
+        jail_module._has_sized_folders.cache_clear()
+
+
+def test_a_bubblewrap_that_does_not_work_is_left_out_and_said(tmp_path, monkeypatch, caplog):
+    script = tmp_path / "bwrap"
+    script.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    caplog.set_level("INFO", logger="marft_trl")
+    for cached in (jail_module._working_bubblewrap, jail_module._missing):
+        cached.cache_clear()
+    try:
+        assert [run_python("print(1)").stdout for _ in range(2)] == ["1\n"] * 2
+        assert (tmp_path / "runs").read_text() == "run\n"
+        assert caplog.text.count("bubblewrap is not installed, or not allowed here") == 1
+    finally:
+        for cached in (jail_module._working_bubblewrap, jail_module._missing):
+            cached.cache_clear()
