@@ -21,7 +21,7 @@ PROGRAM = "print(sum(map(int, input().split())))"
 
 
 def bare() -> None:
-    subprocess.run([sys.executable, "-I", "-c", PROGRAM], input=b"1 2\n", capture_output=True, check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-I", "-c", PROGRAM], input=b"1 2\n", capture_output=True, check=True)
 
 
 def fenced() -> None:

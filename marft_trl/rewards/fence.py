@@ -41,7 +41,7 @@ _ALLOWED = """
     getrlimit setrlimit getrusage uname sysinfo getrandom getcpu sched_getaffinity sched_getparam sched_getscheduler
     sched_get_priority_max sched_get_priority_min getpriority
     sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt setsockopt
-""".split()
+""".split()  # noqa: SIM905
 # Of fcntl: duplicates, flags, locks, sizes of pipes; not the commands that choose a process to signal about a file.
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # what a terminal is, bytes to read, blocking, inheritance

@@ -173,7 +173,7 @@ def _run(
 ) -> Outcome:
     (folder / "main.py").write_text(code, encoding="utf-8", errors="replace")
     with contextlib.ExitStack() as stack:
-        files = _Files(*(stack.enter_context(tempfile.TemporaryFile()) for _ in _Files._fields))
+        files = _Files(*(stack.enter_context(tempfile.TemporaryFile()) for _ in _Files.__annotations__))
         _fill(files.source, stdin.encode("utf-8", errors="replace"))
         command = _bubblewrap(folder, limits.disk)
         readable, packages = _readable()
