@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-import subprocess
+import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -215,19 +217,74 @@ def test_mathematics_in_the_background_has_a_time_limit():
     assert time.monotonic() - start < 60
 
 
-def test_a_pair_that_never_ends_scores_nothing(monkeypatch):
+@pytest.fixture
+def comparer():
     pytest.importorskip("math_verify")
-    process, calls = subprocess.Popen, []
+    comparer = answers_module.AnswerComparer()
+    yield comparer
+    comparer.close()
 
-    def endless(command, **kwargs):
-        calls.append(command)
-        program = "print(1.0, flush=True)\nwhile True: pass" if len(calls) == 1 else "print(0.5)"
-        return process([sys.executable, "-c", program], **kwargs)
 
-    monkeypatch.setattr(answers_module.subprocess, "Popen", endless)
-    monkeypatch.setattr(answers_module, "_STARTUP_SECONDS", 3)
-    monkeypatch.setattr(answers_module, "_SECONDS", 0)
-    assert answers_module.compare_elsewhere([("1", "1"), ("2", "2"), ("3", "3")]) == [1.0, 0.0, 0.5]
+def _comparing(tmp_path, monkeypatch, change):
+    """Let comparers run a changed copy of their script."""
+    script = tmp_path / "answers.py"
+    script.write_text(change(Path(answers_module.__file__).read_text()))
+    monkeypatch.setattr(answers_module, "__file__", str(script))
+
+
+def test_equal_answers_are_compared_once(comparer, tmp_path, monkeypatch):
+    count = "    with open({!r}, 'a') as f: f.write('x')\n"
+    begin = "    gold = _gold(solution)\n"
+    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, count.format(str(tmp_path / "count")) + begin))
+    pairs = [("so 7", "7"), ("\\boxed{7}", "7"), ("8", "7"), ("7", "7"), ("7", "8"), ("", "7")]
+    assert comparer.scores(pairs) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0] == comparer.scores(pairs)
+    assert (tmp_path / "count").read_text() == "x" * 4
+
+
+@pytest.mark.parametrize(
+    "fault", ["while True: pass", "x = []\n        while True: x.append(bytearray(1 << 24))", "import os; os._exit(1)"]
+)
+def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, fault):
+    begin = "    gold = _gold(solution)\n"
+    faulty = f"    if answer == '13':\n        {fault}\n" + begin
+    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, faulty))
+    monkeypatch.setattr(answers_module, "_SECONDS", 1)
+    assert comparer.scores([("1", "1"), ("13", "13"), ("3", "3"), ("4", "3")]) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_comparer_that_does_not_start_is_an_error(comparer, tmp_path, monkeypatch):
+    _comparing(tmp_path, monkeypatch, lambda text: "import nothing_of_this_name")
+    with pytest.raises(RuntimeError, match=r"did not start \(exit code 1\)"):
+        comparer.scores([("1", "1")])
+
+
+def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, monkeypatch):
+    begin = "    gold = _gold(solution)\n"
+    slow = "    if answer == '13':\n        time.sleep(2)\n" + begin
+    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, slow))
+    assert comparer.scores([("1", "1")]) == [1.0]
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(TimeoutError):
+            comparer.scores([("13", "13")])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert comparer.scores([("13", "12"), ("13", "13")]) == [0.0, 1.0]
+
+
+def test_a_forked_process_compares_by_itself(comparer):
+    assert comparer.scores([("1", "1")]) == [1.0]
+    pid = os.fork()
+    if pid == 0:
+        os._exit(comparer.scores([("2", "2"), ("3", "2")]) != [1.0, 0.0])
+    assert os.waitpid(pid, 0)[1] == 0
+    assert comparer.scores([("4", "2"), ("5", "5")]) == [0.0, 1.0]
 
 
 def test_in_background():

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import boxed, compare, compare_elsewhere, math_answer
+from .answers import AnswerComparer, boxed, math_answer
 from .texts import last_text
 
 
 __all__ = ["boxed", "math_answer", "math_reward"]
+
+_COMPARER = AnswerComparer()
 
 
 def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
@@ -21,8 +22,8 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
     answer is the content of the last `\\boxed{}`, or else the last number. If a solution is a longer text, its answer
     is found in the same way.
 
-    Requires `math-verify` (`pip install "marft-trl[math]"`), whose time limit uses a signal. Signals only work in the
-    main thread. In other threads, a separate process compares.
+    Requires `math-verify` (`pip install "marft-trl[math]"`). A separate process compares, with limits of time and
+    memory; an answer that exceeds them scores 0. Equal answers to the same solution are compared once.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
@@ -31,8 +32,7 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
     scores: list[float | None] = [None] * len(completions)
     known = [index for index, right in enumerate(solution) if right is not None]
     pairs = [(last_text(completions[index]), str(solution[index])) for index in known]
-    in_main = threading.current_thread() is threading.main_thread()
-    found = [compare(*pair) for pair in pairs] if in_main else compare_elsewhere(pairs)
+    found = _COMPARER.scores(pairs)
     for index, score in zip(known, found, strict=True):
         scores[index] = score
     return scores
