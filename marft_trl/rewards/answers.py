@@ -136,7 +136,7 @@ class AnswerComparer:
         self.close()
         return 0.0
 
-    def _running(self) -> subprocess.Popen:
+    def _running(self) -> Any:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
