@@ -27,7 +27,7 @@ test: $(READY)  ## the tests, in under ten minutes on two cores
 test-slow: $(READY)  ## longer checks
 	$(BIN)/python -m pytest -n 2 -q -m "slow and not exhaustive"
 
-test-exhaustive: $(READY)  ## every resume and every kill: hours
+test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
 
 quality: $(READY)  ## lint, format, types

@@ -44,13 +44,9 @@ def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, c
 
 @pytest.mark.parametrize(
     "critic",
-    [
-        pytest.param("shared", marks=pytest.mark.slow),
-        "frozen",
-        pytest.param("per_agent", marks=pytest.mark.slow),
-        pytest.param("multi_head", marks=pytest.mark.slow),
-    ],
+    ["shared", "frozen", "per_agent", "multi_head"],
 )
+@pytest.mark.slow
 def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
     worth = {"Ann has 7 apples.": 1.0, "and": -1.0, "How many are left?": 3.0, "Ben loses 2.": 0.0}
     if critic == "frozen":  # the features of a hardly trained base tell few prompts apart
@@ -166,7 +162,14 @@ def train_and_count(model_folder, tmp_path, settings, keeps=True, plants=False):
     return {**weights(trainer), **heads}, sum(kept), len(passes)
 
 
-@pytest.mark.parametrize(("critic", "level"), [("shared", "token"), ("per_agent", "action"), ("multi_head", "token")])
+@pytest.mark.parametrize(
+    ("critic", "level"),
+    [
+        ("shared", "token"),
+        pytest.param("per_agent", "action", marks=pytest.mark.slow),
+        pytest.param("multi_head", "token", marks=pytest.mark.slow),
+    ],
+)
 def test_the_critic_learns_from_the_values_of_the_advantages(model_folder, tmp_path, critic, level):
     settings = {"critic": critic, "level": level}
     again, none, passes_again = train_and_count(model_folder, tmp_path / "again", settings, keeps=False, plants=True)

@@ -30,7 +30,8 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280) -> 
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        *[("uneven", "dapo"), ("ppo", "dapo")],
+        ("ppo", "dapo"),
+        pytest.param("uneven", "dapo", marks=pytest.mark.slow),
         pytest.param("full", "grpo", marks=pytest.mark.slow),
         pytest.param("sequential", "grpo", marks=pytest.mark.slow),
         pytest.param("orchestrated", "dapo", marks=pytest.mark.slow),

@@ -97,7 +97,7 @@ def test_other_settings_are_bitwise_grpos(model_folder, tmp_path, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_accumulation_steps": 2},
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         {"gradient_accumulation_steps": 2, "loss_type": "grpo", "beta": 0.1},
         {"gradient_accumulation_steps": 2, "loss_type": "bnpo", "entropy_coef": 0.01},
         {"steps_per_generation": 2},
@@ -135,7 +135,7 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
     "settings",
     [
         {"beta": 0.1, "steps_per_generation": 2},
-        {"loss_type": "grpo", "entropy_coef": 0.01},
+        pytest.param({"loss_type": "grpo", "entropy_coef": 0.01}, marks=pytest.mark.slow),
         pytest.param({"num_generations_eval": 2, "loss_type": "dr_grpo"}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -148,7 +148,9 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
     "settings",
     [
         {"target_kl": 1e-3, "num_iterations": 2},
-        {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
+        pytest.param(
+            {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02}, marks=pytest.mark.slow
+        ),
         {**PPO, "critic_learning_rate": 1e-2},
         pytest.param({"advantage": "turn", "turn_candidates": 2, "num_generations": 1}, marks=pytest.mark.slow),
         pytest.param({"credit": "counterfactual"}, marks=pytest.mark.slow),

@@ -147,7 +147,7 @@ def assert_report(output: str, folder: Path) -> tuple[float, float]:
     return before, after
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
 def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
     script = str(ROOT / "examples" / "quickstart.py")

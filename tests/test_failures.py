@@ -700,6 +700,7 @@ def test_time_limits_are_below_that_of_the_processes(tmp_path):
         check_timeouts(again, 2, 20)
 
 
+@pytest.mark.slow
 def test_the_timeout_of_processes_holds_on_the_cpu_too():
     """`timeout_also_on_cpu`, `timeout_of_processes`: a real process group of one, from a config."""
     code = (

@@ -145,10 +145,12 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"num_iterations": 2, "steps_per_generation": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"num_iterations": 2, "steps_per_generation": 2}, marks=pytest.mark.slow),
         {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2},
-        {**PPO, "critic": "shared", "update_order": "sequential", "num_iterations": 2},
+        pytest.param(
+            {**PPO, "critic": "shared", "update_order": "sequential", "num_iterations": 2}, marks=pytest.mark.slow
+        ),
         {**PPO, "critic": "frozen", "level": "action", "num_iterations": 3, "target_kl": 0.5},
         {"use_adaptive_entropy": True, "entropy_target": 0.4, "update_order": "resampled"},
     ],
@@ -183,7 +185,7 @@ def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings,
             assert torch.equal(whole.optimizer.state[mine]["exp_avg"], resumed.optimizer.state[theirs]["exp_avg"])
 
 
-@pytest.mark.parametrize("cut", ["missing", "half"])
+@pytest.mark.parametrize("cut", ["missing", pytest.param("half", marks=pytest.mark.slow)])
 def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_folder, tmp_path, cut):
     settings = {**RESUME, "max_steps": 4}
     whole = team_trainer(model_folder, tmp_path / "whole", settings=settings)
@@ -463,7 +465,8 @@ def run_on_hub(hub: Hub, tmp_path, code: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("every_save", marks=pytest.mark.slow), "checkpoint"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
 def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, strategy):
     output = str(tmp_path / "out")
     questions = [row["prompt"] for row in tiny_dataset(100, seed=1)]
