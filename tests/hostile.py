@@ -29,7 +29,8 @@ def call(number, *arguments):
 """
 ACL = 'b"\\x02\\x00\\x00\\x00" + b"".join(bytes([t, 0, p, 0]) + b"\\xff" * 4 for t, p in ((1, 6), (4, 6), (32, 6)))'
 _B = "BAIT.encode()"
-_NUMBERS_X86_64 = {  # for attempts that the C library has no function for
+_NUMBERS_X86_64 = {  # for attempts that the C library has no function for, or makes in another way
+    **{"fork": 57, "vfork": 58, "execve": 59, "creat": 85, "truncate": 76, "mknod": 133, "mknodat": 259},
     **{"setxattrat": 463, "removexattrat": 466, "file_setattr": 469, "open_tree_attr": 467, "open_tree": 428},
     **{"fchmodat2": 452, "openat2": 437, "name_to_handle_at": 303, "io_uring_setup": 425, "io_setup": 206},
     **{"pidfd_open": 434, "pidfd_getfd": 438, "kcmp": 312, "userfaultfd": 323, "bpf": 321, "perf_event_open": 298},

@@ -248,8 +248,11 @@ def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, 
     begin = "    gold = _gold(solution)\n"
     faulty = f"    if answer == '13':\n        {fault}\n" + begin
     _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, faulty))
-    monkeypatch.setattr(answers_module, "_SECONDS", 1)
-    assert comparer.scores([("1", "1"), ("13", "13"), ("3", "3"), ("4", "3")]) == [1.0, 0.0, 1.0, 0.0]
+    monkeypatch.setattr(answers_module, "_SECONDS", 3)
+    assert comparer.scores([("1", "1")]) == [1.0]
+    process = comparer._process
+    assert comparer.scores([("13", "13"), ("3", "3"), ("4", "3")]) == [0.0, 1.0, 0.0]
+    assert (comparer._process is process) == ("bytearray" in fault)  # memory is limited from within
 
 
 def test_a_comparer_that_does_not_start_is_an_error(comparer, tmp_path, monkeypatch):
@@ -280,9 +283,11 @@ def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, m
 
 def test_a_forked_process_compares_by_itself(comparer):
     assert comparer.scores([("1", "1")]) == [1.0]
+    parents = comparer._process.pid
     pid = os.fork()
     if pid == 0:
-        os._exit(comparer.scores([("2", "2"), ("3", "2")]) != [1.0, 0.0])
+        right = comparer.scores([("2", "2"), ("3", "2")]) == [1.0, 0.0]
+        os._exit(not (right and comparer._process.pid != parents))
     assert os.waitpid(pid, 0)[1] == 0
     assert comparer.scores([("4", "2"), ("5", "5")]) == [0.0, 1.0]
 
