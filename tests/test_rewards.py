@@ -284,10 +284,13 @@ def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, m
 def test_a_forked_process_compares_by_itself(comparer):
     assert comparer.scores([("1", "1")]) == [1.0]
     parents = comparer._process.pid
+    comparer._lock.acquire()  # as if a thread were comparing
     pid = os.fork()
     if pid == 0:
+        signal.alarm(30)
         right = comparer.scores([("2", "2"), ("3", "2")]) == [1.0, 0.0]
         os._exit(not (right and comparer._process.pid != parents))
+    comparer._lock.release()
     assert os.waitpid(pid, 0)[1] == 0
     assert comparer.scores([("4", "2"), ("5", "5")]) == [0.0, 1.0]
 
