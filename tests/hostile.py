@@ -320,6 +320,8 @@ HARMLESS = {
     "dates": "import datetime, zoneinfo; print(datetime.datetime.now(zoneinfo.ZoneInfo('Europe/Berlin')))",
     "modules": "import decimal, json, sqlite3, re, random, statistics, heapq; sqlite3.connect(':memory:')",
     "deep but finite": "sys.setrecursionlimit(5000)\ndef f(n): return n and f(n - 1)\nf(4000)",
+    "exit": "print(1); exit()",
+    "quit": "quit(0)",
     "its own limits": "import resource; print(resource.getrlimit(resource.RLIMIT_AS)[0])",
     "mapped memory": "import mmap; m = mmap.mmap(-1, 4096); m[0] = 1",
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -165,9 +166,10 @@ def _same(got: Any, wanted: Any) -> bool:
     if isinstance(got, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
     if isinstance(got, float) or isinstance(wanted, float):
-        numbers = all(isinstance(one, (int, float)) for one in (got, wanted))
+        if not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (got, wanted)):
+            return False
         try:
-            return numbers and abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted))
+            return got == wanted or abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted)) < math.inf
         except OverflowError:  # an integer too large for a float
             return False
     return type(got) is type(wanted) and got == wanted

@@ -15,6 +15,7 @@ On Linux, the kernel enforces the restrictions, and no privilege is needed to se
 A process cannot lift its own restrictions.
 """
 
+import builtins
 import ctypes
 import errno
 import marshal
@@ -241,6 +242,7 @@ def main() -> None:
         sys.exit(3)
     sys.argv = ["main.py"]
     sys.path += settings["packages"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` defines
     signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends the process
     if settings["function"] is None:
         load("__main__")

@@ -24,6 +24,11 @@ from typing import Any, NamedTuple
 
 
 _FENCE = Path(__file__).with_name("fence.py")
+# One thread for NumPy: with one for each core of a large machine, their buffers alone exceed the limit of memory.
+_ENVIRONMENT = {
+    **{"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
+    **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")},
+}
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 60
@@ -214,7 +219,7 @@ def _start(command: Sequence[str], files: _Files, folder: Path) -> subprocess.Po
         stderr=files.errors,
         pass_fds=[files.wishes.fileno(), files.results.fileno(), files.report.fileno()],
         cwd=folder,
-        env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
+        env=_ENVIRONMENT,
         start_new_session=True,
     )
 
