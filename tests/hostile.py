@@ -105,7 +105,7 @@ def _reads():
         "'/proc/kcore'",
         "'/dev/kmsg'",
     ]
-    secret += ["'/proc/self/root/etc/passwd'", "'/sys/kernel/notes'", "'/root/.bashrc'", "'/dev/ptmx'", "'/dev/tty'"]
+    secret += ["'/proc/self/root/etc/passwd'", "'/sys/kernel/notes'", "'/etc/machine-id'", "'/dev/ptmx'", "'/dev/tty'"]
     yield from (f"open({path}, 'rb').read(1)" for path in secret)
     yield "os.symlink(BAIT + '/secret', 'l'); open('l').read()"
     yield from (

@@ -239,26 +239,38 @@ jail.run_python({program!r}, limits=jail.Limits(seconds=50))
 """
     parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code])
     try:
-        _until(lambda: _jailed(tmp_path))
+        assert _until(lambda: _jailed(tmp_path))
         time.sleep(0.5)  # the program runs, not only its interpreter
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    _until(lambda: not _jailed(tmp_path))
+    assert _until(lambda: not _jailed(tmp_path))
 
 
 def _until(condition, seconds=20.0):
     end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
+    return condition()
 
 
 # ---- Limits ----
 
 
-def test_programs_cannot_fill_the_disk(walls):
-    program = "import time\nfor i in range(50): open(f'f{i}', 'w').write('x' * 1_000_000)\ntime.sleep(3)"
+@pytest.mark.parametrize(
+    "where",
+    [
+        "pass",
+        "for _ in range(22): os.mkdir('d' * 250); os.chdir('d' * 250)",  # a path too long to look there
+        "os.mkdir('d', 0o300); os.chdir('d')",  # nobody but the superuser may look
+        "keep = []\ndef after(f): keep.append(mmap.mmap(f.fileno(), 4096)); os.unlink(f.name)",  # deleted
+    ],
+)
+def test_programs_cannot_fill_the_disk(walls, where):
+    program = (
+        f"import mmap, os, time\nafter = lambda f: None\n{where}\nfor i in range(50):\n"
+        "    with open(f'f{i}', 'w+') as f:\n        f.write('x' * 1_000_000); f.flush(); after(f)\ntime.sleep(3)"
+    )
     outcome = run_python(program, limits=Limits(seconds=5, disk=1 << 23))
     if walls == "bubblewrap":
         assert outcome.status == "error" and "No space left" in outcome.stderr

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,20 @@ def test_a_program_runs_once_for_its_tests_however_many_ask(monkeypatch):
     hangs = block("while True: pass")
     assert reward([hangs], [{"inputs": ["a"] * 9, "outputs": ["a"] * 9}]) == [0.0]
     assert len(runs) == 6
+
+
+def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
+    def slow(program, tests, *limits):
+        time.sleep(0.05 * float(program))
+        return float(program)
+
+    monkeypatch.setattr(code_module, "pass_rate", slow)
+    monkeypatch.setattr(code_module, "_MOST_KNOWN", 1)
+    reward = get_code_reward()
+    batches = [[block(str(number)) for number in (first, first + 1)] for first in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        scores = list(pool.map(lambda batch: reward(batch, [ADD, ADD]), batches))
+    assert scores == [[first, first + 1] for first in range(6)]
 
 
 def test_mathematics_in_the_background_has_a_time_limit():

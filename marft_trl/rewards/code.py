@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,18 +75,19 @@ def get_code_reward(
     """
     limits = Limits(seconds=seconds, memory=memory, strict=strict)
     known: dict[tuple, float | None] = {}  # a cache, because several reward functions may score the same programs
+    lock = threading.Lock()  # and may do so at the same time
 
     def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
         programs = [last_python_block(last_text(completion)) for completion in completions]
         texts = [its if isinstance(its, str) else json.dumps(its) for its in tests]
         jobs = list(zip(programs, texts, strict=True))
-        fresh = [job for job in dict.fromkeys(jobs) if job not in known]
-        with ThreadPoolExecutor(workers) as pool:
+        with lock, ThreadPoolExecutor(workers) as pool:
+            fresh = [job for job in dict.fromkeys(jobs) if job not in known]
             rates = pool.map(lambda job: pass_rate(job[0], json.loads(job[1]), limits, total_seconds), fresh)
             known.update(zip(fresh, rates, strict=True))
-        answers = [known[job] for job in jobs]
-        for job in list(known)[:-_MOST_KNOWN]:
-            del known[job]
+            answers = [known[job] for job in jobs]
+            for job in list(known)[:-_MOST_KNOWN]:
+                del known[job]
         return answers
 
     return code_reward

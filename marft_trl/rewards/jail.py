@@ -60,7 +60,8 @@ class Limits:
             including the standard output. Of a longer output, only the beginning is kept.
         files (`int`, *optional*, defaults to `32`): maximum number of open files.
         disk (`int`, *optional*, defaults to `1 << 26`): total size of all written files in bytes. With bubblewrap, the
-            file system of the program has this size. Otherwise, the program is killed when it is seen to exceed it.
+            file system of the program has this size. Otherwise, the program is killed when it is seen to have written
+            more in all.
         entries (`int`, *optional*, defaults to `1000`): maximum number of files and folders in the program's folder. A
             program that is seen to exceed it is killed. It does not apply with bubblewrap, whose folder is in memory.
         threads (`int`, *optional*, defaults to `64`): maximum number of threads. A program that is seen to exceed it
@@ -235,7 +236,7 @@ def _watch(process: subprocess.Popen, folder: Path, limits: Limits, report: Any)
                 deadline, runs = time.monotonic() + limits.seconds + _BEYOND_SECONDS, True
             if _threads(process.pid) > limits.threads:
                 return f"\nStopped: the program has more than {limits.threads} threads."
-            if not _is_within(folder, limits):
+            if _written(process.pid) > limits.disk or not _is_within(folder, limits):
                 return f"\nStopped: the program has written over {limits.entries} files or {limits.disk} bytes."
     return ""
 
@@ -269,6 +270,14 @@ def _threads(pid: int) -> int:
     except OSError:
         return 0
     return len(tasks) + sum(_threads(int(child)) for child in children)
+
+
+def _written(pid: int) -> int:
+    """Bytes that a process has written, also to files that are deleted or where no other process can look."""
+    try:
+        return int(Path(f"/proc/{pid}/io").read_text().partition("wchar:")[2].split()[0])
+    except (OSError, IndexError):
+        return 0
 
 
 def _is_within(folder: Path, limits: Limits) -> bool:

@@ -170,8 +170,7 @@ class MARFTTrainer(GRPOTrainer):
         )
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
-        no_reference = without_reference(args, if_=self.policies.has_adapters)
-        with no_reference, without_false_warning(isinstance(model, str)):
+        with without_reference(args, if_=self.policies.has_adapters), without_false_warning(isinstance(model, str)):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
