@@ -367,7 +367,9 @@ def _runner(
         chat_template=chat_template,
         ends=engine.ends,
         aliases=aliases,
+        alone=setup.is_alone(agents, workflow),
     )
+    setup.warn_of_unprotected(prompts, uses_tools)
     return EpisodeRunner(
         agents,
         workflow,

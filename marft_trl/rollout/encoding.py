@@ -38,6 +38,10 @@ class PlainEncoder:
         clean = [ids if self._is_clean(ids) else self._letters(ids) for ids in pieces]
         return [index for ids in clean for index in ids]
 
+    def is_plain(self, text: str) -> bool:
+        """`True` if a text yields no control token, also when it is tokenized as a template is."""
+        return self._is_clean(self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 

@@ -9,19 +9,16 @@ token ids are joined.
 
 from __future__ import annotations
 
-import functools
-import re
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from transformers.utils import get_json_schema
-
 from ..agents import AgentSpec
 from ..anonymity import renamed
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
+from .chat_template import ChatTemplate, unbound
 from .encoding import PlainEncoder
+from .speakers import quoted, speaker_line
 from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
 
 
@@ -96,6 +93,10 @@ class PromptBuilder:
             Ids of the tokens that end a turn.
         aliases (`Mapping[str, str]`, *optional*):
             Names that agents are shown of one another, by agent name, if they differ from the agents' names.
+        alone (`bool`, *optional*, defaults to `False`):
+            Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
+            and results are then tokenized as in `GRPOTrainer`. Otherwise, they contain neither control tokens nor
+            lines that look like the name of a speaker.
     """
 
     def __init__(
@@ -111,22 +112,21 @@ class PromptBuilder:
         chat_template: str | None = None,
         ends: Collection[int] = (),
         aliases: Mapping[str, str] | None = None,
+        alone: bool = False,
     ):
         self._tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
-        self._chat_template_kwargs = chat_template_kwargs or {}
         self._plain = plain or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer)
-        self._template_ids: dict[str, list[int]] = {}
+        self.template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
         self.window = window
         self._reserved = reserved or {}
         self._overflow = overflow
-        self.chat_template = chat_template
         self._ends = frozenset(ends)
         self._aliases = aliases or {}
-        self._schemas: dict[Callable, dict[str, Any]] = {}
-        self._folds_system = not self._plain and not self._renders_system()
+        self._alone = alone
+        self._folds_system = not self._plain and not self.template.renders_system
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
@@ -144,8 +144,8 @@ class PromptBuilder:
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
         for index, query in enumerate(asked):
-            if not query.seen and self._view_of(query.agent) is team_view:
-                kind = isinstance(contents[index], list), tuple(map(_unbound, query.functions))
+            if not query.seen and self._view_of(query.agent) is team_view and self._is_safe(contents[index]):
+                kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
             functions = asked[indices[0]].functions
@@ -159,6 +159,24 @@ class PromptBuilder:
                 own = ids[index] if index in ids else self._join(contents[index], query.functions)
             built.append(self._fit(query, Observation(contents[index], own, list(query.seen))))
         return built
+
+    def unprotected(self, uses_tools: bool) -> str | None:
+        """
+        Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.
+
+        Args:
+            uses_tools (`bool`): whether agents call functions.
+        """
+        if self._alone:
+            return None
+        if "\n" not in self._tokenizer.decode(self._encode("x\nx")):
+            return "the tokenizer reads line breaks as spaces, so the names of speakers have no lines of their own"
+        if self._plain:
+            return "the tokenizer has no chat template, so nothing but the lines with names tells texts apart"
+        marks = self.template.plain_marks(uses_tools)
+        if marks:
+            return f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
+        return None
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
         agent, prompt = query.agent, query.prompt
@@ -206,122 +224,71 @@ class PromptBuilder:
             return [*query.after.observation, *self._own_messages(query, query.after)]
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         agent, seen = renamed(query.agent, query.seen, self._aliases)
-        messages = self._view_of(query.agent)(agent, asked, seen)
-        if not self._renders_results:
+        messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
+        if not self.template.renders_results:
             messages = merge_neighbours([_without_role(message) for message in messages])
         if self._plain and isinstance(prompt, str) and not query.functions:
-            return SEPARATOR.join(message["content"] for message in messages)
+            return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
 
-    @staticmethod
-    def _own_messages(query: Query, turn: Turn) -> Messages:
+    def _quoted(self, messages: Messages) -> Messages:
+        """Quote lines that look like the name of a speaker, unless there are no speakers."""
+        return messages if self._alone else [one | {"content": quoted(one["content"] or "")} for one in messages]
+
+    def _check(self, prompt: Messages) -> None:
+        """
+        Raises:
+            ValueError: The content of a message is no text, or another field spells a control token.
+        """
+        for number, message in enumerate(prompt if not self._alone else ()):
+            if not isinstance(message.get("content"), str | None):
+                raise ValueError(
+                    f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
+                    "a string. Agents of a team are shown texts: join the parts of the content to one string."
+                )
+            fields = {name: value for name, value in message.items() if name != "content"}
+            name = next((name for name, value in fields.items() if not self._encode.is_plain(_spelled(value))), None)
+            if name is not None:
+                raise ValueError(
+                    f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
+                    "spells a control token of the tokenizer. Only `content` can hold any text: remove it there."
+                )
+
+    def _is_safe(self, content: str | Messages) -> bool:
+        """`True` if no control token could come from a content when it is tokenized together with the template."""
+        if self._alone:
+            return True
+        texts = [content] if isinstance(content, str) else [message["content"] or "" for message in content]
+        return all(map(self._encode.is_plain, texts))
+
+    def _own_messages(self, query: Query, turn: Turn) -> Messages:
         """Return a turn with tool calls, and the results, as messages."""
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
         said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
-        return [{"role": "assistant", "content": turn.raw_text}, *said]
+        return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(said)]
 
     def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:
         if isinstance(observation, str):
             head = self._tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
-        return self._spell(self._render(observation, functions), observation)
+        return self._spell(self.template.pieces(observation, functions), observation)
 
     def _spell(self, pieces: Sequence[str], messages: Messages) -> list[int]:
         """Return token ids of `pieces`, which alternate between template text and the number of a message."""
         ids: list[int] = []
         for position, piece in enumerate(pieces):
-            ids += self._encode(messages[int(piece)]["content"]) if position % 2 else self._encode_template(piece)
+            ids += self._encode(messages[int(piece)]["content"]) if position % 2 else self.template.encode(piece)
         return ids
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
         _, *said = self._own_messages(query, turn)
-        call = {"type": "function", "function": {"name": said[0]["name"], "arguments": {}}}
-        calling: Messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        mark, hollow = _hollow(said)
-        before = self._template(calling, query.functions, add_generation_prompt=False)
-        whole = self._template([*calling, *hollow], query.functions)
-        end = self._tokenizer.eos_token or ""
-        if end and end in before:  # templates add a line break after it, which was not sampled
-            before = before[: before.rindex(end) + len(end)]
-        pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
-        if not whole.startswith(before) or not _are_whole(pieces, len(said), mark):
-            raise ValueError(
-                "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
-                f"cannot go on from its call of {said[0]['name']!r}. Use a template that keeps earlier messages as "
-                "they are (see `trl.chat_template_utils.get_training_chat_template`)."
-            )
+        pieces = self.template.pieces_after_call(said, query.functions)
         # A turn that ended at a stop text has no end-of-turn token
         closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
         ending = self._tokenizer.eos_token_id
         closing = [] if closed or ending is None else [ending]
         return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
-
-    def _encode_template(self, piece: str) -> list[int]:
-        if piece not in self._template_ids:  # cached, since all observations consist of the same few pieces
-            ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-            self._template_ids[piece] = ids
-        return self._template_ids[piece]
-
-    def _render(self, messages: Messages, functions: Sequence[Callable] = ()) -> list[str]:
-        """Render the template and split it at the contents: template text, message number, template text, ..."""
-        mark, hollow = _hollow(messages)
-        pieces = re.split(f"{mark}(\\d+){mark}", self._template(hollow, functions))
-        if not _are_whole(pieces, len(messages), mark):
-            raise ValueError(
-                "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
-                f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
-                "renders every message's content as it is, or pass `view=` to the trainer to show other messages."
-            )
-        return pieces
-
-    def _template(
-        self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
-    ) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=self.schemas(functions) or None,
-            chat_template=self.chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self._chat_template_kwargs,
-        )
-
-    def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
-        """Return the JSON schemas of functions, which the model is shown."""
-        return [self._schema(function) for function in functions]
-
-    def _schema(self, function: Callable) -> dict[str, Any]:
-        key = _unbound(function)
-        if key not in self._schemas:
-            self._schemas[key] = get_json_schema(function)
-        return self._schemas[key]
-
-    @functools.cached_property
-    def _renders_results(self) -> bool:
-        """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
-        earlier = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "x"},
-            {"role": "tool", "name": "x", "content": "x"},
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "x"},
-        ]
-        try:
-            return bool(self._render(earlier))
-        except Exception:
-            return False
-
-    def _renders_system(self) -> bool:
-        probe = secrets.token_hex(8)
-        messages = [{"role": "system", "content": probe}, {"role": "user", "content": "x"}]
-        try:
-            return probe in self._template(messages)
-        except Exception:
-            return False
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
@@ -351,25 +318,21 @@ def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
     return rest
 
 
+def _spelled(value: Any) -> str:
+    """Return all texts within a field of a message. Fields that are no texts are numbers, `None` and booleans."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return value if isinstance(value, str) else " ".join(map(_spelled, value)) if isinstance(value, Sequence) else ""
+
+
+def _as_text(message: dict[str, Any], name: str) -> str:
+    """Return a message without a chat template, which would tell an agent's own turns from other texts."""
+    content = message["content"]
+    return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content
+
+
 def _without_role(message: dict[str, Any]) -> dict[str, Any]:
     """Convert a tool result to a user message, for templates that only render it directly after its call."""
     if message["role"] != "tool":
         return message
-    return {"role": "user", "content": f"[{TOOL}]\n{message['content']}"}
-
-
-def _unbound(function: Callable) -> Callable:
-    """Return a method without its object. All episodes share the tools, but each has its own environment."""
-    return getattr(function, "__func__", function)
-
-
-def _hollow(messages: Messages) -> tuple[str, Messages]:
-    """Return a random mark, and the messages with their contents replaced by their numbers between two marks."""
-    # From the operating system: no text can guess the mark, and the random states of training do not change.
-    mark = f"@@{secrets.token_hex(8)}@@"
-    return mark, [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
-
-
-def _are_whole(pieces: Sequence[str], count: int, mark: str) -> bool:
-    """Return `True` if each message occurs exactly once and every mark is complete."""
-    return sorted(pieces[1::2], key=int) == [str(i) for i in range(count)] and not any(mark in p for p in pieces[::2])
+    return {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}

@@ -180,7 +180,7 @@ class EpisodeRunner:
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
         if not request.functions or self._is_truncated(request.agent, ids):
             return ()
-        calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.schemas(request.functions))
+        calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.template.schemas(request.functions))
         is_lone = len(self._specs) == 1  # then a malformed call is the final turn, as in `GRPOTrainer`
         if not calls and not is_lone and self._before_calls(ids) is not None:
             return (MALFORMED,)
@@ -188,7 +188,7 @@ class EpisodeRunner:
 
     @functools.cached_property
     def _call_pattern(self) -> re.Pattern | None:
-        return call_pattern(self._tokenizer, self.prompts.chat_template) if self._uses_tools else None
+        return call_pattern(self._tokenizer, self.prompts.template.source) if self._uses_tools else None
 
     def _before_calls(self, ids: list[int]) -> str | None:
         """Return the text before the tool calls, which is shown to teammates, or `None` if the turn has no calls."""

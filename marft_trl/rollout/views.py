@@ -3,40 +3,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
 from ..episodes.records import Messages, Seen, Turn
+from .speakers import quoted, speaker_line
 
 
 # `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
 View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
-# A line such as "[solver]" marks the beginning of a teammate's turn. If a teammate's text contains such a line, it is
-# quoted, so that no agent can pretend to be another. All characters that a model may read as line breaks count.
-_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_SPEAKER_LINE = re.compile(
-    rf"(?:(?<=[{_BREAKS}])|\A)([^\S{_BREAKS}]*\[[A-Za-z][A-Za-z0-9_-]{{0,47}}\][^\S{_BREAKS}]*)(?=[{_BREAKS}]|\Z)"
-)
 SEPARATOR = "\n\n"
 
 
-def speaker(turn: Seen) -> str:
+def said_by(turn: Seen) -> str:
     """Return the text that teammates are shown of a turn or of feedback: a line with the speaker, then the text."""
     said = turn.raw_text
     if isinstance(turn, Turn) and turn.without_calls is not None:
         said = turn.without_calls
-    return f"[{turn.agent}]\n" + _SPEAKER_LINE.sub(r"> \1", said)
+    return f"{speaker_line(turn.agent)}\n{quoted(said)}"
 
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
     Default view of an agent: its system prompt, the prompt of the dataset row, and the turns and feedback it sees. The
     agent's own turns are `assistant` messages, the results of its own tool calls are `tool` messages, and all other
-    turns and feedback are `user` messages that name the speaker. Consecutive messages of the same role are merged, for
-    templates that require alternating roles.
+    turns and feedback are `user` messages that name the speaker. Lines of a text that look like the name of a speaker
+    are quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
 
     Args:
         agent ([`AgentSpec`]):
@@ -58,10 +52,10 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
 def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
     if isinstance(item, Turn):
         own = item.agent == agent.name
-        return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": speaker(item)}
+        return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": said_by(item)}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
-        return {"role": "tool", "name": item.tool, "content": item.text}
-    return {"role": "user", "content": speaker(item)}
+        return {"role": "tool", "name": item.tool, "content": quoted(item.text)}
+    return {"role": "user", "content": said_by(item)}
 
 
 def merge_neighbours(messages: Messages) -> Messages:

@@ -258,7 +258,9 @@ class _Builder:
             chat_template=trainer.chat_template,
             ends=trainer.eos_token_ids,
             aliases=choices.aliases,
+            alone=setup.is_alone(choices.agents, choices.workflow),
         )
+        setup.warn_of_unprotected(prompts, self._uses_tools)
         return EpisodeRunner(
             choices.agents,
             choices.workflow,

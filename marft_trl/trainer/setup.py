@@ -25,6 +25,7 @@ from ..episodes.records import TOOL
 from ..learning.critic import CRITICS, Critic
 from ..learning.levels import Level
 from ..rewards import environment_reward
+from ..rollout.prompts import PromptBuilder
 from ..rollout.tool_calls import check_functions, prepare_template
 from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
@@ -211,6 +212,21 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
             raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
     owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
     return prepare_template(tokenizer, owner)
+
+
+def is_alone(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
+    """`True` for a single agent that is shown the prompt, its own turns and the results of its calls, as in TRL."""
+    return len(agents) == 1 and type(workflow) is Sequential
+
+
+def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
+    """Warn if a text that an agent writes can look like a message of somebody else."""
+    reason = prompts.unprotected(uses_tools)
+    if reason is not None:
+        logger.warning(
+            f"An agent can write a text that looks to its teammates like a message of somebody else: {reason}. This "
+            "cannot be prevented for this tokenizer. Its tokens are still tokens of a text, never control tokens."
+        )
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:

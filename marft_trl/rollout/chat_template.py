@@ -1,0 +1,165 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Chat templates: the text between the contents of messages, and what it can tell apart."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from ..episodes.records import Messages
+
+
+class ChatTemplate:
+    """
+    Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
+        source (`str`, *optional*): chat template to use instead of the tokenizer's own.
+        options (`dict`, *optional*): keyword arguments of the template.
+    """
+
+    def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
+        self._tokenizer = tokenizer
+        self.source = source
+        self._options = options or {}
+        self._ids: dict[str, list[int]] = {}
+        self._schemas: dict[Callable, dict[str, Any]] = {}
+
+    def encode(self, piece: str) -> list[int]:
+        """Token ids of template text, with its control tokens."""
+        if piece not in self._ids:  # cached, since all observations consist of the same few pieces
+            ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            self._ids[piece] = ids
+        return self._ids[piece]
+
+    def pieces(self, messages: Messages, functions: Sequence[Callable] = ()) -> list[str]:
+        """
+        Render the template and split it at the contents: template text, message number, template text, ...
+
+        Raises:
+            ValueError: The template does not render each content once.
+        """
+        mark, hollow = _hollow(messages)
+        pieces = re.split(f"{mark}(\\d+){mark}", self._render(hollow, functions))
+        if not _are_whole(pieces, len(messages), mark):
+            raise ValueError(
+                "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
+                f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
+                "renders every message's content as it is, or pass `view=` to the trainer to show other messages."
+            )
+        return pieces
+
+    def pieces_after_call(self, results: Messages, functions: Sequence[Callable]) -> list[str]:
+        """
+        As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
+
+        Raises:
+            ValueError: The template rewrites what stands before the results.
+        """
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+        calling: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        mark, hollow = _hollow(results)
+        before = self._render(calling, functions, add_generation_prompt=False)
+        whole = self._render([*calling, *hollow], functions)
+        end = self._tokenizer.eos_token or ""
+        if end and end in before:  # templates add a line break after it, which was not sampled
+            before = before[: before.rindex(end) + len(end)]
+        pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
+        if not whole.startswith(before) or not _are_whole(pieces, len(results), mark):
+            raise ValueError(
+                "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
+                f"cannot go on from its call of {results[0]['name']!r}. Use a template that keeps earlier messages as "
+                "they are (see `trl.chat_template_utils.get_training_chat_template`)."
+            )
+        return pieces
+
+    def _render(
+        self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
+    ) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=self.schemas(functions) or None,
+            chat_template=self.source,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._options,
+        )
+
+    def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
+        """The JSON schemas of functions, which the model is shown."""
+        return [self._schema(function) for function in functions]
+
+    def _schema(self, function: Callable) -> dict[str, Any]:
+        key = unbound(function)
+        if key not in self._schemas:
+            self._schemas[key] = get_json_schema(function)
+        return self._schemas[key]
+
+    @functools.cached_property
+    def renders_results(self) -> bool:
+        """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
+        roles = ["user", "assistant", "tool", "assistant", "user"]
+        return self._pieces_of(*roles) is not None
+
+    @functools.cached_property
+    def renders_system(self) -> bool:
+        """`True` if the template has a system message."""
+        return self._pieces_of("system", "user") is not None
+
+    def plain_marks(self, results: bool = False) -> list[str]:
+        """
+        Template texts before messages that are marked by plain text alone, e.g. `"USER: "`. Control tokens that begin
+        or end every text do not mark a message.
+
+        Args:
+            results (`bool`, *optional*, defaults to `False`): whether to look at the results of tools too.
+        """
+        roles = ["system"] * self.renders_system + ["user", "assistant", "user"]
+        pieces = self._pieces_of(*roles) or [""]
+        openings = pieces[::2] if pieces[-1] else pieces[:-1:2]  # no mark follows the last message in some templates
+        if results:
+            with contextlib.suppress(Exception):  # templates can raise any error
+                said: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
+                openings += self.pieces_after_call(said, [])[:-1:2]
+        return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
+
+    def _is_plain(self, piece: str) -> bool:
+        tokenizer = self._tokenizer
+        common = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+        ids = [index for index in self.encode(piece) if index not in common]
+        return bool(tokenizer.decode(ids).strip()) and tokenizer.added_tokens_decoder.keys().isdisjoint(ids)
+
+    def _pieces_of(self, *roles: str) -> list[str] | None:
+        named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
+        messages = [message | ({"name": "x"} if message["role"] == "tool" else {}) for message in named]
+        try:
+            return self.pieces(messages)
+        except Exception:  # templates can raise any error
+            return None
+
+
+def unbound(function: Callable) -> Callable:
+    """Return a method without its object. All episodes share the tools, but each has its own environment."""
+    return getattr(function, "__func__", function)
+
+
+def _hollow(messages: Messages) -> tuple[str, Messages]:
+    """Return a random mark, and the messages with their contents replaced by their numbers between two marks."""
+    # From the operating system: no text can guess the mark, and the random states of training do not change.
+    mark = f"@@{secrets.token_hex(8)}@@"
+    return mark, [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
+
+
+def _are_whole(pieces: Sequence[str], count: int, mark: str) -> bool:
+    """Return `True` if each message occurs exactly once and every mark is complete."""
+    return sorted(pieces[1::2], key=int) == [str(i) for i in range(count)] and not any(mark in p for p in pieces[::2])
