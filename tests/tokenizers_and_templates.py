@@ -16,10 +16,16 @@ FAMILIES = {
     ),
     "llama3": (["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], []),
     "gemma3": (["<start_of_turn>", "<end_of_turn>"], []),
-    "gemma4": (["<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"], []),
+    "gemma4": (
+        ["<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"],
+        [],
+    ),
     "phi3": (["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], []),
     "deepseekv3": (
-        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"],
+        [
+            f"<\uff5c{name}\uff5c>"
+            for name in ("User", "Assistant", "end▁of▁sentence", "tool▁output▁begin", "tool▁output▁end")
+        ],
         ["<think>", "</think>"],
     ),
     "glm4moe": (
@@ -60,7 +66,7 @@ def chat_template(family):
 @functools.cache
 def tokenizer_of(kind, family):
     """A tokenizer of a kind, with the control tokens and the template of a family."""
-    special, added = FAMILIES.get(family, ([], []))
+    special, added = FAMILIES.get(family.removesuffix("_training"), ([], []))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_MAKERS[kind](),
         bos_token="<s>",
@@ -98,7 +104,7 @@ def _metaspace():
     tokenizer.decoder = _spaces_and_bytes()
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>", *_BYTES], initial_alphabet=["\n"])
     tokenizer.train_from_iterator([line.replace(" ", "▁") for line in _CORPUS], trainer)
-    vocab = {token: index for token, index in tokenizer.get_vocab().items()}
+    vocab = tokenizer.get_vocab()
     # The bytes are tokens of the model here, not added ones
     made = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     made.normalizer, made.decoder = tokenizer.normalizer, tokenizer.decoder
@@ -111,7 +117,7 @@ def _unigram():
     seen = sorted({letter for line in _CORPUS for letter in line} - {"\n", " "})
     pieces += [(letter, -4.0) for letter in seen] + [("[planner]", -3.0), ("▁answer", -3.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    invisible = normalizers.Replace(Regex("[\\u200b\\u200c\\u200d\\ufeff\\u00ad\\x00-\\x08\\x0e-\\x1f]"), "")
+    invisible = normalizers.Replace(Regex("[\\u200b\\u200c\\u200d\\ufeff\\u00ad\\x00-\\x08\\x0b\\x0e-\\x1f]"), "")
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), invisible])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     tokenizer.decoder = _spaces_and_bytes()

@@ -175,7 +175,9 @@ class PromptBuilder:
             return "the tokenizer has no chat template, so nothing but the lines with names tells texts apart"
         marks = self.template.plain_marks(uses_tools)
         if marks:
-            return f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
+            return (
+                f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
+            )
         return None
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
@@ -223,6 +225,7 @@ class PromptBuilder:
         if query.after is not None and not isinstance(query.after.observation, str):
             return [*query.after.observation, *self._own_messages(query, query.after)]
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        self._check(asked)
         agent, seen = renamed(query.agent, query.seen, self._aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
