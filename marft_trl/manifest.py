@@ -11,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from .agents import AgentSpec, check_name, check_team
 
 
@@ -19,9 +22,6 @@ FORMAT = 2
 # Format 1 (version 0.1) contains neither the sampling settings of agents nor a description of the base.
 _READABLE = (1, FORMAT)
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
-
-
-_DAMAGES = (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,8 @@ class TeamManifest:
         else:
             base = _read(BaseModel, data["base"])
             inference = _read(Inference, data["inference"])
+        if base is not None and not base.is_local and not is_hub_id(base.name):
+            raise ValueError(f"{path} names the base {base.name!r}, which cannot be the id of a model on the Hub.")
         anonymous = data.get("anonymous")
         if anonymous not in (None, "numbered", "none"):
             raise TypeError(f"'anonymous' is {anonymous!r}")
@@ -196,6 +198,15 @@ class TeamManifest:
         }
         path = Path(folder) / MANIFEST_NAME
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def is_hub_id(name: str) -> bool:
+    """`True` if a name can be the id of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _read(kind: type, data: Any) -> Any:

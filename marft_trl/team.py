@@ -141,7 +141,7 @@ class Team:
         agents = _with_functions(manifest.agents, inference, tools, views)
         workflow.check([agent.name for agent in agents])
         tokenizer = processing_class or AutoTokenizer.from_pretrained(
-            folder, padding_side="left", truncation_side="left"
+            folder, padding_side="left", truncation_side="left", trust_remote_code=False
         )
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
@@ -317,7 +317,7 @@ def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_co
             f"`model` must be the name or folder of a base model, or a `PreTrainedModel` without adapters, got "
             f"{type(model).__name__}."
         )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"trust_remote_code": False}  # else transformers would ask the user to agree
     if model is None and not manifest.adapters:
         model = folder  # the folder of the manifest contains the full weights
     elif model is None and manifest.base_model is not None:

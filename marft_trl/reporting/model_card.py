@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..manifest import TeamManifest
+from ..manifest import TeamManifest, is_hub_id
 
 
+# Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.
+_MARKUP = re.compile(r"[\\`*_{}\[\]()#|~!:@]|(?<=www)\.")
 # Tags of every model card
 TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]
 PAPER = {
@@ -29,18 +33,18 @@ _CARD = """---
 {{ card_data }}
 ---
 
-# {{ model_name }}
+# {{ title }}
 
 A team of {{ num_agents }} LLM agents, trained together with
-[marft_trl](https://pypi.org/project/marft-trl/){% if base_model %} on
-[{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}{% if dataset_name %} and the dataset
-[{{ dataset_name }}](https://huggingface.co/datasets/{{ dataset_name }}){% endif %}.
+[marft_trl](https://pypi.org/project/marft-trl/){% if base %} on
+{{ base }}{% endif %}{% if dataset %} and the dataset
+{{ dataset }}{% endif %}.
 
 ## Agents
 
 {{ agents_table }}
 
-Workflow: `{{ workflow }}`
+Workflow: {{ workflow }}
 
 {% if picture %}```mermaid
 {{ picture }}
@@ -118,7 +122,7 @@ def team_card(
     manifest: TeamManifest,
     model_name: str,
     repo: str | None = None,
-    dataset_name: str | None = None,
+    dataset_name: str | Sequence[str] | None = None,
     tags: Sequence[str] = (),
     metrics: dict[str, float] | None = None,
     max_rank: int = 16,
@@ -134,8 +138,8 @@ def team_card(
             Title of the card.
         repo (`str`, *optional*):
             Hub id of the team.
-        dataset_name (`str`, *optional*):
-            Hub id of the training data.
+        dataset_name (`str` or `Sequence[str]`, *optional*):
+            Hub id of the training data, or several.
         tags (`Sequence[str]`, *optional*):
             Tags of the card.
         metrics (`dict[str, float]`, *optional*):
@@ -145,9 +149,11 @@ def team_card(
         picture (`str`, *optional*):
             The workflow as a Mermaid flowchart.
     """
-    base = manifest.base_model
+    base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
     repo = repo or model_name
+    repo = repo if is_hub_id(repo) else "path/to/the/team"
     base_name = base or "path/to/the/base/model"
+    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     first = manifest.agents[0].adapter
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
@@ -163,9 +169,9 @@ def team_card(
     return ModelCard.from_template(
         card_data,
         template_str=_CARD,
-        base_model=base,
-        model_name=model_name,
-        dataset_name=dataset_name,
+        title=_markdown(model_name),
+        base=_link(base, "") if base else None,
+        dataset=", ".join(_link(name, "datasets/") for name in datasets),
         num_agents=len(manifest.agents),
         agents_table=_agents_table(manifest),
         workflow=_workflow_line(manifest.workflow),
@@ -185,22 +191,36 @@ def _agents_table(manifest: TeamManifest) -> str:
         adapter = manifest.adapters.get(agent.adapter)
         folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"
         trained = "yes" if adapter is None or adapter["trained"] else "no"
-        rows.append(f"| {agent.name} | {folder} | {trained} | {_cell(agent.system_prompt or '(none)')} |")
+        rows.append(f"| {agent.name} | {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
     return "\n".join(rows)
 
 
 def _metrics_table(metrics: dict[str, float]) -> str:
     if not metrics:
         return ""
-    rows = [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
+    rows = [f"| {_markdown(name)} | {value:.4g} |" for name, value in metrics.items()]
     return "\n".join(["| metric | value |", "|---|---|", *rows])
 
 
 def _workflow_line(workflow: dict[str, Any]) -> str:
     settings = ", ".join(f"{key}={value!r}" for key, value in workflow.items() if key != "class" and value is not None)
-    return f"{workflow['class']}({settings})"
+    return _code(f"{workflow['class']}({settings})")
 
 
-def _cell(text: str, limit: int = 200) -> str:
-    one_line = " ".join(text.split()).replace("|", "\\|")
-    return one_line if len(one_line) <= limit else one_line[: limit - 3] + "..."
+def _link(name: str, kind: str) -> str:
+    """A link to a repository on the Hub. What cannot be the id of one is no link."""
+    return f"[{_markdown(name)}](https://huggingface.co/{kind}{name})" if is_hub_id(name) else _markdown(name)
+
+
+def _code(text: str) -> str:
+    """Text in backticks, which shows no markup."""
+    text = " ".join(text.split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
+
+
+def _markdown(text: str, limit: int = 200) -> str:
+    """Text in one line of at most `limit` characters, without a meaning in Markdown and in HTML."""
+    text = " ".join(text.split())
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return _MARKUP.sub(r"\\\g<0>", html.escape(text, quote=False))

@@ -24,6 +24,10 @@ from ..tools import ToolCall, tool_name
 _SHORTEST_OPENING = 4
 
 
+# Stands for a call that cannot be parsed
+MALFORMED = ToolCall("unknown", {}, problem="malformed")
+
+
 def parse_calls(
     tokenizer, completion_ids: list[int], prompt_ids: list[int], schemas: list[dict[str, Any]]
 ) -> tuple[ToolCall, ...]:
@@ -40,13 +44,14 @@ def parse_calls(
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
         found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
-        return tuple(ToolCall(call["name"], call["arguments"]) for call in found)
+        # A model can write any JSON in place of the name
+        return tuple(
+            ToolCall(call["name"], call["arguments"]) if isinstance(call["name"], str) else MALFORMED for call in found
+        )
     except Exception:  # parsers can raise any error on unexpected texts
         return ()
 
 
-# Stands for a call that cannot be parsed
-MALFORMED = ToolCall("unknown", {}, problem="malformed")
 _TAG = re.compile(r"<[^<>\s]+>")
 
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
-from ..manifest import MANIFEST_NAME, TeamManifest
+from ..manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 from .adapters import adapter_parameters, check_adapter_config, linear_shape
 
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
 _NOT_NEEDED = ("checkpoint-*/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin")
 # Tensors that a LoRA file may hold: the two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
@@ -48,7 +48,7 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
         if not (path / MANIFEST_NAME).is_file():
             raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {path}: not a folder saved by MARFTTrainer.")
         return path
-    if not _HUB_ID.fullmatch(str(team)) or str(team).startswith("."):
+    if not is_hub_id(str(team)):
         raise FileNotFoundError(
             f"There is no folder {str(team)!r}, and it cannot be the id of a team on the Hub. Pass the folder that "
             "`save_model` wrote, or an id such as 'me/my-team'."
@@ -95,9 +95,16 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     for name, agent in owners.items():
         check_adapter(folder / name, agent, model, manifest.base_name)
     first, *others = dict.fromkeys(agent.adapter for agent in manifest.agents)
-    loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
-    for name in others:
-        loaded.load_adapter(str(folder), name, subfolder=name)
+    name = first
+    try:
+        loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
+        for name in others:
+            loaded.load_adapter(str(folder), name, subfolder=name)
+    except Exception as error:  # a config from the Hub may ask for anything
+        raise ValueError(
+            f"PEFT cannot load the adapter {name!r} in {folder}: {type(error).__name__}: {error}. The base has layers "
+            "of adapters now: load it again before you go on. Its weights are unchanged."
+        ) from error
     for name in owners:
         _as_saved(loaded, name, folder / name)
     return loaded
@@ -112,8 +119,9 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
         ValueError: the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
             on another base. The message names the agent.
     """
-    if not (folder / WEIGHTS_NAME).is_file():
-        raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {WEIGHTS_NAME} in {folder}.")
+    for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {name} in {folder}.")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a file from the Hub may hold anything

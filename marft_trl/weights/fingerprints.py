@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
-from ..manifest import BaseModel
+from ..manifest import BaseModel, is_hub_id
 from ..seams.models import commit_of
 
 
@@ -42,7 +42,7 @@ def describe_base(
     """
     config = model.config
     name = get_config_model_id(config) or type(model).__name__
-    is_local = os.path.isdir(name) or not get_config_model_id(config)
+    is_local = os.path.isdir(name) or not is_hub_id(name) or not get_config_model_id(config)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()

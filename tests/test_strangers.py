@@ -1,0 +1,253 @@
+"""Repositories, datasets and texts of strangers: nothing they hold reaches the base, the network or a page."""
+
+import copy
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+
+import pytest
+import torch
+from huggingface_hub import constants
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from marft_trl import Team, load_adapters
+from marft_trl.manifest import BaseModel, TeamManifest
+from marft_trl.reporting.model_card import team_card
+from marft_trl.reporting.transcripts import Entry, Transcript, html_page
+from marft_trl.tiny import tiny_agents
+from marft_trl.workflows import Sequential
+
+from .helpers import team_trainer
+from .test_transcripts import CHROMIUM, Reader
+
+
+# A value that is not the default for each field of a LoRA config, as a stranger may write it
+FIELDS = {
+    "task_type": "SEQ_CLS",
+    "peft_type": "LOHA",
+    "auto_mapping": {"base_model_class": "Popen", "parent_library": "subprocess"},
+    "peft_version": "99",
+    "base_model_name_or_path": "somebody/other",
+    "revision": "main",
+    "inference_mode": False,
+    "r": 3,
+    "target_modules": "all-linear",
+    "exclude_modules": ["q_proj"],
+    "lora_alpha": 1e9,
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": True,
+    "bias": "all",
+    "use_rslora": True,
+    "modules_to_save": ["lm_head"],
+    "init_lora_weights": "pissa",
+    "layers_to_transform": [0],
+    "layers_pattern": "layers",
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 3},
+    "megatron_config": {"a": 1},
+    "megatron_core": "antigravity",
+    "trainable_token_indices": [1],
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"cache_file": "/etc/passwd"},
+    "lora_ga_config": {"direction": "ArB2r"},
+    "use_dora": True,
+    "velora_config": {"num_groups": 2},
+    "alora_invocation_tokens": [1, 2],
+    "use_qalora": True,
+    "qalora_group_size": 2,
+    "monteclora_config": {"x": 1},
+    "layer_replication": [[0, 2], [1, 2]],
+    "runtime_config": {"ephemeral_gpu_offload": True},
+    "lora_bias": True,
+    "target_parameters": ["weight"],
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 1},
+    "kasa_config": {"x": 1},
+    "ensure_weight_tying": True,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(model_folder, tmp_path_factory):
+    """A saved team, and its base's weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    team_trainer(model_folder, folder).save_model()
+    return folder
+
+
+def changed(folder, name, change):
+    """Change a JSON file of a copy."""
+    path = folder / name
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def weights_of(base):
+    """The tensors of a base, whether or not it has adapters by now."""
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
+    return {name.removeprefix("base_model.model."): its for name, its in state.items() if "lora_" not in name}
+
+
+def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tmp_path):
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(LoraConfig)}
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = copy.deepcopy(weights_of(base))
+    loaded = []
+    for name, value in FIELDS.items():
+        folder = tmp_path / name
+        shutil.copytree(saved, folder)
+        changed(folder, "actor/adapter_config.json", lambda data, name=name, value=value: data.update({name: value}))
+        present = copy.deepcopy(base)
+        try:
+            present = load_adapters(present, folder)
+            loaded.append(name)
+        except ValueError:
+            pass
+        after = weights_of(present)
+        assert after.keys() == before.keys(), name
+        assert all(torch.equal(after[key], before[key]) for key in before), name
+    assert {"peft_version", "alpha_pattern", "base_model_name_or_path"} <= set(loaded)
+
+
+@pytest.mark.parametrize("file", ["actor/adapter_config.json", "actor/adapter_model.safetensors", "tokenizer.json"])
+def test_what_a_folder_lacks_is_not_looked_for_on_the_hub(model_folder, saved, tmp_path, monkeypatch, file):
+    calls = []
+
+    def refuse(*address):
+        calls.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved, "team")
+    (tmp_path / "team" / file).unlink()
+    with pytest.raises((OSError, ValueError)):  # FileNotFoundError is an OSError
+        Team.from_pretrained("team", model=model_folder)
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "a/b/c", "~/model", "./x", "x\n", "", "a`b"])
+def test_a_manifest_cannot_name_a_local_file_as_its_base(saved, tmp_path, name):
+    folder = shutil.copytree(saved, tmp_path / "team")
+    changed(folder, "marft_team.json", lambda data: data["base"].update(name=name, is_local=False))
+    with pytest.raises(ValueError, match="cannot be the id of a model on the Hub"):
+        TeamManifest.load(folder)
+
+
+def test_the_code_of_a_strangers_tokenizer_is_not_run(model_folder, saved, tmp_path, monkeypatch):
+    folder = shutil.copytree(saved, tmp_path / "team")
+    (folder / "theirs.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'w')\nclass Theirs: pass\n")
+    auto_map = {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"], "AutoConfig": "theirs.Theirs"}
+    changed(
+        folder,
+        "tokenizer_config.json",
+        lambda data: data.update(tokenizer_class="Theirs", auto_map=auto_map),
+    )
+    monkeypatch.setattr("builtins.input", lambda *args: "y")  # nor is the user led to agree
+    with pytest.raises(Exception, match="trust_remote_code"):
+        Team.from_pretrained(folder, model=model_folder)
+    assert not (tmp_path / "taken").exists()
+
+
+def test_a_strangers_weights_are_no_pickle(model_folder, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "team")
+    (folder / "actor" / "adapter_model.safetensors").unlink()
+    torch.save({"x": torch.zeros(1)}, folder / "actor" / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_model\.safetensors"):
+        load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
+    save_file({"x": torch.zeros(1)}, folder / "actor" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="no part of a LoRA"):
+        load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
+
+
+# ---- Pages, cards and pictures ----
+
+
+ATTACKS = [
+    "<script>document.title = 'taken'</script>",
+    "<img src=x onerror=\"document.title='taken'\">",
+    "</pre></article></section><h1>taken</h1>",
+    '"><svg onload=alert(1)>',
+    "</td></tr></table><iframe src=https://evil.example></iframe>",
+    "[click](javascript:alert(1)) ![x](https://evil.example/x.png) <https://evil.example>",
+    "https://evil.example www.evil.example me@evil.example",
+    "```\n# taken\n```\n\n| a |\n|---|\n| b |",
+    "`</code>` ``x`` {{ ''.__class__ }} {% raw %} &lt;b&gt; <!-- x --> $x$ ~~x~~ **x** __x__",
+    "a | b \\| c\n\n> quote\n\n- list\n\n---\nbase_model: evil",
+    '"]; click n0 "javascript:alert(1)"; n0["x',
+    "\u202etaken\u202c\x1b[2J\x00",
+]
+
+
+PLAIN = "no id of a repository"
+
+
+def card_with(attack):
+    """A card of a team that has an attack wherever a stranger can put a text."""
+    agents = [dataclasses.replace(agent, system_prompt=attack) for agent in tiny_agents()]
+    adapters = {agent.adapter: {"folder": agent.adapter, "trained": True} for agent in agents}
+    workflow = {"class": attack, "x": attack, attack: 1}
+    manifest = TeamManifest(agents, workflow, adapters, base=BaseModel(attack, is_local=False))
+    picture = Sequential().mermaid(["a", attack], [("a", attack), (attack, attack)])
+    return team_card(manifest, attack, attack, attack, metrics={attack: 1.0}, picture=picture)
+
+
+def as_page(card):
+    """The card as the Hub shows it: Markdown with tables and HTML."""
+    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table")
+    return f"<!doctype html><title>card</title><body>{markdown.render(card.text)}</body>"
+
+
+def elements(page):
+    return [tag for tag, _ in Reader.read(page).tags]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_card_has_no_element_that_is_not_ours(attack):
+    card = card_with(attack)
+    assert card.data.to_dict().keys() <= {
+        "base_model", "library_name", "model_name", "pipeline_tag", "tags", "datasets", "licence",
+    }  # fmt: skip
+    assert elements(as_page(card)) == elements(as_page(card_with(PLAIN)))
+    lines = Sequential().mermaid(["a", attack], [("a", attack)]).splitlines()
+    assert len(lines) == 4 and all('"' not in line[8:-2] for line in lines[1:3])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_finds_no_element_that_is_not_ours(tmp_path):
+    pages = {"card": "".join(as_page(card_with(attack)) for attack in ATTACKS), "page": page_with(ATTACKS)}
+    plain = {"card": as_page(card_with(PLAIN)), "page": page_with([PLAIN])}
+    for name, page in pages.items():
+        (tmp_path / f"{name}.html").write_text(page, encoding="utf-8", errors="replace")
+        (tmp_path / "plain.html").write_text(plain[name], encoding="utf-8")
+        shown, allowed = (browse(tmp_path / f"{one}.html") for one in (name, "plain"))
+        assert set(elements(shown)) <= set(elements(allowed)), name
+        assert "<title>taken" not in shown and "evil.example/x.png" not in sources(shown)
+
+
+def page_with(attacks):
+    entries = [
+        Entry(attack, attack, (attack,), attack, tokens, advantages)
+        for attack in attacks
+        for tokens, advantages in (((), None), ((), 0.5), ((attack, attack), (0.5, -0.5)))
+    ]
+    entries.append(Entry("x", attacks[0], is_feedback=True))
+    return html_page([Transcript(one, one, tuple(entries), {one: 1.0, "y": None}) for one in attacks], attacks[0])
+
+
+def browse(path):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    options = ["--disable-dev-shm-usage", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
+    return subprocess.run([CHROMIUM, *flags, *options], capture_output=True, text=True, timeout=120).stdout
+
+
+def sources(page):
+    return [value for _, attributes in Reader.read(page).tags for value in attributes]
