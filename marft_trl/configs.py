@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -33,6 +32,7 @@ from .config_checks import (
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
+from .redaction import is_published, without_paths, without_secrets
 from .seams.runs import timeout_also_on_cpu
 from .seams.trl import accepting_one_generation
 
@@ -486,6 +486,11 @@ class MARFTConfig(GRPOConfig):
                 self.preset_settings[name] = value
 
     def __str__(self):
+        shown = copy.copy(self)
+        shown.__dict__.update((name, without_secrets(value)) for name, value in self.__dict__.items())
+        return shown._as_text()
+
+    def _as_text(self) -> str:
         if self.preset is None:
             return super().__str__()
         wanted = PRESETS[self.preset].settings
@@ -502,11 +507,12 @@ class MARFTConfig(GRPOConfig):
 
     def __getstate__(self):
         # The Trainer pickles its arguments into `training_args.bin`, which is uploaded, so secrets are removed.
-        return {**_without_secrets(self.__dict__), "hub_token": None}
+        state = {name: without_secrets(value) for name, value in self.__dict__.items()}
+        return {**(without_paths(state) if is_published.get() else state), "hub_token": None}
 
     def to_dict(self):
         # Trackers log this dictionary, so secrets are removed
-        return _without_secrets(super().to_dict())
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
 
     def __deepcopy__(self, memo):
         # By default, `copy` uses `__getstate__`, which would remove the token from the copy.
@@ -519,18 +525,6 @@ class MARFTConfig(GRPOConfig):
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         return clone
-
-
-# Keys under which `from_pretrained` takes a Hub token. They can appear in fields such as `model_init_kwargs`.
-_SECRET_KEYS = frozenset({"token", "use_auth_token"})
-
-
-def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without the Hub tokens that are nested in dictionary fields."""
-    return {
-        name: {key: its for key, its in value.items() if key not in _SECRET_KEYS} if type(value) is dict else value
-        for name, value in values.items()
-    }
 
 
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:

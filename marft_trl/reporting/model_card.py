@@ -164,7 +164,7 @@ def team_card(
         model_name=model_name,
         pipeline_tag="text-generation",
         tags=sorted({*tags, "generated_from_trainer"}),
-        datasets=dataset_name,
+        datasets=datasets or None,
     )
     return ModelCard.from_template(
         card_data,

@@ -26,6 +26,7 @@ from ..learning.levels import level_of
 from ..learning.memory import MemoryPlan
 from ..learning.schedules import Schedule
 from ..manifest import TeamManifest
+from ..redaction import published
 from ..reporting.evaluation import EvalMetric, check_eval_metrics, check_references
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
@@ -331,7 +332,8 @@ class MARFTTrainer(GRPOTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        with published():
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)
 

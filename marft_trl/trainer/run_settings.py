@@ -19,6 +19,7 @@ from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..learning.critic import Critic
 from ..manifest import BaseModel
+from ..redaction import without_secrets
 from ..rollout.views import View
 from ..weights.fingerprints import hash_of_weights
 from ..weights.policies import Policies
@@ -118,7 +119,7 @@ class RunSettings:
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
             "versions": {name: _version(name) for name in _PACKAGES},
-            "tunable": self._tunables(),
+            "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
             self._slow = self._of_base_and_data()

@@ -15,11 +15,13 @@ from ..agents import AgentSpec
 from ..configs import MARFTConfig
 from ..learning.critic import CRITIC_NAME, Critic
 from ..manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
+from ..redaction import without_secrets
 from ..reporting.model_card import team_card
 from ..reporting.plan import Planner
 from ..rollout.generator import Generator, general_settings, own_settings
 from ..rollout.views import View, team_view
 from ..tools import tool_name
+from ..weights.adapter_files import forget_local_base
 from ..weights.policies import Policies
 from ..workflows import Workflow
 from ..workflows.base import callable_name
@@ -76,7 +78,7 @@ class TeamFiles:
         self._agents, self._workflow, self._policies, self._critic = list(agents), workflow, policies, critic
         self._generator, self._view, self._base, self._planner = generator, view, base, planner
         self._max_rank, self._tags, self._repo, self._args, self._anonymous = max_rank, tags, repo, args, anonymous
-        self._chat_template_kwargs, self._share = dict(chat_template_kwargs), share
+        self._chat_template_kwargs, self._share = without_secrets(dict(chat_template_kwargs)), share
         self._mixed_precision = mixed_precision
 
     def manifest(self) -> TeamManifest:
@@ -95,7 +97,7 @@ class TeamFiles:
         view, settings = self._view(), self._generator().settings
         return Inference(
             sampling={agent.name: own_settings(settings(agent.name)) for agent in self._agents},
-            generation=general_settings(settings(self._agents[0].name)),
+            generation=without_secrets(general_settings(settings(self._agents[0].name))),
             share_prefixes=self._share,
             mixed_precision=self._mixed_precision,
             chat_template_kwargs=self._chat_template_kwargs,
@@ -121,6 +123,9 @@ class TeamFiles:
         """Write the files of the team beside its weights, which are there already."""
         for write in self._writers(log_history).values():
             write(folder)
+        if self.manifest().base_model is None:
+            for name in self._policies.names if self._policies.has_adapters else []:
+                forget_local_base(folder / name)
         self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
 
     def save_card(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,13 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
             "`save_model` wrote, or an id such as 'me/my-team'."
         )
     return Path(snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED)))
+
+
+def forget_local_base(folder: Path) -> None:
+    """Remove the path of a local base from the config of an adapter, which may be uploaded."""
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "base_model_name_or_path": None}, indent=2, sort_keys=True))
 
 
 def load_adapters(

@@ -1,0 +1,150 @@
+"""Planted secrets and local paths are in no file, no log, no tracker and no push."""
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from marft_trl import MARFTConfig, Team
+from marft_trl.redaction import published, without_paths, without_secrets
+
+from .helpers import config, team_trainer
+from .hub_server import Hub
+from .test_persistence import RESUME, ROOT
+
+
+SECRET = "CANARY"
+# Settings that can hold a secret, and variables of the environment
+PLANTED = {
+    "hub_token": f"hf_{SECRET}0",
+    "model_init_kwargs": {"token": f"hf_{SECRET}1", "dtype": "float32"},
+    "vllm_server_base_url": f"http://me:{SECRET}3@localhost:8000",
+    "generation_kwargs": {"typical_p": 1.0},
+    "chat_template_kwargs": {"api-key": f"{SECRET}5", "nested": [{"Password": f"{SECRET}6"}]},
+}
+ENVIRONMENT = {
+    name: f"{SECRET}_{name}"
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "COMET_API_KEY", "PASSWORD")
+}
+
+
+class Tracker(TrainerCallback):
+    """What a tracker would be given."""
+
+    def __init__(self):
+        self.given = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.given += [repr(args.to_dict()), args.to_json_string(), repr(args.to_sanitized_dict()), repr(model.config)]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.given.append(repr(logs))
+
+
+def files_with(folder, text):
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    assert len(files) > 10
+    return sorted(str(path.relative_to(folder)) for path in files if text.encode() in path.read_bytes())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
+def test_no_planted_secret_is_saved_logged_or_shown(model_folder, tmp_path, monkeypatch, caplog, arguments):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    settings = {**RESUME, **PLANTED, "max_steps": 2, "save_steps": 1, "log_completions": True}
+    tracker, shown = Tracker(), io.StringIO()
+    with caplog.at_level(logging.DEBUG), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
+        trainer.add_callback(tracker)
+        trainer.train()
+        trainer.save_model()
+        trainer.create_model_card()
+        trainer = team_trainer(model_folder, tmp_path, settings={**settings, "learning_rate": 1e-3}, **arguments)
+        trainer.train(resume_from_checkpoint=True)
+        print(trainer.args, repr(trainer.args), trainer.plan(), trainer.memory_plan(), trainer.manifest())
+    assert trainer.args.hub_token == PLANTED["hub_token"]  # it is used, not lost
+    assert files_with(tmp_path, SECRET) == []
+    assert len(tracker.given) > 5 and SECRET not in "".join(tracker.given)
+    assert "marft" in caplog.text + shown.getvalue() and SECRET not in caplog.text + shown.getvalue()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
+def test_no_file_that_is_pushed_has_a_path_of_this_machine(model_folder, tmp_path, arguments):
+    output = tmp_path / "LOCALPATH" / "out"
+    trainer = team_trainer(model_folder, output, settings={**RESUME, "max_steps": 1}, **arguments)
+    trainer.train()
+    trainer.save_model()
+    for text in ("LOCALPATH", model_folder, str(ROOT), os.path.expanduser("~") + os.sep):
+        assert files_with(output, text) == [], text
+    assert trainer.args.output_dir == str(output)
+    if not arguments:
+        Team.from_pretrained(output, model=model_folder)
+
+
+PUSH = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.helpers import team_trainer
+from tests.test_secrets import PLANTED
+trainer = team_trainer({model!r}, {output!r}, settings=dict(PLANTED, max_steps=2, save_strategy="steps", save_steps=1,
+    push_to_hub=True, hub_model_id="user/team", hub_strategy="all_checkpoints", hub_always_push=True))
+trainer.train()
+trainer.push_to_hub()
+"""
+
+
+@pytest.mark.slow
+def test_no_planted_secret_is_pushed(model_folder, tmp_path):
+    hub = Hub()
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    environment |= {**ENVIRONMENT, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
+    output = tmp_path / "LOCALPATH" / "out"
+    code = PUSH.format(root=str(ROOT), model=model_folder, output=str(output))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        files = hub.files["user/team"]
+        assert {"training_args.bin", "marft_team.json", "checkpoint-2/training_args.bin"} <= set(files)
+        for text in (SECRET, "LOCALPATH", model_folder):
+            assert [path for path, data in files.items() if text.encode() in data] == [], text
+            assert not any(text in message for _, message in hub.commits)
+        assert SECRET not in done.stdout + done.stderr
+    finally:
+        hub.close()
+
+
+def test_what_counts_as_a_secret_and_as_a_path():
+    kept = {
+        "pad_token": "<pad>",
+        "eos_token_id": 2,
+        "max_new_tokens": 3,
+        "tokenizer": "x",
+        "url": "http://host:1/p@th",
+    }
+    assert without_secrets(kept) == kept
+    dropped = {"Api-Key": 1, "API_KEY": 2, "secret": {"a": 1}, "hub_token": 3}
+    assert without_secrets({"deep": [{"deeper": (dropped, "x")}]}) == {"deep": [{"deeper": ({}, "x")}]}
+    assert without_secrets("https://me:pass@host/path?x=1") == "https://host/path?x=1"
+    assert without_secrets("redis://pass@host") == "redis://host"
+    assert without_paths({"a": ["/home/me/out/", "out/model", "me/team"]}) == {"a": ["out", "out/model", "me/team"]}
+
+
+def copied(args):
+    return pickle.loads(pickle.dumps(args))  # noqa: S301 - our own
+
+
+def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
+    args = config(tmp_path / "out", hub_token=SECRET)
+    assert copied(args).output_dir == str(tmp_path / "out")
+    with published():
+        assert copied(args).output_dir == "out"
+    assert isinstance(args, MARFTConfig) and args.output_dir == str(tmp_path / "out") and args.hub_token == SECRET
