@@ -185,7 +185,7 @@ class AgentSpec:
         }
         for field_name, (holds, needed) in ranges.items():
             value = getattr(self, field_name)
-            if value is not None and not (math.isfinite(value) and holds(value)):
+            if value is not None and not (-math.inf < value < math.inf and holds(value)):
                 raise ValueError(self._complaint(field_name, needed))
 
     def _complaint(self, field_name: str, needed: str) -> str:

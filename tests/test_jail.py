@@ -419,7 +419,7 @@ def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypat
         raise OSError("Resource temporarily unavailable")
 
     monkeypatch.setattr(jail_module.subprocess, "Popen", fails)
-    with pytest.raises(JailError, match="cannot be started: Resource temporarily"):
+    with pytest.raises(JailError, match="cannot be run: Resource temporarily"):
         pass_rate("print(3)", ADD)
 
 
@@ -475,3 +475,63 @@ def test_a_bubblewrap_that_does_not_work_is_left_out_and_said(tmp_path, monkeypa
     finally:
         for cached in (jail_module._working_bubblewrap, jail_module._missing):
             cached.cache_clear()
+
+
+def test_two_runs_of_a_program_are_alike(walls):
+    program = "print(list({'a', 'b', 'c', 'd', 'e', 'f', 'g'}), hash('x'))"
+    first, second = (run_python(program).stdout for _ in range(2))
+    assert first == second != ""
+
+
+def test_programs_read_their_input_by_any_name(walls):
+    for name in ("0", "'/dev/stdin'", "'/proc/self/fd/0'"):
+        outcome = run_python(f"print(open({name}).read())", stdin="3 4")
+        assert outcome.stdout == "3 4\n", (name, outcome)
+    outcome = run_python("import sys; open('/dev/stdin', 'w').write('x')", stdin="3 4")
+    assert outcome.status == "error"
+
+
+def test_modules_beside_the_fence_are_not_those_of_the_program(walls):
+    assert run_python("import code, math; print(math.gcd(4, 6), code.__name__)").stdout == "2 code\n"
+
+
+def test_an_exit_code_is_no_time_limit(walls):
+    assert run_python("import os; os._exit(3)").status == "error"
+    if walls != "bubblewrap":  # which reports signals by such codes
+        assert run_python("import os; os._exit(137)").status == "error"
+
+
+def test_an_exit_ends_one_call(walls):
+    outcome = run_python(
+        "def f(x):\n    exit() if x == 1 else 0\n    return x", function="f", arguments=[[0], [1], [2]]
+    )
+    assert [one.get("value") for one in outcome.returned] == [0, None, 2] and "SystemExit" in outcome.returned[1][
+        "error"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"seconds": 0}, "seconds"), ({"seconds": float("inf")}, "seconds"), ({"seconds": float("nan")}, "seconds"),
+        ({"output": 0}, "output"), ({"files": 3}, "files"), ({"memory": 1e9}, "memory"), ({"threads": 0}, "threads"),
+        ({"disk": 1 << 70}, "disk"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_limits_that_no_program_could_keep_are_refused(settings, name):
+    with pytest.raises(ValueError, match=f"`{name}` of `Limits` must be"):
+        Limits(**settings)
+
+
+def test_too_many_open_files_are_no_wrong_program(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    run_python("")
+    monkeypatch.setattr(jail_module.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(JailError, match="Too many open files"):
+        run_python("print(1)")
+    monkeypatch.setattr(jail_module.tempfile, "mkdtemp", refuse)
+    with pytest.raises(JailError, match="There is no folder for a program"):
+        run_python("print(1)")

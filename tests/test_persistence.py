@@ -76,6 +76,7 @@ def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
         (lambda data: data["adapters"].update({"../x": {"folder": "../x"}}), "cannot be the name of an adapter"),
         (lambda data: data["agents"][0].update(name="/tmp/x"), "cannot be the name of an agent"),
         (lambda data: data["agents"][0].update(rank=3), "is damaged: TypeError"),
+        (lambda data: data["agents"][0].update(temperature=10**400), "`temperature`"),
     ],
 )
 def test_a_bad_manifest_is_refused(model_folder, tmp_path, change, message):

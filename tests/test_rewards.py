@@ -269,7 +269,7 @@ def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, 
     begin = "    gold = _gold(solution)\n"
     faulty = f"    if answer == '13':\n        {fault}\n" + begin
     _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, faulty))
-    monkeypatch.setattr(answers_module, "_SECONDS", 3)
+    monkeypatch.setattr(answers_module, "_SECONDS", 3 if "pass" in fault else 60)
     assert comparer.scores([("1", "1")]) == [1.0]
     process = comparer._process
     assert comparer.scores([("13", "13"), ("3", "3"), ("4", "3")]) == [0.0, 1.0, 0.0]
@@ -320,3 +320,29 @@ def test_in_background():
     reward = in_background(exact)
     assert asyncio.iscoroutinefunction(reward) and reward.__name__ == "exact"
     assert asyncio.run(reward(completions=["1"], solution=["1"])) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ({"inputs": [["3", "4"]], "outputs": ["7"]}, "`inputs` .* list of texts"),
+        ({"inputs": ["3"], "outputs": [7]}, "`outputs` .* list of texts"),
+        ({"inputs": None, "outputs": []}, "`inputs` .* list of texts"),
+        ({"inputs": ["3"], "outputs": ["7"], "function": "f"}, "`inputs` .* list of lists of arguments"),
+        ({"inputs": [[3]], "outputs": [7], "function": 3}, "`function` .* a name"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{", "Expecting property name"),
+    ],
+    ids=str,
+)
+def test_malformed_tests_are_named(tests, message):
+    with pytest.raises(ValueError, match=message):
+        code_module.pass_rate("print(7)", tests)
+
+
+def test_long_outputs_and_arrays_are_scored():
+    long = "x" * 3_000_000
+    assert code_module.pass_rate("print('x' * 3_000_000)", {"inputs": [""], "outputs": [long]}) == 1.0
+    tests = {"inputs": [[1], [2]], "outputs": [[1, 2], 3.0], "function": "f"}
+    program = "import numpy as np\ndef f(x): return np.array([1, 2]) if x == 1 else np.float64(3)"
+    assert code_module.pass_rate(program, tests) == 1.0

@@ -245,6 +245,7 @@ def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tm
         ({"init_lora_weights": "pissa"}, "changes the weights of the base"),
         ({"init_lora_weights": "loftq"}, "changes the weights of the base|cannot be read: ImportError"),
         ({"r": "many"}, "cannot be read|must be"),
+        ({"rank_pattern": ["q_proj"]}, "cannot be read"),
         ({"bias": "all"}, "trains biases of the base"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "changes the layers of the base"),
         ({"modules_to_save": ["lm_head"]}, "copies whole modules"),

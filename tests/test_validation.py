@@ -139,6 +139,7 @@ def test_every_accepted_name_is_one_plain_folder(name):
     [
         ({"temperature": 0}, "`temperature` of agent 'solver' must be a number above 0, got 0"),
         ({"temperature": math.nan}, "`temperature`"),
+        ({"temperature": 10**400}, "`temperature`"),
         ({"top_p": 1.5}, r"`top_p`.*\(0, 1\]"),
         ({"min_p": -0.1}, "`min_p`"),
         ({"max_completion_length": 0}, "`max_completion_length`"),
@@ -310,6 +311,8 @@ def test_every_new_field_is_documented_with_its_default():
         ([1.0, [2.0]], TypeError, "for completion 1"),
         ([1.0, 1j], TypeError, "for completion 1"),
         ([1.0, math.nan], ValueError, "returned nan for completion 1"),
+        ([1.0, 10**400], ValueError, "returned inf for completion 1"),
+        ([1.0, np.int64(-(2**63))], ValueError, "for completion 1"),
         ([math.inf, 1.0], ValueError, "returned inf for completion 0"),
         ([1.0, 1e39], ValueError, "returned 1e[+]39 for completion 1"),
         ([1.0, 3e38], ValueError, "returned 3e[+]38 for completion 1"),

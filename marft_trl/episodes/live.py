@@ -364,6 +364,8 @@ class LiveEpisode:
         self._check_own([turn], "earn", Turn)
         try:
             value = float(reward)
+        except OverflowError:  # an integer above all floats
+            value = math.inf
         except (TypeError, ValueError) as error:
             raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
         if not math.isfinite(value):

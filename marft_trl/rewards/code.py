@@ -120,6 +120,7 @@ def pass_rate(
     if program is None:
         return 0.0
     if function is not None:
+        limits = _with_room(limits, outputs)
         returned = run_python(program, function=function, arguments=inputs, limits=limits).returned
         right = [
             "value" in one and (_same(one["value"], output) or (wrapped and _same([one["value"]], output)))
@@ -131,20 +132,39 @@ def pass_rate(
             left = end - time.monotonic()
             if hung >= _MOST_TIMEOUTS or left <= 0:
                 break
-            outcome = run_python(program, stdin=text, limits=replace(limits, seconds=min(limits.seconds, left)))
+            its = replace(_with_room(limits, output), seconds=min(limits.seconds, left))
+            outcome = run_python(program, stdin=text, limits=its)
             right.append(outcome.status == "ok" and same_output(outcome.stdout, output))
             hung += outcome.status == "timeout"
     return sum(right) / len(inputs)
 
 
 def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
-    data = json.loads(tests) if isinstance(tests, str) else tests
+    try:
+        data = json.loads(tests) if isinstance(tests, str) else tests
+    except RecursionError as error:
+        raise ValueError("`tests` of a row is nested too deeply.") from error
     if not isinstance(data, Mapping) or not {"inputs", "outputs"} <= set(data):
         raise ValueError(f"`tests` of a row needs `inputs` and `outputs`, got {str(data)[:200]!r}.")
-    inputs, outputs = data["inputs"], data["outputs"]
+    inputs, outputs, function = data["inputs"], data["outputs"], data.get("function")
+    if not isinstance(function, str | None):
+        raise ValueError(f"`function` in `tests` of a row has to be a name, got {str(function)[:200]!r}.")
+    kinds, what = ((str,), "texts") if function is None else ((list, tuple), "lists of arguments")
+    _check_items("inputs", inputs, kinds, what)
+    _check_items("outputs", outputs, (str,) if function is None else (object,), "texts")
     if len(inputs) != len(outputs):
         raise ValueError(f"`tests` of a row has {len(inputs)} inputs and {len(outputs)} outputs; they have to match.")
-    return inputs, outputs, data.get("function"), bool(data.get("wrapped"))
+    return inputs, outputs, function, bool(data.get("wrapped"))
+
+
+def _check_items(name: str, items: Any, kinds: tuple[type, ...], what: str) -> None:
+    if not isinstance(items, (list, tuple)) or not all(isinstance(one, kinds) for one in items):
+        raise ValueError(f"`{name}` in `tests` of a row has to be a list of {what}, got {str(items)[:200]!r}.")
+
+
+def _with_room(limits: Limits, expected: Any) -> Limits:
+    """Limits under which a program can write the expected output."""
+    return replace(limits, output=max(limits.output, 2 * len(json.dumps(expected, default=str)) + (1 << 16)))
 
 
 def same_output(printed: str, expected: str) -> bool:

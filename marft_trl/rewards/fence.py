@@ -3,7 +3,7 @@
 Script that restricts its own process, then runs an untrusted program in it. It uses the standard library only, and
 little of it, because it starts anew for every program.
 
-    python -I -S fence.py 5        # reads its settings from the file descriptor 5
+    python -s -S -B fence.py 5     # reads its settings from the file descriptor 5
 
 On Linux, the kernel enforces the restrictions, and no privilege is needed to set them:
 
@@ -15,13 +15,18 @@ On Linux, the kernel enforces the restrictions, and no privilege is needed to se
 A process cannot lift its own restrictions.
 """
 
+import sys
+
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # the folder of this file, whose modules have names of the standard library
+
 import builtins
 import ctypes
 import errno
 import marshal
 import os
 import signal
-import sys
 
 
 # The system calls that an interpreter with threads, asyncio and NumPy needs, and that stay within the process, its
@@ -108,7 +113,7 @@ def fence_files(libc, folder: str, readable: list) -> bool:
     handled = _RIGHTS[min(abi, len(_RIGHTS)) - 1]
     attr = _RulesetAttr(handled)
     ruleset = libc.syscall(_LANDLOCK_CREATE, ctypes.byref(attr), ctypes.sizeof(attr), 0)
-    rules = [(path, _READ) for path in readable]
+    rules = [(path, _READ) for path in (*readable, "/proc/self/fd/0")]  # the last is what /dev/stdin opens
     rules += [("/dev/null", _READ | _WRITE), (folder, handled & ~(_NODES | _IOCTL_DEV))]
     for path, access in rules:
         if not os.path.exists(path):
@@ -224,10 +229,15 @@ def call(name: str, arguments: list, results: int) -> None:
     function = getattr(owner, name) if owner is not None else scope[name]
     for one in arguments:
         try:
-            line = json.dumps({"value": function(*one)}, default=list)
-        except Exception as error:
+            line = json.dumps({"value": function(*one)}, default=_plain)
+        except (Exception, SystemExit) as error:
             line = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
         os.write(results, line.encode() + b"\n")
+
+
+def _plain(value):
+    """A value of NumPy, or an iterable, as JSON has it."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
 def main() -> None:

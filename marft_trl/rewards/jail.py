@@ -79,6 +79,15 @@ class Limits:
     threads: int = 64
     strict: bool = True
 
+    def __post_init__(self):
+        if not 0 < self.seconds < 1e6:
+            raise ValueError(f"`seconds` of `Limits` must be a positive number below 1e6, got {self.seconds!r}.")
+        least = {"memory": 1 << 27, "output": 1, "files": 16, "disk": 1 << 16, "entries": 2, "threads": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not bound <= value < 1 << 63:
+                raise ValueError(f"`{name}` of `Limits` must be an integer of at least {bound}, got {value!r}.")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -156,9 +165,14 @@ class _Lacking(JailError):
 def _in_folder(
     code: str, stdin: str, function: str | None, arguments: Sequence[Sequence[Any]], limits: Limits
 ) -> Outcome:
-    folder = tempfile.mkdtemp(prefix="marft-jail-")
+    try:
+        folder = tempfile.mkdtemp(prefix="marft-jail-")
+    except OSError as error:
+        raise JailError(f"There is no folder for a program: {error}") from error
     try:
         return _run(Path(folder).resolve(), code, stdin, function, arguments, limits)
+    except OSError as error:  # a full disk, or too many open files
+        raise JailError(f"A program cannot be run: {error}") from error
     finally:
         _remove(folder)
 
@@ -192,10 +206,7 @@ def _run(
         }
         _fill(files.wishes, marshal.dumps(settings))
         start = time.monotonic()
-        try:
-            process = _start(command, files, folder)
-        except OSError as error:
-            raise JailError(f"A process for a program cannot be started: {error}") from error
+        process = _start(command, files, folder)
         excess = ""
         try:
             excess = _watch(process, folder, limits, files.report)
@@ -206,15 +217,15 @@ def _run(
         seconds = time.monotonic() - start
         errors = _read(files.errors, limits.output) + excess
         _check_report(files.report, limits, errors)
-        status = "killed" if excess else _status(code_of_exit)
+        status = "killed" if excess else _status(code_of_exit, bool(command))
         returned = _lines(_read(files.results, limits.output))
         return Outcome(status, _read(files.output, limits.output), errors, returned, seconds)
 
 
 def _start(command: Sequence[str], files: _Files, folder: Path) -> subprocess.Popen:
-    # -S: what `site` imports takes most of the time of a short program
+    # -S: what `site` imports takes most of the time of a short program. Not -I, which ignores the seed of hashes.
     return subprocess.Popen(  # noqa: S603  # untrusted code, which the fence restricts
-        [*command, sys.executable, "-I", "-S", "-B", str(_FENCE), str(files.wishes.fileno())],
+        [*command, sys.executable, "-s", "-S", "-B", str(_FENCE), str(files.wishes.fileno())],
         stdin=files.source,
         stdout=files.output,
         stderr=files.errors,
@@ -372,10 +383,10 @@ def _working_bubblewrap() -> tuple[str, ...]:
     return command if done.returncode == 0 else ()  # containers often forbid the namespaces it needs
 
 
-def _status(code: int) -> str:
+def _status(code: int, in_bubblewrap: bool) -> str:
     if code == 0:
         return "ok"
-    code = 128 - code if code > 128 else code  # bubblewrap reports a signal this way
+    code = 128 - code if in_bubblewrap and code > 128 else code  # bubblewrap reports a signal this way
     if code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
         return "timeout"
     return "killed" if code < 0 else "error"

@@ -253,10 +253,14 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
             f"The reward function `{name}` returned {score!r} of type {type(score).__name__} for completion {index}; "
             "it must be a number, or None where the function does not apply."
         )
-    if not math.isfinite(score) or abs(score) > MAX_REWARD:
+    try:
+        value = float(score)
+    except OverflowError:  # an integer above all floats
+        value = math.inf
+    if not abs(value) <= MAX_REWARD:
         raise ValueError(
-            f"The reward function `{name}` returned {float(score)!r} for completion {index}. Training on it would "
+            f"The reward function `{name}` returned {value!r} for completion {index}. Training on it would "
             f"destroy the weights or silence its group. Return a finite number of at most {MAX_REWARD:g} in "
             "magnitude, or None to leave the completion out."
         )
-    return float(score)
+    return value

@@ -132,9 +132,11 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
             raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {name} in {folder}.")
     try:
         config = PeftConfig.from_pretrained(str(folder))
+        check_adapter_config(agent, config, alone=False)
+    except ValueError:
+        raise
     except Exception as error:  # a file from the Hub may hold anything
         raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
-    check_adapter_config(agent, config, alone=False)
     if type(config) is not LoraConfig:
         raise ValueError(
             f"The adapter of agent {agent.name!r} is a {type(config).__name__}; adapters of a saved team are LoRAs, "
