@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SECONDS ?= 20
 READY := $(VENV)/.ready
 
 export HF_HUB_OFFLINE := 1
@@ -9,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart test fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import clean
 
 $(READY): pyproject.toml constraints.txt
@@ -29,6 +30,15 @@ test-slow: $(READY)  ## longer checks
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
+
+fuzz: $(addprefix fuzz-,manifest route calls speakers adapter commit settings)  ## parsers under a coverage-guided fuzzer
+
+fuzz-%: $(VENV)/.fuzz
+	$(BIN)/python -W ignore tests/fuzz.py $* --seconds $(SECONDS)
+
+$(VENV)/.fuzz: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
+	touch $(VENV)/.fuzz
 
 quality: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -488,11 +488,9 @@ class MARFTConfig(GRPOConfig):
     def __str__(self):
         shown = copy.copy(self)
         shown.__dict__.update((name, without_secrets(value)) for name, value in self.__dict__.items())
-        return shown._as_text()
-
-    def _as_text(self) -> str:
+        text = super(MARFTConfig, shown).__str__()
         if self.preset is None:
-            return super().__str__()
+            return text
         wanted = PRESETS[self.preset].settings
         own = {name: getattr(self, name) for name in wanted if name not in self.preset_settings}
         lines = [
@@ -501,7 +499,7 @@ class MARFTConfig(GRPOConfig):
         ]
         if own:
             lines.append("  set beside it: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
-        return "\n".join([*lines, super().__str__()])
+        return "\n".join([*lines, text])
 
     __repr__ = __str__
 

@@ -138,6 +138,8 @@ def _sockets():
     yield "a, b = socket.socketpair(); a.sendto(b'x', BAIT + '/socket')"
     yield "a, b = socket.socketpair(); a.bind(BAIT + '/new')"
     yield "a, b = socket.socketpair(); a.listen()"
+    yield "a, b = socket.socketpair(); a.setsockopt(socket.SOL_SOCKET, 26, b'\\0' * 16)"  # attach a filter
+    yield "import fcntl; fcntl.flock(open(os.__file__), fcntl.LOCK_EX)"
 
 
 def _ipc():

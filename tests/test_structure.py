@@ -17,7 +17,7 @@ SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
 # Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
 PACKAGES = [
-    *("seams", "hints", "event_loop", "watchdog", "functional", "processes"),
+    *("seams", "hints", "redaction", "event_loop", "watchdog", "functional", "processes"),
     *("randomness", "checkpoints"),
     *("run_metrics", "tools", "shared_prefix", "episodes", "agents", "anonymity", "manifest", "workflows"),
     *("weights", "rewards", "metrics", "dataset_checks", "presets"),

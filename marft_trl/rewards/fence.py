@@ -33,7 +33,7 @@ import signal
 # open files and the folders that Landlock allows. Those that an architecture does not have are left out.
 _ALLOWED = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range copy_file_range
-    sendfile ftruncate fsync fdatasync flock fadvise64 dup dup2 dup3 pipe pipe2
+    sendfile ftruncate fsync fdatasync fadvise64 dup dup2 dup3 pipe pipe2
     stat fstat lstat statx newfstatat statfs fstatfs access faccessat faccessat2 getdents getdents64 getcwd chdir
     fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 symlink symlinkat link
     linkat
@@ -46,7 +46,7 @@ _ALLOWED = """
     getpid getppid getuid geteuid getgid getegid getgroups getresuid getresgid getpgrp getpgid getsid umask
     getrlimit setrlimit getrusage uname sysinfo getrandom getcpu sched_getaffinity sched_getparam sched_getscheduler
     sched_get_priority_max sched_get_priority_min getpriority
-    sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt setsockopt
+    sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt
 """.split()  # noqa: SIM905
 # Of fcntl: duplicates, flags, locks, sizes of pipes; not the commands that choose a process to signal about a file.
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
