@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -185,7 +185,7 @@ class AgentSpec:
         }
         for field_name, (holds, needed) in ranges.items():
             value = getattr(self, field_name)
-            if value is not None and not (-math.inf < value < math.inf and holds(value)):
+            if value is not None and not (abs(value) <= sys.float_info.max and holds(value)):
                 raise ValueError(self._complaint(field_name, needed))
 
     def _complaint(self, field_name: str, needed: str) -> str:

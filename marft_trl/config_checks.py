@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -137,7 +138,7 @@ def check_numbers(args: Any) -> None:
     for names, holds, bound in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is not None and not (-math.inf < value < math.inf and holds(value)):
+            if value is not None and not (abs(value) <= sys.float_info.max and holds(value)):
                 instead = f", or None for {_NONE_MEANS[name]}" if name in _NONE_MEANS else ""
                 raise ValueError(f"`{name}` must be a finite number {bound}{instead}; got {value!r}.")
     for weight in args.reward_weights or []:
