@@ -8,6 +8,7 @@ invisible ones, or map words for bytes to the bytes. A line is quoted if any of 
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 
@@ -32,6 +33,7 @@ def speaker_line(name: str) -> str:
     return f"[{name}]"
 
 
+@functools.lru_cache(maxsize=1024)  # a turn is shown to many agents
 def quoted(text: str) -> str:
     """Return a text with `> ` before each line that a model could read as a speaker line."""
     text = as_plain(text)
@@ -48,6 +50,8 @@ def _split(text: str) -> list[str]:
 
 
 def _quoted_line(line: str) -> str:
+    if line.isascii() and line.rstrip("\r\n").isprintable() and "<0x" not in line:  # the most, and the fastest
+        return f"> {line}" if _NAME.fullmatch("".join(line.split())) else line
     end = _LINE_BREAK.search(line)
     read, positions = _read(line[: end.start()] if end is not None else line)
     starts = [positions[match.start()] for match in _NAME.finditer(read)]
