@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from .agents import AgentSpec, check_name, check_team
+from .tools import ToolLimits
 
 
 MANIFEST_NAME = "marft_team.json"
@@ -159,6 +160,8 @@ class TeamManifest:
     @classmethod
     def _of(cls, data: dict[str, Any], path: Path) -> TeamManifest:
         agents = check_team([AgentSpec(**agent) for agent in data["agents"]])
+        if any(agent != AgentSpec(**agent.to_dict()) for agent in agents):
+            raise TypeError("an agent has a field that manifests do not have")
         adapters = dict(data["adapters"])
         for name, adapter in adapters.items():
             check_name(name, "an adapter")
@@ -177,6 +180,7 @@ class TeamManifest:
         else:
             base = _read(BaseModel, data["base"])
             inference = _read(Inference, data["inference"])
+            _check_values(inference)
         if base is not None and not base.is_local and not is_hub_id(base.name):
             raise ValueError(f"{path} names the base {base.name!r}, which cannot be the id of a model on the Hub.")
         anonymous = data.get("anonymous")
@@ -231,6 +235,42 @@ def _read(kind: type, data: Any) -> Any:
     return part
 
 
+def _check_values(inference: Inference | None) -> None:
+    """
+    Check values that would fail, or be ignored, only when the team answers.
+
+    Raises:
+        TypeError: A value has the wrong type, or a name is unknown.
+        ValueError: A value is out of its range.
+    """
+    if inference is None:
+        return
+    for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
+        rounds = name == "rounds" and limit is None
+        if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):
+            raise ValueError(f"'tool_limits' holds {limit!r} for {name!r}")
+    timeout = inference.workflow_timeout
+    if timeout is not None and not 0 < timeout < 1e9:
+        raise ValueError(f"'workflow_timeout' is {timeout!r}")
+    if inference.context_overflow not in ("raise", "drop_oldest_turn", "end_episode"):
+        raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
+    if inference.mixed_precision not in ("no", "bf16", "fp16"):
+        raise ValueError(f"'mixed_precision' is {inference.mixed_precision!r}")
+    reserved = sorted(_OF_TEMPLATE & set(inference.chat_template_kwargs))
+    if reserved:
+        raise ValueError(f"'chat_template_kwargs' holds {reserved[0]!r}, which is an argument of the tokenizer")
+    for name, sampling in inference.sampling.items():
+        length = sampling.get("max_completion_length", 1)
+        if not isinstance(length, int) or not 1 <= length < 1e9:
+            raise ValueError(f"'sampling' of {name!r} has the 'max_completion_length' {length!r}")
+        for key, value in sampling.items():
+            if key != "stop" and not isinstance(value, (int, float, type(None))):
+                raise TypeError(f"'sampling' of {name!r} holds {value!r} for {key!r}")
+
+
+# Arguments of `apply_chat_template`
+_OF_TEMPLATE = {"conversation", "tools", "chat_template", "tokenize", "add_generation_prompt", "return_tensors"}
+_OF_TEMPLATE |= {"return_dict", "continue_final_message", "tokenizer_kwargs", "padding", "truncation", "max_length"}
 # Type of a field and, for mappings, type of the values
 _KINDS: dict[str, tuple[Any, type]] = {
     "str": (str, object),

@@ -7,21 +7,26 @@ import contextlib
 import contextvars
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
 is_published: contextvars.ContextVar[bool] = contextvars.ContextVar("is_published", default=False)
-# Keys of nested settings that hold secrets, in lower case and without separators. `from_pretrained` takes `token`.
-_KEYS = frozenset(
-    {
-        *("token", "useauthtoken", "hubtoken", "hftoken", "accesstoken", "authtoken", "apitoken"),
-        *("apikey", "secret", "secretkey", "clientsecret", "privatekey", "accesskey", "secretaccesskey"),
-        *("password", "passwd", "credentials", "authorization"),
-    }
+# Ends of keys that hold secrets, in lower case and without separators.
+_SECRET_KEY = re.compile(
+    "(token|apikeys?|secrets?|password|passwd|passphrase|credentials?|accesskey|secretkey|privatekey|authorization)$"
 )
-# User and password in a URL
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+# Ends of keys that hold tokens of a text, with the separators
+_TEXT_KEY = re.compile(
+    "(^|_)(pad|eos|bos|unk|sep|cls|mask|image|video|audio|stop|new|prefix|suffix|special)_?token$", re.I
+)
+# User and password in a URL, and secrets that show by their form
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@:]+@|(?![^\s/@:]*:\d+(?:/|$))[^\s/@:]*:\S*@)")
+_FORMS = re.compile(
+    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})|(?<=Bearer )\S+"
+)
+_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s]*")
 
 
 @contextlib.contextmanager
@@ -36,28 +41,35 @@ def published() -> Iterator[None]:
 
 def without_secrets(value: Any) -> Any:
     """
-    Return a setting without secrets: entries of mappings whose key names one, at any depth, and users and passwords
-    in URLs. Other objects are returned as they are.
+    Return a setting without secrets: entries of mappings whose key names one, at any depth, users and passwords in
+    URLs, and texts that have the form of a token. Other objects are returned as they are.
     """
     if isinstance(value, str):
-        return _CREDENTIALS.sub("", value)
-    return _mapped(without_secrets, value)
+        return _QUERY.sub(r"\1=", _FORMS.sub("", _CREDENTIALS.sub("", value)))
+    if isinstance(value, Mapping):
+        kept = {key: without_secrets(its) for key, its in value.items() if not _is_secret(key, its)}
+        return kept if type(value) is dict or kept != dict(value) else value
+    return _of_items(without_secrets, value)
 
 
 def without_paths(value: Any) -> Any:
-    """Return a setting in which only the last part of each absolute path is left."""
+    """Return a setting in which only the last part is left of each path of this machine that exists."""
+    if isinstance(value, os.PathLike):
+        return Path(without_paths(os.fspath(value)))
     if isinstance(value, str):
-        return os.path.basename(os.path.normpath(value)) if os.path.isabs(value) else value
-    return _mapped(without_paths, value)
-
-
-def _mapped(change: Any, value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(map(change, value))
+        path = value.removeprefix("file://")
+        is_path = os.path.isabs(path) and (path != value or os.path.lexists(path) or path.count("/") > 1)
+        return os.path.basename(os.path.normpath(path)) if is_path else value
     if type(value) is dict:
-        return {key: change(its) for key, its in value.items() if not _is_secret(key)}
-    return value
+        return {key: without_paths(its) for key, its in value.items()}
+    return _of_items(without_paths, value)
 
 
-def _is_secret(key: Any) -> bool:
-    return isinstance(key, str) and re.sub(r"[^a-z0-9]", "", key.lower()) in _KEYS
+def _of_items(change: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(map(change, value)) if type(value) in (list, tuple, set, frozenset) else value
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    if not isinstance(key, str) or isinstance(value, (bool, int, float, type(None))):
+        return False
+    return _SECRET_KEY.search(re.sub("[^a-z0-9]", "", key.lower())) is not None and _TEXT_KEY.search(key) is None

@@ -34,7 +34,7 @@ from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
 from .tools import ToolLimits, tool_name
 from .trainer import setup
-from .weights.adapter_files import put_on, team_folder
+from .weights.adapter_files import check_no_adapter, put_on, team_folder
 from .weights.fingerprints import describe_base
 from .weights.policies import Policies
 from .workflows import Workflow, rebuild
@@ -320,6 +320,8 @@ def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_co
     options: dict[str, Any] = {"trust_remote_code": False}  # else transformers would ask the user to agree
     if model is None and not manifest.adapters:
         model = folder  # the folder of the manifest contains the full weights
+        options["use_safetensors"] = True  # no pickles
+        check_no_adapter(folder)
     elif model is None and manifest.base_model is not None:
         model, options["revision"] = manifest.base_model, manifest.base_model_revision
     if model is None:
@@ -387,7 +389,10 @@ def _runner(
 
 def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
     if str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
-        return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
+        try:
+            return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
+        except TypeError as error:
+            raise ValueError(f"The quantization of the base in the manifest cannot be used: {error}") from error
     return None  # checkpoints quantized with other methods contain their quantization config
 
 

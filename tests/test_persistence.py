@@ -77,6 +77,17 @@ def test_the_manifest_says_who_is_in_the_team(model_folder, tmp_path):
         (lambda data: data["agents"][0].update(name="/tmp/x"), "cannot be the name of an agent"),
         (lambda data: data["agents"][0].update(rank=3), "is damaged: TypeError"),
         (lambda data: data["agents"][0].update(temperature=10**400), "`temperature`"),
+        (lambda data: data["agents"][0].update(peft_config={"r": 1}), "is damaged: TypeError"),
+        (lambda data: data["inference"].update(workflow_timeout=float("nan")), "'workflow_timeout' is nan"),
+        (lambda data: data["inference"].update(tool_limits={"bogus": 1}), "is damaged: TypeError"),
+        (lambda data: data["inference"].update(tool_limits={"calls": "x"}), "'tool_limits' holds 'x'"),
+        (lambda data: data["inference"].update(context_overflow="zz"), "'context_overflow' is 'zz'"),
+        (lambda data: data["inference"].update(chat_template_kwargs={"tokenize": False}), "holds 'tokenize'"),
+        (
+            lambda data: data["inference"]["sampling"]["actor"].update(max_completion_length=None),
+            "'max_completion_length' None",
+        ),
+        (lambda data: data["inference"]["sampling"]["actor"].update(top_p="x"), "is damaged: TypeError"),
     ],
 )
 def test_a_bad_manifest_is_refused(model_folder, tmp_path, change, message):

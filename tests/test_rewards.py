@@ -330,14 +330,16 @@ def test_in_background():
         ({"inputs": None, "outputs": []}, "`inputs` .* list of texts"),
         ({"inputs": ["3"], "outputs": ["7"], "function": "f"}, "`inputs` .* list of lists of arguments"),
         ({"inputs": [[3]], "outputs": [7], "function": 3}, "`function` .* a name"),
-        ("[" * 100_000, "nested too deeply"),
-        ("{", "Expecting property name"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("{", "cannot be read as JSON: Expecting property name"),
     ],
     ids=str,
 )
 def test_malformed_tests_are_named(tests, message):
     with pytest.raises(ValueError, match=message):
         code_module.pass_rate("print(7)", tests)
+    with pytest.raises(ValueError, match=message):
+        get_code_reward()([block("print(7)")], [tests])
 
 
 def test_long_outputs_and_arrays_are_scored():

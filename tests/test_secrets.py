@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,13 @@ PLANTED = {
     "hub_token": f"hf_{SECRET}0",
     "model_init_kwargs": {"token": f"hf_{SECRET}1", "dtype": "float32"},
     "vllm_server_base_url": f"http://me:{SECRET}3@localhost:8000",
-    "generation_kwargs": {"typical_p": 1.0},
-    "chat_template_kwargs": {"api-key": f"{SECRET}5", "nested": [{"Password": f"{SECRET}6"}]},
+    "chat_template_kwargs": {
+        "openai_api_key": f"{SECRET}5",
+        "nested": [{"db_password": f"{SECRET}6"}, OrderedDict(github_token=f"{SECRET}7")],
+        "headers": [("Authorization", f"Bearer {SECRET}8")],
+        "url": f"https://host/x?api_key={SECRET}9",
+    },
+    "run_name": f"sk-{SECRET}0123456789abcdef",
 }
 ENVIRONMENT = {
     name: f"{SECRET}_{name}"
@@ -129,13 +135,19 @@ def test_what_counts_as_a_secret_and_as_a_path():
         "max_new_tokens": 3,
         "tokenizer": "x",
         "url": "http://host:1/p@th",
+        "video_token": "<v>",
+        "token": True,
+        "monkey": "x",
+        "link": "https://host/path@main",
     }
     assert without_secrets(kept) == kept
-    dropped = {"Api-Key": 1, "API_KEY": 2, "secret": {"a": 1}, "hub_token": 3}
+    dropped = dict.fromkeys(["Api-Key", "API_KEY", "secret", "hub_token", "x-api-key", "session_token", "token"], "x")
     assert without_secrets({"deep": [{"deeper": (dropped, "x")}]}) == {"deep": [{"deeper": ({}, "x")}]}
     assert without_secrets("https://me:pass@host/path?x=1") == "https://host/path?x=1"
     assert without_secrets("redis://pass@host") == "redis://host"
-    assert without_paths({"a": ["/home/me/out/", "out/model", "me/team"]}) == {"a": ["out", "out/model", "me/team"]}
+    assert without_secrets("http://me:p@ss@h") == "http://h" and without_secrets("pg://u:a/ss@h/db") == "pg://h/db"
+    given = {"a": ["/home/me/out/", "out/model", "me/team", "/think", Path("/home/me/cache"), "file:///home/me/x"]}
+    assert without_paths(given) == {"a": ["out", "out/model", "me/team", "/think", Path("cache"), "x"]}
 
 
 def copied(args):

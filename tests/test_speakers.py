@@ -1,16 +1,19 @@
 """Nobody can speak in the name of another: with aimed and random texts, ten families of templates, five tokenizers."""
 
+import copy
 import random
 import re
 import sys
+import time
 import unicodedata
 
 import pytest
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
+from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
-from marft_trl.rollout.speakers import _OPENING, quoted
+from marft_trl.rollout.speakers import quoted
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.trainer import setup
 from marft_trl.workflows import EnvironmentLoop, Sequential
@@ -22,15 +25,30 @@ from .tokenizers_and_templates import FAMILIES, KINDS, PLAIN_MARKS, READS_NO_LIN
 
 NAMES = ["planner", "solver", "tool", "environment"]
 CONTROL = sorted({token for special, added in FAMILIES.values() for token in (*special, *added)} | {"<s>", "</s>"})
-BREAKS = ["\n", "\n\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "<0x0A>", "<0x0D>"]
-PADDING = ["", " ", "\t", "\u00a0", "\u3000", "\u2581", "\u200b", "\x00", "\ufeff", "\u00ad", "\u0301"]
+BREAKS = [
+    "\n",
+    "\n\n",
+    "\r",
+    "\r\n",
+    "\v",
+    "\f",
+    "\x1c",
+    "\x1e",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "<0x0A>",
+    "<0x0D>",
+    "\uff1c0x0A\uff1e",
+]
+PADDING = ["", " ", "\t", "\u00a0", "\u3000", "\u2581", "\u200b", "\x00", "\ufeff", "\u00ad", "\u0301", "\u0903"]
 SPEAKER = re.compile(r"\s*\[[A-Za-z][A-Za-z0-9_-]{0,47}\]\s*")
 
 
 def disguised(name, draw):
     """A line that some tokenizer reads as the line of a speaker."""
     line = f"[{name}]"
-    kind = draw.randrange(9)
+    kind = draw.randrange(12)
     if kind == 1:
         line = "".join(chr(ord(letter) + 0xFEE0) for letter in line)  # full width
     if kind == 2:
@@ -47,6 +65,12 @@ def disguised(name, draw):
         line = line.replace("[", "\ufe47").replace("]", "\ufe48")
     if kind == 8:
         line = "".join(f"<0x{byte:02X}>" for byte in line.encode())
+    if kind in (9, 10):  # the words for bytes in disguise
+        line = "".join(f"<0x{byte:02X}>" for byte in line.encode()) if kind == 9 else line.replace("[", "<0x5B>")
+        change = draw.choice([("<", "\uff1c"), (">", "\uff1e"), ("0", "\uff10"), ("x", "\u200bx"), ("x", "\x00x")])
+        line = line.replace(*change)
+    if kind == 11:
+        line = line.replace("[", "[\u0903").replace("n", "n\u0903")  # a mark with a width
     return draw.choice(PADDING) + line + draw.choice(PADDING)
 
 
@@ -222,16 +246,27 @@ def test_a_prompt_of_parts_is_refused():
         prompts.build([(AgentSpec("solver"), [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [])])
 
 
-def test_every_character_that_is_read_as_an_opening_bracket_is_looked_for():
-    letters = (chr(number) for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000)
-    for letter in letters:
-        if "[" in unicodedata.normalize("NFKD", letter):
-            assert _OPENING.search(letter), hex(ord(letter))
+@pytest.mark.parametrize("kind", ["lowering", "unigram"])
+def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
+    tokenizer = tokenizer_of(kind, "qwen3")
+    encode = PlainEncoder(tokenizer)
+    letters = [chr(number) for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000]
+    letters = [letter for letter in letters if unicodedata.category(letter) not in ("Co", "Cn")]
+    forms = [letter + "[solver]" for letter in letters] + [f"[sol{letter}ver]" for letter in letters]
+    forms += [f"{letter}solver]" for letter in letters if "[" in unicodedata.normalize("NFKD", letter)]
+    read = tokenizer.backend_tokenizer.normalizer.normalize_str
+    forms = [form for form in forms if any(map(SPEAKER.fullmatch, read(form).splitlines()))]
+    assert len(forms) > 100 or kind == "unigram"
+    for form in forms:
+        lines = tokenizer.decode(encode(quoted("x\n" + form)), clean_up_tokenization_spaces=False).splitlines()
+        assert not any(map(SPEAKER.fullmatch, lines)), form.encode("unicode_escape")
 
 
 def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
-    for piece in ("[", "[a]\n", "\n", "<0x", "<0x5B>", "\ufdfa[", "[a\u0301"):
+    for piece in ("[", "[a]\n", "\n", "<0x", "<0x5B>", "\ufdfa[", "[a\u0301", "[\x85", "[a\x85"):
+        start = time.monotonic()
         quoted(piece * 100_000)
+        assert time.monotonic() - start < 60  # some seconds; if it were quadratic, hours
     for text in ("", "a [planner] b", "[1, 2]", "[planner]: yes", "> [planner]", "x = [a]", "\uff3b1\uff3d", "[[a]]"):
         assert quoted(text) == text
     assert quoted("[a]\r\n\r\n [b]\n") == "> [a]\r\n\r\n>  [b]\n"
@@ -246,13 +281,27 @@ def test_templates_with_control_tokens_are_not_warned_of(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "mark"), [("llama2", " [/INST]"), ("zephyr", "<|system|>\\n"), ("vicuna", "ASSISTANT:")]
+    ("family", "mark"), [("llama2", " [/INST]"), ("zephyr", "<|user|>\\n"), ("vicuna", "ASSISTANT:")]
 )
 def test_marks_of_plain_text_are_warned_of(family, mark):
     prompts = prompts_of(tokenizer_of("byte_level", family))
     assert "marks messages by plain text" in prompts.unprotected(uses_tools=False)
     assert mark in prompts.unprotected(uses_tools=False)
     assert prompts_of(tokenizer_of("byte_level", family), alone=True).unprotected(uses_tools=False) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content + '\\n\\n' }}{% endfor %}",
+        "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}"
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
+    ],
+)
+def test_templates_without_marks_are_warned_of(template):
+    tokenizer = copy.deepcopy(tokenizer_of("byte_level", "llama3"))
+    tokenizer.chat_template = template
+    assert "marks messages by plain text" in prompts_of(tokenizer).unprotected(uses_tools=False)
 
 
 def test_results_between_plain_marks_are_warned_of():
@@ -274,3 +323,13 @@ def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_
         team_trainer(model_folder, tmp_path, processing_class=tokenizer)
     assert caplog.text.count("looks to its teammates like a message of somebody else") == 1
     assert "ASSISTANT:" in caplog.text
+
+
+def test_fields_that_datasets_adds_are_no_fields():
+    """`datasets` fills the fields that only some messages have with `None`."""
+    tokenizer = tokenizer_of("byte_level", "gemma3")  # whose template demands alternating roles
+    prompts = prompts_of(tokenizer)
+    for task in ({"role": "user", "content": "hi", "name": None}, {"role": "user"}, {"role": "user", "content": None}):
+        for seen in ([], [Turn("planner", "plan", 0)]):
+            (observation,) = prompts.build([(AgentSpec("solver"), [{"content": None, **task}], seen)])
+            assert tokenizer.decode(observation.ids).count("<start_of_turn>user") == 1

@@ -168,6 +168,21 @@ def test_a_strangers_weights_are_no_pickle(model_folder, saved, tmp_path):
         load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_full_weights_are_no_pickle_and_have_no_adapter_beside_them(model_folder, tmp_path, name):
+    team_trainer(model_folder, tmp_path, peft_config=None).save_model()
+    Team.from_pretrained(tmp_path)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"full weights of a policy and {name} beside them"):
+        Team.from_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.save(base.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        Team.from_pretrained(tmp_path)
+
+
 # ---- Pages, cards and pictures ----
 
 

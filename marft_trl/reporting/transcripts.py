@@ -146,7 +146,7 @@ def messages_as_text(prompt: str | Messages) -> str:
     """Format messages with their roles. A plain text is returned unchanged."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
 
 
 _STYLE = (

@@ -83,7 +83,7 @@ def get_code_reward(
         jobs = list(zip(programs, texts, strict=True))
         with lock, ThreadPoolExecutor(workers) as pool:
             fresh = [job for job in dict.fromkeys(jobs) if job not in known]
-            rates = pool.map(lambda job: pass_rate(job[0], json.loads(job[1]), limits, total_seconds), fresh)
+            rates = pool.map(lambda job: pass_rate(job[0], job[1], limits, total_seconds), fresh)
             known.update(zip(fresh, rates, strict=True))
             answers = [known[job] for job in jobs]
             for job in list(known)[:-_MOST_KNOWN]:
@@ -112,7 +112,7 @@ def pass_rate(
         JailError: the machine cannot sandbox programs, or cannot start them.
     """
     limits = limits or Limits()
-    if tests is None:
+    if tests is None or tests == "null":
         return None
     inputs, outputs, function, wrapped = _tests(tests)
     if not inputs:
@@ -123,7 +123,7 @@ def pass_rate(
         limits = _with_room(limits, outputs)
         returned = run_python(program, function=function, arguments=inputs, limits=limits).returned
         right = [
-            "value" in one and (_same(one["value"], output) or (wrapped and _same([one["value"]], output)))
+            "value" in one and (_equals(one["value"], output) or (wrapped and _equals([one["value"]], output)))
             for one, output in zip(returned, outputs, strict=False)
         ]
     else:
@@ -142,8 +142,8 @@ def pass_rate(
 def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
     try:
         data = json.loads(tests) if isinstance(tests, str) else tests
-    except RecursionError as error:
-        raise ValueError("`tests` of a row is nested too deeply.") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"`tests` of a row cannot be read as JSON: {error}: {tests[:200]!r}.") from error
     if not isinstance(data, Mapping) or not {"inputs", "outputs"} <= set(data):
         raise ValueError(f"`tests` of a row needs `inputs` and `outputs`, got {str(data)[:200]!r}.")
     inputs, outputs, function = data["inputs"], data["outputs"], data.get("function")
@@ -182,6 +182,13 @@ def _same_word(got: str, wanted: str) -> bool:
     if got == wanted:
         return True
     return all(map(_DECIMAL.fullmatch, (got, wanted))) and Decimal(got) == Decimal(wanted)
+
+
+def _equals(got: Any, wanted: Any) -> bool:
+    try:
+        return _same(got, wanted)
+    except RecursionError:  # nested more deeply than anything that is wanted
+        return False
 
 
 def _same(got: Any, wanted: Any) -> bool:

@@ -124,9 +124,9 @@ class ChatTemplate:
         Args:
             results (`bool`, *optional*, defaults to `False`): whether to look at the results of tools too.
         """
-        roles = ["system"] * self.renders_system + ["user", "assistant", "user"]
-        pieces = self._pieces_of(*roles) or [""]
-        openings = pieces[::2] if pieces[-1] else pieces[:-1:2]  # no mark follows the last message in some templates
+        longest = ["user", "assistant", "user"]
+        shown = next(filter(None, (self._pieces_of(*longest[:count]) for count in range(len(longest), 0, -1))), [""])
+        openings = shown[::2] if shown[-1] else shown[:-1:2]  # no mark follows the last message in some templates
         if results:
             with contextlib.suppress(Exception):  # templates can raise any error
                 said: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
@@ -136,8 +136,11 @@ class ChatTemplate:
     def _is_plain(self, piece: str) -> bool:
         tokenizer = self._tokenizer
         common = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-        ids = [index for index in self.encode(piece) if index not in common]
-        return bool(tokenizer.decode(ids).strip()) and tokenizer.added_tokens_decoder.keys().isdisjoint(ids)
+        ids = self.encode(piece)
+        if tokenizer.added_tokens_decoder.keys().isdisjoint(ids):
+            return True
+        rest = [index for index in ids if index not in common]
+        return bool(tokenizer.decode(rest).strip()) and tokenizer.added_tokens_decoder.keys().isdisjoint(rest)
 
     def _pieces_of(self, *roles: str) -> list[str] | None:
         named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]

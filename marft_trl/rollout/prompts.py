@@ -224,8 +224,9 @@ class PromptBuilder:
         prompt = query.prompt
         if query.after is not None and not isinstance(query.after.observation, str):
             return [*query.after.observation, *self._own_messages(query, query.after)]
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        self._check(asked)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_filled(one) for one in prompt]
+        if not self._alone or query.seen:
+            self._check(asked)
         agent, seen = renamed(query.agent, query.seen, self._aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
@@ -236,20 +237,20 @@ class PromptBuilder:
 
     def _quoted(self, messages: Messages) -> Messages:
         """Quote lines that look like the name of a speaker, unless there are no speakers."""
-        return messages if self._alone else [one | {"content": quoted(one["content"] or "")} for one in messages]
+        return messages if self._alone else [one | {"content": quoted(one.get("content") or "")} for one in messages]
 
     def _check(self, prompt: Messages) -> None:
         """
         Raises:
             ValueError: The content of a message is no text, or another field spells a control token.
         """
-        for number, message in enumerate(prompt if not self._alone else ()):
+        for number, message in enumerate(prompt):
             if not isinstance(message.get("content"), str | None):
                 raise ValueError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
                     "a string. Agents of a team are shown texts: join the parts of the content to one string."
                 )
-            fields = {name: value for name, value in message.items() if name != "content"}
+            fields = {} if self._alone else {name: its for name, its in message.items() if name != "content"}
             name = next((name for name, value in fields.items() if not self._encode.is_plain(_spelled(value))), None)
             if name is not None:
                 raise ValueError(
@@ -261,7 +262,7 @@ class PromptBuilder:
         """`True` if no control token could come from a content when it is tokenized together with the template."""
         if self._alone:
             return True
-        texts = [content] if isinstance(content, str) else [message["content"] or "" for message in content]
+        texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
         return all(map(self._encode.is_plain, texts))
 
     def _own_messages(self, query: Query, turn: Turn) -> Messages:
@@ -279,8 +280,9 @@ class PromptBuilder:
     def _spell(self, pieces: Sequence[str], messages: Messages) -> list[int]:
         """Return token ids of `pieces`, which alternate between template text and the number of a message."""
         ids: list[int] = []
-        for position, piece in enumerate(pieces):
-            ids += self._encode(messages[int(piece)]["content"]) if position % 2 else self.template.encode(piece)
+        for text, content in zip(pieces[::2], [*pieces[1::2], None], strict=True):
+            ids += self.template.encode(text)
+            ids += self._encode(messages[int(content)].get("content") or "") if content is not None else []
         return ids
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
@@ -319,6 +321,11 @@ def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
     while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
         rest.pop(0)
     return rest
+
+
+def _filled(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without the empty fields that `datasets` adds."""
+    return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
 
 
 def _spelled(value: Any) -> str:

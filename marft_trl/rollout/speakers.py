@@ -8,6 +8,7 @@ invisible ones, or map words for bytes to the bytes. A line is quoted if any of 
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 import unicodedata
@@ -15,17 +16,14 @@ import unicodedata
 from ..tools import as_plain
 
 
-# Characters, and words for bytes, that some tokenizer reads as the first bracket of a speaker line.
-_OPENING = re.compile(r"[\[\uff3b\ufe47]|<0x")
-_LINE_BREAK = re.compile("\n|<0x0[Aa]>")
 # A name in brackets between line breaks. Characters that only some tokenizers read as line breaks, and that others
-# remove, are "\n" here. No part can match the beginning of the next one, so matching takes linear time.
-_NAME = re.compile(r"(?:\A|(?<=\n))\[\n?[A-Za-z](?:\n?[A-Za-z0-9_-]){0,47}\n?\](?=\n|\Z)")
+# remove, are U+0085 here. No part can match the beginning of the next one, so matching takes linear time.
+_NAME = re.compile(r"(?:\A|(?<=[\n\x85]))\[\x85?[A-Za-z](?:\x85?[A-Za-z0-9_-]){0,47}\x85?\](?=[\n\x85]|\Z)")
 _SOFT_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-# A character, or a word for each of its bytes.
-_CHARACTER = re.compile("<0x[C-Fc-f].>(?:<0x[89ABab].>)*|<0x[0-7][0-9A-Fa-f]>|.", re.DOTALL)
-# Control characters, invisible ones, unassigned ones, accents and spaces.
-_REMOVED = {"Cc", "Cf", "Cn", "Co", "Me", "Mn", "Zs"}
+# Some tokenizers read these words as bytes.
+_BYTE = re.compile("<0x([0-9a-f]{2})>")
+# Control characters, invisible and unassigned ones, accents, other marks and spaces
+_REMOVED = {"Cc", "Cf", "Cn", "Co", "Mc", "Me", "Mn", "Zs"}
 
 
 def speaker_line(name: str) -> str:
@@ -37,50 +35,73 @@ def speaker_line(name: str) -> str:
 def quoted(text: str) -> str:
     """Return a text with `> ` before each line that a model could read as a speaker line."""
     text = as_plain(text)
-    if _OPENING.search(text) is None:
-        return text
-    lines = _split(text)
-    return "".join(_quoted_line(line) if _OPENING.search(line) else line for line in lines)
+    starts = []
+    begin = 0
+    for line in text.split("\n"):
+        starts += [begin + start for start in _names_in(line)]
+        begin += len(line) + 1
+    return "> ".join(text[begin:end] for begin, end in zip([0, *starts], [*starts, len(text)], strict=True))
 
 
-def _split(text: str) -> list[str]:
-    """Split a text after its line breaks."""
-    ends = [match.end() for match in _LINE_BREAK.finditer(text)]
-    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def _quoted_line(line: str) -> str:
-    if line.isascii() and line.rstrip("\r\n").isprintable() and "<0x" not in line:  # the most, and the fastest
-        return f"> {line}" if _NAME.fullmatch("".join(line.split())) else line
-    end = _LINE_BREAK.search(line)
-    read, positions = _read(line[: end.start()] if end is not None else line)
-    starts = [positions[match.start()] for match in _NAME.finditer(read)]
-    return "> ".join(line[begin:end] for begin, end in zip([0, *starts], [*starts, len(line)], strict=True))
+def _names_in(line: str) -> list[int]:
+    """Positions in a line at which a model could read a speaker line."""
+    if "[" not in line and "<" not in line and line.isascii():
+        return []
+    if line.isascii() and line.rstrip("\r").isprintable() and "<0x" not in line.lower():  # most lines
+        return [0] if _NAME.fullmatch("".join(line.split())) else []
+    read, positions = _with_bytes(*_read(line))
+    return [positions[match.start()] for match in _NAME.finditer(read)]
 
 
 def _read(line: str) -> tuple[str, list[int]]:
     """
-    Return what tokenizers can read a line as, and for each of its characters the position in the line. A character
-    that begins a part of the line has the position of this beginning, before the characters that were removed.
+    Return what tokenizers can read a line as: without what tells compatibility characters and cases apart, and without
+    characters that are removed. Also for each of its characters the position in the line; what is removed before a
+    character belongs to it.
     """
     read: list[str] = []
     positions: list[int] = []
     begin = 0
-    for match in _CHARACTER.finditer(line):
-        for one in _folded(match[0]):
+    for position, character in enumerate(line):
+        for one in _folded(character):
             if one in _SOFT_BREAKS:
-                if not read or read[-1] != "\n":
-                    read.append("\n")
-                    positions.append(match.start())
-                begin = match.end()
-            elif one not in "\u2581\ufffd" and unicodedata.category(one) not in _REMOVED:
-                positions.append(begin if not read or read[-1] == "\n" else match.start())
+                if read[-1:] != ["\x85"]:
+                    read.append("\x85")
+                    positions.append(begin)
+                begin = position + 1
+            else:
                 read.append(one)
+                positions.append(begin)
+                begin = position + 1
     return "".join(read), positions
 
 
 def _folded(character: str) -> str:
-    """Decode words for bytes, and remove what tells compatibility characters and cases apart."""
-    if character.startswith("<0x"):
-        character = bytes.fromhex(character[3:-1].replace("><0x", "")).decode("utf-8", "ignore")
-    return unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
+    for change in (str, str.casefold):
+        kept = (one for one in unicodedata.normalize("NFKD", change(character)) if not _is_removed(one))
+        character = "".join(kept)
+    return character
+
+
+def _is_removed(one: str) -> bool:
+    # U+2581 is a space of SentencePiece, and what the last two are depends on the version of Unicode
+    return one not in _SOFT_BREAKS and (one in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(one) in _REMOVED)
+
+
+def _with_bytes(read: str, positions: list[int]) -> tuple[str, list[int]]:
+    """Put characters in place of the words for their bytes."""
+    texts: list[str] = []
+    places: list[int] = []
+    last, begin = 0, None
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    for match in _BYTE.finditer(read):
+        if match.start() != last:
+            decoder.reset()
+            begin = None
+        begin = positions[match.start()] if begin is None else begin
+        character = decoder.decode(bytes.fromhex(match[1]))
+        folded = character if character == "\n" else _read(character)[0]
+        texts += [read[last : match.start()], folded]
+        places += [*positions[last : match.start()], *[begin] * len(folded)]
+        last, begin = match.end(), None if character else begin
+    return "".join([*texts, read[last:]]), [*places, *positions[last:]]

@@ -118,6 +118,16 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     return loaded
 
 
+def check_no_adapter(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: a folder with full weights has an adapter beside them, which transformers would load unchecked.
+    """
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if (folder / name).exists():
+            raise ValueError(f"{folder} has the full weights of a policy and {name} beside them. Remove the latter.")
+
+
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
     """
     Check the files of an adapter before they are loaded: the config, then the name and shape of every tensor.
