@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SECONDS ?= 20
+FUZZ_SECONDS ?= 20
 READY := $(VENV)/.ready
 
 export HF_HUB_OFFLINE := 1
@@ -34,7 +34,7 @@ test-exhaustive: $(READY)  ## every resume, every kill, the longest learning che
 fuzz: $(addprefix fuzz-,manifest route calls speakers adapter commit settings)  ## parsers under a coverage-guided fuzzer
 
 fuzz-%: $(VENV)/.fuzz
-	$(BIN)/python -W ignore tests/fuzz.py $* --seconds $(SECONDS)
+	$(BIN)/python -W ignore tests/fuzz.py $* --seconds $(FUZZ_SECONDS)
 
 $(VENV)/.fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"

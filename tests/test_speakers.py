@@ -333,3 +333,16 @@ def test_fields_that_datasets_adds_are_no_fields():
         for seen in ([], [Turn("planner", "plan", 0)]):
             (observation,) = prompts.build([(AgentSpec("solver"), [{"content": None, **task}], seen)])
             assert tokenizer.decode(observation.ids).count("<start_of_turn>user") == 1
+
+
+def test_added_tokens_that_are_ordinary_text_stay_one_token():
+    tokenizer = copy.deepcopy(tokenizer_of("byte_level", "qwen3"))
+    tokenizer.add_tokens(["\n\n", "    ", "<table>", "<|fim|>"])
+    encode = PlainEncoder(tokenizer)
+    ids = encode("a\n\nb    <table><think><|fim|>")
+    names = [tokenizer.added_tokens_decoder[one].content for one in control_ids(tokenizer, ids)]
+    assert names == ["\n\n", "    ", "<table>"]
+    assert tokenizer.decode(ids) == "a\n\nb    <table><think><|fim|>"
+    assert encode.is_plain("a\n\n<table>") and not encode.is_plain("<think>") and not encode.is_plain("<|fim|>")
+    tokenizer.chat_template += "<table>"
+    assert "<table>" not in tokenizer.convert_ids_to_tokens(PlainEncoder(tokenizer)("<table>"))

@@ -8,20 +8,30 @@ import re
 from ..tools import as_plain
 
 
+_TAG = re.compile("</?(table|caption|thead|tbody|tfoot|tr|t[hd]|h[1-6]|blockquote|strong|em|b|i|u|s|su[bp]|code)>")
+
+
 class PlainEncoder:
     """
-    Encodes text such that the result contains no added or special token of the tokenizer.
+    Encodes text such that the result contains no control token of the tokenizer: no special token, and no other added
+    one. Only added tokens that are ordinary text, white space and the HTML tags of Gemma, are left as they are.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the model.
+        chat_template (`str`, *optional*):
+            Chat template. HTML tags that occur in it, such as `<think>`, are control tokens.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, chat_template: str | None = None):
         self._tokenizer = tokenizer
+        template = chat_template or str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder
-        self._control = {index: token.content for index, token in added.items() if token.special}
-        self._control |= {index: token.content for index, token in added.items() if len(token.content) > 1}
+        self._control = {
+            index: token.content
+            for index, token in added.items()
+            if token.special or (len(token.content) > 1 and not _is_text(token.content, template))
+        }
         longest_first = sorted(filter(None, self._control.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -63,6 +73,10 @@ class PlainEncoder:
             else:
                 letters.append(index)
         return letters
+
+
+def _is_text(token: str, template: str) -> bool:
+    return not token.strip() or (_TAG.fullmatch(token) is not None and token not in template)
 
 
 def _overlapping(pattern: re.Pattern, text: str):

@@ -118,7 +118,7 @@ class PromptBuilder:
         self._tokenize = tokenize
         self.view = view
         self._plain = plain or tokenizer.chat_template is None
-        self._encode = PlainEncoder(tokenizer)
+        self._encode = PlainEncoder(tokenizer, chat_template)
         self.template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
         self.window = window
         self._reserved = reserved or {}
