@@ -346,3 +346,19 @@ def test_added_tokens_that_are_ordinary_text_stay_one_token():
     assert encode.is_plain("a\n\n<table>") and not encode.is_plain("<think>") and not encode.is_plain("<|fim|>")
     tokenizer.chat_template += "<table>"
     assert "<table>" not in tokenizer.convert_ids_to_tokens(PlainEncoder(tokenizer)("<table>"))
+
+
+def test_unknown_characters_are_no_control_tokens():
+    tokenizer = tokenizer_of("wordpiece", "qwen3")
+    message = {"role": "user", "name": "\u6f22", "content": "\u6f22"}
+    assert tokenizer.unk_token_id in tokenizer("\u6f22")["input_ids"]
+    prompts_of(tokenizer).build([(AgentSpec("solver"), [message], [Turn("planner", "\u6f22", 0)])])
+
+
+def test_a_token_for_unknown_characters_that_is_spelled_is_one():
+    """As in GPT-2, whose token for unknown characters ends the text."""
+    tokenizer = copy.deepcopy(tokenizer_of("wordpiece", "qwen3"))
+    tokenizer.eos_token = tokenizer.unk_token
+    encode = PlainEncoder(tokenizer)
+    spells = encode.spells_control_token
+    assert not spells("\u6f22") and spells("a <unk> b") and spells("\u6f22 <|im_end|>")

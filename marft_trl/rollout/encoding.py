@@ -32,6 +32,8 @@ class PlainEncoder:
             for index, token in added.items()
             if token.special or (len(token.content) > 1 and not _is_text(token.content, template))
         }
+        unknown = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "unk_token", None)
+        self._unknown = {tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids(unknown) if unknown else None}
         longest_first = sorted(filter(None, self._control.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -51,6 +53,14 @@ class PlainEncoder:
     def is_plain(self, text: str) -> bool:
         """`True` if a text yields no control token, also when it is tokenized as a template is."""
         return self._is_clean(self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
+
+    def spells_control_token(self, text: str) -> bool:
+        """
+        As not `is_plain`, apart from unknown characters. They become a token that can also be a control token, as the
+        end of a text in GPT-2.
+        """
+        ids = self._control.keys() & self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"]
+        return any(index not in self._unknown or self._control[index] in text for index in ids)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

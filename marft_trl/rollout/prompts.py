@@ -251,7 +251,9 @@ class PromptBuilder:
                     "a string. Agents of a team are shown texts: join the parts of the content to one string."
                 )
             fields = {} if self._alone else {name: its for name, its in message.items() if name != "content"}
-            name = next((name for name, value in fields.items() if not self._encode.is_plain(_spelled(value))), None)
+            name = next(
+                (name for name, value in fields.items() if self._encode.spells_control_token(_spelled(value))), None
+            )
             if name is not None:
                 raise ValueError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
