@@ -503,6 +503,7 @@ def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, s
     assert pulled.stdout.splitlines()[-1] == "the same 100"
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
     hub.fail_commits = True
     given = {"root": str(ROOT), "model": model_folder, "output": str(tmp_path / "out"), "questions": ["x"]}

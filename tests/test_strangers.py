@@ -236,6 +236,7 @@ def test_a_card_has_no_element_that_is_not_ours(attack):
     assert len(lines) == 4 and all('"' not in line[8:-2] for line in lines[1:3])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_finds_no_element_that_is_not_ours(tmp_path):
     pages = {"card": "".join(as_page(card_with(attack)) for attack in ATTACKS), "page": page_with(ATTACKS)}
