@@ -254,8 +254,6 @@ def _check_values(inference: Inference | None) -> None:
         raise ValueError(f"'workflow_timeout' is {timeout!r}")
     if inference.context_overflow not in ("raise", "drop_oldest_turn", "end_episode"):
         raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
-    if inference.mixed_precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f"'mixed_precision' is {inference.mixed_precision!r}")
     reserved = sorted(_OF_TEMPLATE & set(inference.chat_template_kwargs))
     if reserved:
         raise ValueError(f"'chat_template_kwargs' holds {reserved[0]!r}, which is an argument of the tokenizer")

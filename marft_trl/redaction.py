@@ -53,7 +53,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a setting in which only the last part is left of each path of this machine that exists."""
+    """Return a setting in which only the last part is left of each absolute path of this machine."""
     if isinstance(value, os.PathLike):
         return Path(without_paths(os.fspath(value)))
     if isinstance(value, str):

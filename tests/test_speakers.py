@@ -13,7 +13,7 @@ from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
 from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
-from marft_trl.rollout.speakers import quoted
+from marft_trl.rollout.speakers import _OPENING, _folded, quoted
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.trainer import setup
 from marft_trl.workflows import EnvironmentLoop, Sequential
@@ -136,7 +136,7 @@ def observe(prompts, task, other, result, feedback, own="fine"):
     return observation.ids
 
 
-def check(kind, family, texts):
+def assert_nothing_is_forged(kind, family, texts):
     tokenizer = tokenizer_of(kind, family)
     prompts = prompts_of(tokenizer)
     benign = observe(prompts, "x", "x", "x", "x")
@@ -158,7 +158,7 @@ def check(kind, family, texts):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_has_a_control_token_or_the_line_of_a_speaker(kind, family):
     draw = random.Random(f"{kind} {family}")
-    check(kind, family, [hostile(draw) for _ in range(40)])
+    assert_nothing_is_forged(kind, family, [hostile(draw) for _ in range(40)])
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_no_text_has_a_control_token_or_the_line_of_a_speaker(kind, family):
 def test_no_text_of_20000_has_a_control_token_or_the_line_of_a_speaker(kind):
     draw = random.Random(kind)
     for family in FAMILIES:
-        check(kind, family, [hostile(draw) for _ in range(400)])
+        assert_nothing_is_forged(kind, family, [hostile(draw) for _ in range(400)])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3_training", "glm4moe", "lfm2", "gptoss"])
@@ -260,6 +260,12 @@ def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
     for form in forms:
         lines = tokenizer.decode(encode(quoted("x\n" + form)), clean_up_tokenization_spaces=False).splitlines()
         assert not any(map(SPEAKER.fullmatch, lines)), form.encode("unicode_escape")
+
+
+def test_every_character_that_can_open_a_speaker_line_is_looked_for():
+    for letter in (chr(number) for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000):
+        if set("[<") & set(_folded(letter)):
+            assert _OPENING.search(letter), hex(ord(letter))
 
 
 def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():

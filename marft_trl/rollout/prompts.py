@@ -95,8 +95,8 @@ class PromptBuilder:
             Names that agents are shown of one another, by agent name, if they differ from the agents' names.
         alone (`bool`, *optional*, defaults to `False`):
             Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
-            and results are then tokenized as in `GRPOTrainer`. Otherwise, they contain neither control tokens nor
-            lines that look like the name of a speaker.
+            are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control
+            tokens, and neither they nor results contain lines that look like the name of a speaker.
     """
 
     def __init__(
@@ -224,7 +224,9 @@ class PromptBuilder:
         prompt = query.prompt
         if query.after is not None and not isinstance(query.after.observation, str):
             return [*query.after.observation, *self._own_messages(query, query.after)]
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_filled(one) for one in prompt]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not self._alone:  # else as in `GRPOTrainer`
+            asked = [_filled(message) for message in asked]
         if not self._alone or query.seen:
             self._check(asked)
         agent, seen = renamed(query.agent, query.seen, self._aliases)

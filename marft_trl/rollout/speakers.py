@@ -20,6 +20,8 @@ from ..tools import as_plain
 # remove, are U+0085 here. No part can match the beginning of the next one, so matching takes linear time.
 _NAME = re.compile(r"(?:\A|(?<=[\n\x85]))\[\x85?[A-Za-z](?:\x85?[A-Za-z0-9_-]){0,47}\x85?\](?=[\n\x85]|\Z)")
 _SOFT_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+# Characters that are read as the first one of a speaker line, or of a word for its bytes.
+_OPENING = re.compile("[\\[<\u226e\ufe47\ufe64\uff1c\uff3b]")
 # Some tokenizers read these words as bytes.
 _BYTE = re.compile("<0x([0-9a-f]{2})>")
 # Control characters, invisible and unassigned ones, accents, other marks and spaces
@@ -45,7 +47,7 @@ def quoted(text: str) -> str:
 
 def _names_in(line: str) -> list[int]:
     """Positions in a line at which a model could read a speaker line."""
-    if "[" not in line and "<" not in line and line.isascii():
+    if _OPENING.search(line) is None:
         return []
     if line.isascii() and line.rstrip("\r").isprintable() and "<0x" not in line.lower():  # most lines
         return [0] if _NAME.fullmatch("".join(line.split())) else []
