@@ -63,6 +63,7 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_sharded_launchers_are_refused_before_anything_is_loaded(tmp_path):
     """A real `accelerate launch --use_fsdp`, where the distributed type is not yet known to be FSDP."""
     script = tmp_path / "script.py"

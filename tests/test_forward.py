@@ -214,9 +214,11 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, processing
     "settings",
     [
         {},
-        {"num_iterations": 2, "beta": 0.1},
-        {"level": "action", "action_logprob": "token", "num_iterations": 2},
-        {"gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.05},
+        pytest.param({"num_iterations": 2, "beta": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"level": "action", "action_logprob": "token", "num_iterations": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.05}, marks=pytest.mark.slow
+        ),
         {"advantage": "gae", "critic": "shared", "level": "token"},
         {"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1},
         {"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True},

@@ -163,7 +163,10 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
         pytest.param(
             {**PPO, "critic": "shared", "update_order": "sequential", "num_iterations": 2}, marks=pytest.mark.slow
         ),
-        {**PPO, "critic": "frozen", "level": "action", "num_iterations": 3, "target_kl": 0.5},
+        pytest.param(
+            {**PPO, "critic": "frozen", "level": "action", "num_iterations": 3, "target_kl": 0.5},
+            marks=pytest.mark.slow,
+        ),
         {"use_adaptive_entropy": True, "entropy_target": 0.4, "update_order": "resampled"},
     ],
     ids=str,

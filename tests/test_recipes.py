@@ -230,6 +230,7 @@ def test_every_recipe_runs(model_folder, tmp_path, recipe, options):
     assert len(agents) == int(dict(zip(options[::2], options[1::2], strict=True)).get("--num_agents", 2))
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_would_happen(model_folder, tmp_path):
     options = ["--num_agents", "3", "--anonymous", "none", "--dry_run", "true"]
     output = run(command("deepscaler", model_folder, tmp_path, *options), tmp_path)

@@ -58,7 +58,8 @@ def test_a_run_resumed_at_any_step_ends_with_the_same_bits(small_model, tmp_path
 # ---- Streams ----
 
 
-@pytest.mark.parametrize("at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_stream_is_resumed_in_any_pass(small_model, tmp_path, at):
     """Six steps are three passes over eight rows; each pass has its own order."""
 

@@ -263,7 +263,12 @@ def test_equal_answers_are_compared_once(comparer, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", ["while True: pass", "x = []\n        while True: x.append(bytearray(1 << 24))", "import os; os._exit(1)"]
+    "fault",
+    [
+        pytest.param("while True: pass", marks=pytest.mark.slow),
+        pytest.param("x = []\n        while True: x.append(bytearray(1 << 24))", marks=pytest.mark.slow),
+        "import os; os._exit(1)",
+    ],
 )
 def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, fault):
     begin = "    gold = _gold(solution)\n"

@@ -602,6 +602,7 @@ def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder
     assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_tools_ends_with_the_same_bits(model_folder, tmp_path):
     def train(folder, steps, resume=False):
         trainer = tool_trainer(
