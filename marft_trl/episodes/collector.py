@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ..event_loop import run_coroutine
 from ..watchdog import TimeLimit, time_limit
@@ -24,6 +26,8 @@ _QUIET_ROUNDS = 4
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 # Seconds after which code that blocks the event loop is interrupted, beyond the patience with code that waits
 _LATER = 5.0
+# Seconds between two signs of life of the event loop
+_BEAT = 1.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
 _LAST_WORDS = 1.0
 
@@ -46,6 +50,7 @@ class Request:
         waiter (`asyncio.Future`): gets the turn.
         fed (`int`): number of turns that had gone into the environment when it was asked for.
         by_reference (`bool`): whether the reference of the agent is to take the turn.
+        number (`int`): position that the turn will have in its episode, if those asked for before it are taken.
     """
 
     episode: LiveEpisode
@@ -53,6 +58,7 @@ class Request:
     waiter: asyncio.Future[Turn]
     fed: int = 0
     by_reference: bool = False
+    number: int = 0
 
     @property
     def agent(self) -> str:
@@ -88,6 +94,7 @@ class Request:
 
 # Answers requests, in order. An `EndOfEpisode` in place of a completion ends that episode.
 Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
+StreamAnswer = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
 
 
 class EpisodeError(RuntimeError):
@@ -142,72 +149,231 @@ def collect(
     Raises:
         EpisodeError: the workflow raised, hangs, or ended without a single turn.
     """
-    name = type(workflow).__name__
+    with _unblocked(workflow, patience) as limit:
 
-    def blocks(where: str) -> str:
-        return (
-            f"The workflow `{name}` blocks: {where} has not returned for {patience:g} seconds, so no other episode "
-            "can go on. Call functions that take long with `await episode.call(function, ...)`, await "
-            "`asyncio.sleep` in place of `time.sleep`, or set a larger `workflow_timeout`."
-        )
-
-    # An episode that waits is noticed by the collector itself; this limit is for code that blocks the event loop
-    with time_limit(None if patience is None else patience + _LATER, blocks) as limit:
-
-        def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+        async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
             with limit.paused() if limit is not None else contextlib.nullcontext():
                 return answer(requests)
 
-        return run_coroutine(_collect, workflow, rows, setting, answered, reruns, patience, failures, limit)
+        def watch() -> _Watch:
+            return _Watch(workflow, patience, limit)
+
+        collection = functools.partial(_Collection, workflow, rows, setting, answered, reruns, failures, watch)
+        return run_coroutine(lambda: collection().run([range(len(rows))]))
 
 
-async def _collect(workflow, rows, setting, answer, reruns, patience, failures, limit) -> list[Episode]:
-    waiting: list[Request] = []
+async def collect_streams(
+    workflow: Runs,
+    rows: Sequence[dict[str, Any]],
+    setting: Setting,
+    answer: StreamAnswer,
+    reruns: Sequence[Rerun] | None = None,
+    patience: float | None = None,
+    failures: dict[int, EpisodeError] | None = None,
+) -> list[Episode]:
+    """
+    Like [`collect`], but no episode waits for another one: an answer is awaited for each episode by itself. Within an
+    episode, the requests of parallel branches are still answered together, so that turns have the same numbers, and
+    agents are shown the same, however long answers take.
 
-    async def speak(episode: LiveEpisode, ask: Ask) -> Turn:
+    Args:
+        workflow, rows, setting, reruns, patience, failures: as for [`collect`].
+        answer (`Callable`): turns requests of one episode into completions, in order; awaited.
+
+    Returns: one finished episode per row, in order; one that failed has no turns.
+
+    Raises:
+        EpisodeError: the workflow raised, hangs, or ended without a single turn.
+    """
+    with _unblocked(workflow, patience) as limit:
+
+        def watch() -> _Watch:
+            return _Watch(workflow, patience, limit)
+
+        beats = asyncio.ensure_future(_beat(limit)) if limit is not None else None
+        try:
+            collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch)
+            return await collection.run([[index] for index in range(len(rows))])
+        finally:
+            if beats is not None:
+                beats.cancel()
+
+
+async def _beat(limit: TimeLimit) -> None:
+    """Restart a time limit as long as nothing blocks the event loop."""
+    while True:
+        limit.restart()
+        await asyncio.sleep(_BEAT)
+
+
+def _unblocked(workflow: Runs, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
+    """
+    Context manager: a time limit for code that blocks the event loop. An episode that waits is noticed by the
+    collector itself.
+    """
+
+    def blocks(where: str) -> str:
+        return (
+            f"The workflow `{type(workflow).__name__}` blocks: {where} has not returned for {patience:g} seconds, so "
+            "no other episode can go on. Call functions that take long with `await episode.call(function, ...)`, "
+            "await `asyncio.sleep` in place of `time.sleep`, or set a larger `workflow_timeout`."
+        )
+
+    return time_limit(None if patience is None else patience + _LATER, blocks)
+
+
+class _Collection:
+    """
+    Episodes that run at the same time.
+
+    Args:
+        workflow ([`Workflow`]): the workflow.
+        rows (`Sequence[dict]`): dataset rows.
+        setting ([`Setting`]): the team.
+        answer (`Callable`): turns requests into completions, in order; awaited.
+        reruns (`Sequence[Rerun]`, *optional*): recorded episodes.
+        failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
+        watch (`Callable`): `watch()` makes a [`_Watch`].
+    """
+
+    def __init__(self, workflow, rows, setting, answer: StreamAnswer, reruns, failures, watch):
+        self._workflow, self._answer, self._reruns = workflow, answer, reruns
+        self._failures: dict[int, EpisodeError] | None = failures
+        self._make_watch: Callable[[], _Watch] = watch
+        self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
+        self._episodes = [LiveEpisode(row, index, self._speak, setting) for index, row in enumerate(rows)]
+        self._tasks: list[asyncio.Task] = []
+
+    async def _speak(self, episode: LiveEpisode, ask: Ask) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        waiting.append(Request(episode, ask, waiter, fed=episode.num_fed))
+        self._waiting[episode.index].append(Request(episode, ask, waiter, fed=episode.num_fed))
         return await waiter
 
-    episodes = [LiveEpisode(row, index, speak, setting) for index, row in enumerate(rows)]
-    is_over = asyncio.Event()
-    tasks = [asyncio.ensure_future(_run_one(workflow, episode, is_over)) for episode in episodes]
-    watch = _Watch(workflow, patience, limit)
-    try:
-        while not all(task.done() for task in tasks):
+    async def run(self, herds: Sequence[Sequence[int]]) -> list[Episode]:
+        """
+        Run all episodes.
+
+        Args:
+            herds (`Sequence[Sequence[int]]`): positions of episodes. The episodes of a herd wait for one another, and
+                their requests are answered together.
+        """
+        is_over = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(_run_one(self._workflow, one, is_over)) for one in self._episodes]
+        drivers = [asyncio.ensure_future(self._drive(herd)) for herd in herds]
+        try:
+            await _all_or_first_error(drivers)
+            for index, task in enumerate(self._tasks):
+                if self._failures is None or index not in self._failures:
+                    task.result()
+        finally:
+            is_over.set()
+            tasks = [*drivers, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_LAST_WORDS)
+            for task in tasks:
+                _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
+        failed = self._failures or {}
+        return [
+            Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
+            for index, one in enumerate(self._episodes)
+        ]
+
+    async def _drive(self, herd: Sequence[int]) -> None:
+        watch = self._make_watch()
+        while not all(self._tasks[index].done() for index in herd):
             try:
-                await _settle(tasks, waiting, episodes, watch, stops=failures is None)
+                await self._settle(herd, watch)
             except EpisodeError as error:  # an episode hangs
-                if failures is None or error.episode is None:
+                if self._failures is None or error.episode is None:
                     raise
-                failures[error.episode] = error
-                tasks[error.episode].cancel()
-            failed = {index: task for index, task in enumerate(tasks) if _has_failed(task)}
-            for index, task in failed.items():
-                if failures is None:
-                    task.result()  # raises
-                failures.setdefault(index, task.exception())
-            # If a branch has ended its episode, requests of the episode's other branches are cancelled or obsolete
-            live = [one for one in waiting if not one.waiter.done() and not tasks[one.episode.index].done()]
-            batch = sorted(live, key=lambda request: (request.episode.index, request.ask.order))
-            waiting.clear()
-            _answer_all(batch, answer, reruns)
-        for index, task in enumerate(tasks):
-            if failures is None or index not in failures:
+                self._failures[error.episode] = error
+                self._tasks[error.episode].cancel()
+            for index in herd:
+                if _has_failed(task := self._tasks[index]):
+                    if self._failures is None:
+                        task.result()  # raises
+                    else:
+                        self._failures.setdefault(index, cast(EpisodeError, task.exception()))
+            await self._answer_all(self._take(herd))
+
+    def _take(self, herd: Sequence[int]) -> list[Request]:
+        """Take the requests that are waiting, in the order of the episodes."""
+        batch = []
+        for index in herd:
+            # If a branch has ended its episode, requests of its other branches are cancelled or obsolete
+            live = [one for one in self._waiting[index] if not one.waiter.done() and not self._tasks[index].done()]
+            batch += sorted(live, key=lambda request: request.ask.order)
+            self._waiting[index].clear()
+        return batch
+
+    async def _settle(self, herd: Sequence[int], watch: _Watch) -> None:
+        """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
+        quiet, pause = 0, _SHORTEST_PAUSE
+        watch.begin()
+        while True:
+            known = self._state_of(herd)
+            await asyncio.sleep(0)
+            # A function that has just come back takes some rounds until its branch requests a turn
+            quiet = quiet + 1 if self._state_of(herd) == known else 0
+            if quiet < _QUIET_ROUNDS:
+                continue
+            # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
+            elsewhere = [
+                index
+                for index in herd
+                if not self._tasks[index].done() and (self._episodes[index].busy or not self._waiting[index])
+            ]
+            fails = self._failures is None and any(_has_failed(self._tasks[index]) for index in herd)
+            if not elsewhere or fails:
+                return
+            watch.look(self._episodes, elsewhere)
+            # A workflow awaits something else, such as a web service: check again after a short pause.
+            running = [self._tasks[index] for index in elsewhere]
+            await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
+
+    def _state_of(self, herd: Sequence[int]) -> tuple[int, int]:
+        """Numbers of requests that wait, and of functions that are running."""
+        return sum(len(self._waiting[index]) for index in herd), sum(self._episodes[index].busy for index in herd)
+
+    async def _answer_all(self, batch: list[Request]) -> None:
+        """Answer requests in order, with recorded completions if there are any, else with generated ones."""
+        found: list[Found | None] = [None] * len(batch)
+        earlier: Counter[int] = Counter()  # by episode
+        for position, request in enumerate(batch):
+            index, by_reference = request.episode.index, False
+            if self._reruns is not None:
+                found[position], by_reference = self._reruns[index].find(request.agent, request.seen)
+            number = len(request.episode.turns) + earlier[index]
+            batch[position] = replace(request, by_reference=by_reference, number=number)
+            earlier[index] += 1
+        asked = [request for request, known in zip(batch, found, strict=True) if known is None]
+        answers = iter(await self._answer(asked)) if asked else iter(())
+        for request, known in zip(batch, found, strict=True):
+            if known is None:
+                completion = next(answers)
+            else:
+                rerun = self._reruns[request.episode.index]
+                completion = rerun.completion(known, len(request.episode.turns), request.seen)
+            if request.waiter.done():  # its episode was cancelled meanwhile
+                continue
+            if isinstance(completion, EndOfEpisode):
+                request.waiter.set_exception(completion)
+                continue
+            turn = request.turn(completion)
+            request.episode.add(turn, request.seen)
+            request.waiter.set_result(turn)
+
+
+async def _all_or_first_error(tasks: Sequence[asyncio.Task]) -> None:
+    """Wait for all tasks, or until one fails. Of those that have failed by then, the first one's error is raised."""
+    if tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
                 task.result()
-    finally:
-        is_over.set()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LAST_WORDS)
-        for task in tasks:
-            _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
-    failed = failures or {}
-    return [
-        Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
-        for index, one in enumerate(episodes)
-    ]
 
 
 def _has_failed(task: asyncio.Task) -> bool:
@@ -243,32 +409,6 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
             f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
             episode.index,
         )
-
-
-async def _settle(tasks, waiting, episodes, watch, stops: bool) -> None:
-    """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
-    quiet, pause = 0, _SHORTEST_PAUSE
-    watch.begin()
-    while True:
-        known = len(waiting), _count_busy(episodes)
-        await asyncio.sleep(0)
-        # A function that has just come back takes some rounds until its branch requests a turn
-        quiet = quiet + 1 if (len(waiting), _count_busy(episodes)) == known else 0
-        if quiet < _QUIET_ROUNDS:
-            continue
-        # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
-        blocked = {request.episode.index for request in waiting if not request.episode.busy}
-        elsewhere = [index for index, task in enumerate(tasks) if not task.done() and index not in blocked]
-        if not elsewhere or (stops and any(map(_has_failed, tasks))):
-            return
-        watch.look(episodes, elsewhere)
-        # A workflow awaits something else, such as a web service: check again after a short pause.
-        await asyncio.wait([tasks[i] for i in elsewhere], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-        quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
-
-
-def _count_busy(episodes: Sequence[LiveEpisode]) -> int:
-    return sum(episode.busy for episode in episodes)
 
 
 class _Watch:
@@ -321,30 +461,6 @@ class _Watch:
                     "a larger `workflow_timeout`.",
                     episode.index,
                 )
-
-
-def _answer_all(batch: Sequence[Request], answer: Answer, reruns: Sequence[Rerun] | None) -> None:
-    """Answer a batch of requests in order, with recorded completions if there are any, else with generated ones."""
-    found: list[Found | None] = [None] * len(batch)
-    batch = list(batch)
-    for position, request in enumerate(batch if reruns is not None else ()):
-        rerun = reruns[request.episode.index]  # type: ignore[index]
-        found[position], by_reference = rerun.find(request.agent, request.seen)
-        batch[position] = replace(request, by_reference=by_reference)
-    asked = [request for request, known in zip(batch, found, strict=True) if known is None]
-    answers = iter(answer(asked)) if asked else iter(())
-    for request, known in zip(batch, found, strict=True):
-        if known is None:
-            completion = next(answers)
-        else:
-            rerun = reruns[request.episode.index]  # type: ignore[index]
-            completion = rerun.completion(known, len(request.episode.turns), request.seen)
-        if isinstance(completion, EndOfEpisode):
-            request.waiter.set_exception(completion)
-            continue
-        turn = request.turn(completion)
-        request.episode.add(turn, request.seen)
-        request.waiter.set_result(turn)
 
 
 def _brief(prompt: str | Messages, limit: int = 80) -> str:
