@@ -44,6 +44,7 @@ _ABOVE_ZERO = (
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
     *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
+    *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
 )
 _SHARES = (
     *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
@@ -51,14 +52,17 @@ _SHARES = (
 )
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
-    *("max_tool_calls", "max_tool_output_length", "max_episode_retries"),
+    *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight"),
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
     *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
     "max_episode_turns",
 )
-_NEEDED = (*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS)
+_NEEDED = (
+    *(*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS),
+    *("vllm_server_timeout", "vllm_request_timeout"),
+)
 # Meaning of `None`, for error messages.
 _NONE_MEANS = {
     "value_clip": "no clipping",
@@ -426,7 +430,6 @@ def check_supported(args: Any) -> None:
         ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
     """
     refused = {
-        "use_vllm": (args.use_vllm, "TRL's vLLM modes serve one policy, merged into the base. Set it to False."),
         "save_only_model": (args.save_only_model, "a run could not go on from such checkpoints. Set it to False."),
         "ignore_data_skip": (args.ignore_data_skip, "a resumed run would see other rows. Set it to False."),
         "use_transformers_continuous_batching": (
@@ -437,3 +440,43 @@ def check_supported(args: Any) -> None:
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
+
+
+def check_vllm(args: Any) -> None:
+    """
+    Check the settings of vLLM.
+
+    Raises:
+        ValueError: A setting is not supported, or does not go with another one.
+    """
+    if not args.use_vllm:
+        return
+    check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    sequence = args.vllm_importance_sampling_mode.startswith("sequence")
+    corrects = args.vllm_importance_sampling_correction
+    refused = [
+        (
+            args.vllm_mode == "colocate",
+            "`vllm_mode='colocate'` is not supported: no version of vLLM can be installed beside this version of "
+            "transformers. Start a server in an environment of its own, with the command that "
+            "`marft_trl.rollout.vllm_command` gives, and set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_structured_outputs_regex is not None,
+            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from another distribution than "
+            "the one that is scored. Leave it out.",
+        ),
+        (
+            corrects and not sequence and has_turn_ratio(args),
+            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weighs each token, but at "
+            "`level='action'` a turn is one action. Set 'sequence_mask' or 'sequence_truncate'.",
+        ),
+        (
+            corrects and sequence and args.loss_type == "vespo",
+            "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
+            f"{args.vllm_importance_sampling_mode!r}.",
+        ),
+    ]
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)

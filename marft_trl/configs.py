@@ -27,6 +27,7 @@ from .config_checks import (
     check_failures,
     check_numbers,
     check_supported,
+    check_vllm,
     has_turn_ratio,
 )
 from .learning.critic import CRITICS
@@ -197,6 +198,26 @@ class MARFTConfig(GRPOConfig):
             Number of consecutive generation batches without a single reward after which training stops with an error.
             A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
             continues, with TRL's warning.
+        vllm_mode (`str`, *optional*, defaults to `"server"`):
+            Where vLLM runs with `use_vllm=True`: on `"server"`s that you start with the command that
+            `marft_trl.rollout.vllm_command` gives. `"colocate"` is not supported.
+        vllm_server_base_url (`str` or `list[str]`, *optional*, defaults to `None`):
+            Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
+            of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
+        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Time in seconds that training waits while no server works. After it, training stops with an error.
+        vllm_request_timeout (`float`, *optional*, defaults to `600.0`):
+            Maximum time in seconds of the generation of one turn. After it, the server counts as one that does not
+            work, and the turn is requested again.
+        vllm_max_inflight (`int`, *optional*, defaults to `256`):
+            Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
+        vllm_adapter_dir (`str`, *optional*, defaults to `None`):
+            Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
+            `None`, it is `.adapters` in `output_dir`.
+        fidelity_tolerance (`float`, *optional*, defaults to `None`):
+            Largest mean difference between the log-probabilities of a server and those of the trainer, for the same
+            tokens under the same weights. Above it, training stops with an error. If `None`, it is `1e-3` if both
+            compute in float32, as far as the trainer knows, and `0.2` otherwise.
         resume_changes (`dict`, *optional*, defaults to `None`):
             Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
             start anew. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename": {"solver":
@@ -429,6 +450,30 @@ class MARFTConfig(GRPOConfig):
         default=None,
         metadata={"help": "Number of consecutive batches without a single reward after which training stops."},
     )
+    vllm_mode: str = field(
+        default="server",
+        metadata={"help": "Where vLLM runs with use_vllm: on a 'server'."},
+    )
+    vllm_server_base_url: list[str] | None = field(
+        default=None,
+        metadata={"help": "Addresses of the vLLM servers, such as http://localhost:8000."},
+    )
+    vllm_request_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Maximum time in seconds of the generation of one turn by a server."},
+    )
+    vllm_max_inflight: int = field(
+        default=256,
+        metadata={"help": "Maximum number of turns that a server generates at the same time."},
+    )
+    vllm_adapter_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '.adapters' in output_dir."},
+    )
+    fidelity_tolerance: float | None = field(
+        default=None,
+        metadata={"help": "Largest mean difference between log-probabilities of a server and of the trainer."},
+    )
     resume_changes: dict | None = field(
         default=None,
         metadata={
@@ -460,6 +505,8 @@ class MARFTConfig(GRPOConfig):
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         check_numbers(self)
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = self.vllm_server_base_url.split(",")
         when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
         with accepting_one_generation(self), timeout_also_on_cpu(self.ddp_timeout):
             super().__post_init__()
@@ -469,6 +516,7 @@ class MARFTConfig(GRPOConfig):
         check_supported(self)
         check_combinations(self)
         check_failures(self)
+        check_vllm(self)
         self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
 
     def _apply_preset(self) -> None:
@@ -547,5 +595,6 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     check_supported(config)
     check_combinations(config)
     check_failures(config)
+    check_vllm(config)
     config.enable_jit_checkpoint = False
     return config

@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +38,15 @@ def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *argumen
             _OWN.beside = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
         return _OWN.beside.submit(_run, function, arguments).result()
     return _run(function, arguments)
+
+
+def finished(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("The coroutine waits for something.")
 
 
 def _a_loop_runs() -> bool:
@@ -95,19 +104,93 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
     if lane not in workers:
         workers[lane] = _Worker()
         weakref.finalize(loop, workers[lane].end)
-    context = contextvars.copy_context()
-    outcome = await workers[lane].run(loop, functools.partial(context.run, function))
+    context, around = contextvars.copy_context(), _AROUND.get()
+    running = workers[lane].run(loop, functools.partial(context.run, _surrounded, function, around))
+    if around is not None:
+        _IN_THREAD[loop] = workers[lane].finished
+    outcome = await running
     for variable, value in context.items():
         if variable.get(_UNSET) is not value:
             variable.set(value)
     return outcome
 
 
+def _surrounded(function: Callable[[], Any], around: Around | None) -> Any:
+    with contextlib.nullcontext() if around is None else around():
+        return function()
+
+
 def give_up(lane: Lane) -> None:
     """Abandon the function that is running in a lane: the next function gets a new thread."""
+    _IN_THREAD.pop(asyncio.get_running_loop(), None)
     worker = _WORKERS.get(asyncio.get_running_loop(), {}).pop(lane, None)
     if worker is not None:
         worker.end()
+
+
+# Context manager around each piece of users' code that does not wait: a step of a coroutine, a function in a thread
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+_AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("marft_around", default=None)
+# Resolved when the function returns that runs in a thread
+_IN_THREAD: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = weakref.WeakKeyDictionary()
+
+
+class Stepped(Coroutine[Any, Any, Any]):
+    """
+    A coroutine with a context manager around each of its steps, and around those of the tasks that it starts. No step
+    is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
+
+    Args:
+        coroutine (`Coroutine`): the coroutine.
+        around (`Callable`): `around()` makes the context manager.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], around: Around):
+        self._coroutine, self._around = coroutine, around
+        self._steps = self._run()
+
+    def send(self, value: Any) -> Any:
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._steps.throw(*error)
+        except BaseException:
+            self._coroutine.close()  # it may not have begun
+            raise
+
+    def close(self) -> None:
+        self._steps.close()
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._run()
+
+    def _run(self) -> Generator[Any, Any, Any]:
+        loop, value, error = asyncio.get_running_loop(), None, None
+        _AROUND.set(self._around)
+        while True:
+            while error is None and (running := _IN_THREAD.get(loop)) is not None and not running.done():
+                try:
+                    yield from asyncio.wait({running}).__await__()
+                except BaseException as caught:  # a cancellation is the coroutine's
+                    error = caught
+            try:
+                with self._around():
+                    awaited = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration as end:
+                return end.value
+            value, error = None, None
+            try:
+                value = yield awaited
+            except BaseException as caught:
+                error = caught
+
+
+def surrounding(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
+    """Task factory: tasks that users' code starts are surrounded like the code that started them."""
+    around = _AROUND.get()
+    return asyncio.Task(coroutine if around is None else Stepped(coroutine, around), loop=loop, **options)
 
 
 class _Worker:
@@ -148,5 +231,5 @@ class _Worker:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(report, result, error)
 
-        self._jobs.put(job)
+        loop.call_soon(self._jobs.put, job)  # when the step that asks for it has ended
         return outcome

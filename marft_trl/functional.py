@@ -520,3 +520,33 @@ def adapted_entropy_coef(
     Source: Skywork-OR1 (2505.22312), as in TRL's `use_adaptive_entropy`.
     """
     return min(coefficient + delta, high) if entropy <= target else max(coefficient - delta, low)
+
+
+def sampling_weights(log_ratios: torch.Tensor, mode: str, low: float | None, high: float | None) -> torch.Tensor:
+    """
+    Importance weights of the tokens of a turn that was sampled by another policy than the one that is trained, such as
+    the same weights on a server, in another precision or of an earlier update.
+
+    Args:
+        log_ratios (`torch.Tensor` of shape `(L,)`):
+            Log-probabilities under the policy that is trained, minus those under the policy that sampled.
+        mode (`str`):
+            `"token_truncate"` and `"token_mask"` weigh each token by its own ratio, `"sequence_truncate"` and
+            `"sequence_mask"` every token by the ratio of its turn. Ratios out of bounds are clipped (`"truncate"`) or
+            replaced by 0 (`"mask"`).
+        low, high (`float`, *optional*):
+            Bounds.
+
+    Returns: weights `(L,)`.
+
+    Source: `vllm_importance_sampling_mode` of TRL 1.16.
+    """
+    unit, how = mode.split("_")
+    exponents = log_ratios.sum().expand_as(log_ratios) if unit == "sequence" else log_ratios
+    ratios = exponents.exp()
+    if how == "truncate":
+        return ratios if low is None and high is None else ratios.clamp(min=low, max=high)
+    outside = torch.zeros_like(ratios, dtype=torch.bool)
+    outside |= ratios < low if low is not None else False
+    outside |= ratios > high if high is not None else False
+    return ratios.masked_fill(outside, 0.0)

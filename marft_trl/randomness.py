@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -127,3 +128,39 @@ class UserRandomness:
         }
         if "device" in saved and "device" in self._other:
             self._other["device"] = torch.tensor(saved["device"], dtype=torch.uint8)
+
+
+class EpisodeRandomness:
+    """
+    Random states of the users' code of one episode. Episodes that do not wait for one another would otherwise draw
+    from common states, in an order that depends on how long servers take.
+
+    Args:
+        seed (`int`): seed of the initial states.
+    """
+
+    def __init__(self, seed: int):
+        self._states = RandomStates(torch.device("cpu"))
+        self._seed = seed % 2**32
+        self._own: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context manager: the states of the process are those of the episode."""
+        before = self._states.capture()
+        if self._own is None:
+            random.seed(self._seed)
+            np.random.seed(self._seed)
+            torch.manual_seed(self._seed)
+        else:
+            self._states.restore(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._states.capture()
+            self._states.restore(before)
+
+
+def seed_of(key: tuple) -> int:
+    """A seed of 63 bits for a place in a run. Servers that seed alike would repeat themselves without one."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1

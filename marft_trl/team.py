@@ -216,7 +216,9 @@ class Team:
                 if seed is not None:
                     torch.manual_seed(seed)
                     runner.randomness = UserRandomness(seed, model.device)
-                yield
+                runner.publish(alone=True)
+                with runner.seeded(seed or 0):
+                    yield
         finally:
             runner.options, runner.randomness, runner.dropped_turns = options, randomness, dropped
             model.train(was_training)

@@ -222,7 +222,7 @@ def rollouts(args, processes, board, per_func, counts=None):
     one = episode(0)
     if counts:
         one = Episode("q", one.row, 0, one.turns, one.answer, earned=one.earned, counts=counts)
-    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, answer, failures: [one] * len(rows))
+    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, *_, **__: [one] * len(rows), publish=lambda: None)
     branches = SimpleNamespace(take_generated=dict, take_nodes=list, answer_with_candidates=None)
     scorer = SimpleNamespace(
         of_batch=lambda episodes: torch.tensor([per_func] * len(episodes)), of_team=lambda scores: scores.sum(dim=1)

@@ -214,7 +214,8 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
-    assert set(owners) == {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users"}
+    names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
+    assert set(owners) == names
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
@@ -359,6 +360,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["reach"].load_state_dict({"in_a_row": {"actor": 2}, "warned": [["reasoner"]], "cancelled": 4})
     owners["updates"].load_state_dict({"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}})
     owners["sequential"].load_state_dict({"warned": True})
+    owners["runner"].load_state_dict({"runs": 7})
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

@@ -63,6 +63,7 @@ from marft_trl.seams.trl import (
     without_false_warning,
     without_printed_table,
     without_reference,
+    without_vllm,
 )
 from marft_trl.shared_prefix.forward import hidden_states
 
@@ -324,6 +325,13 @@ def test_without_reference_and_without_false_warning_put_everything_back(tmp_pat
         parents.warning("You passed `model_init_kwargs` to the `GRPOConfig`, ...")
         parents.warning("something else")
     assert not parents.filters and "something else" in caplog.text and "model_init_kwargs" not in caplog.text
+
+
+def test_without_vllm_hides_it_from_the_constructor_alone(tmp_path):
+    args = MARFTConfig(str(tmp_path), use_vllm=True)
+    with without_vllm(args):
+        assert not args.use_vllm
+    assert args.use_vllm
 
 
 def test_EpochSampler_finds_the_order_of_its_epoch():

@@ -67,7 +67,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     sampled = generator.generate(["solo"] * len(prompts), prompts)
 
     rule = StopTexts(tokenizer, stop)
-    for prompt, (completion, logps) in zip(prompts, sampled, strict=True):
+    for prompt, (completion, logps, _) in zip(prompts, sampled, strict=True):
         assert 1 <= len(completion) <= LONGEST
         assert not rule.are_in(completion[:-1])  # it ends with the first token that completes a stop text
         ended = completion[-1] in trainer.eos_token_ids or rule.are_in(completion)

@@ -234,7 +234,19 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"temperature": 0.0}, "`temperature` must be a finite number above 0"),
         ({"max_completion_length": 0}, "`max_completion_length` must be"),
         ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
-        ({"use_vllm": True}, "`use_vllm=True` is not supported"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "`vllm_mode='colocate'` is not supported.*vllm_command"),
+        ({"use_vllm": True, "vllm_mode": "sever"}, "Did you mean 'server'"),
+        (
+            {"use_vllm": True, "vllm_structured_outputs_regex": "a*"},
+            "`vllm_structured_outputs_regex` is not supported",
+        ),
+        (
+            {"use_vllm": True, "level": "action", "vllm_importance_sampling_mode": "token_mask"},
+            "a turn is one action. Set 'sequence_mask'",
+        ),
+        ({"use_vllm": True, "loss_type": "vespo"}, "`loss_type='vespo'` needs `vllm_importance_sampling_mode="),
+        ({"vllm_request_timeout": 0}, "`vllm_request_timeout` must be"),
+        ({"fidelity_tolerance": -1.0}, "`fidelity_tolerance` must be"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` has no effect with `beta=0.0`"),
         ({"top_entropy_quantile": 0.5, "level": "action"}, "trains some tokens of a turn"),
         ({"level": "action", "beta": 0.1, "use_bias_correction_kl": True}, "by the ratio of the whole"),
@@ -278,7 +290,7 @@ def test_a_grpo_config_keeps_its_values():
     assert isinstance(ours, MARFTConfig) and ours.learning_rate == 3e-4 and ours.advantage == "group"
     assert ours.generation_batch_size == theirs.generation_batch_size
     theirs.use_vllm = True
-    with pytest.raises(ValueError, match="use_vllm"):
+    with pytest.raises(ValueError, match="vllm_mode='colocate'"):  # TRL's default
         as_marft_config(theirs)
 
 

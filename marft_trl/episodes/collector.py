@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from ..event_loop import run_coroutine
+from ..event_loop import Around, Stepped, run_coroutine, surrounding
 from ..watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
@@ -26,6 +27,8 @@ _QUIET_ROUNDS = 4
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 # Seconds after which code that blocks the event loop is interrupted, beyond the patience with code that waits
 _LATER = 5.0
+# The time limit of code that blocks the event loop, in [`collect_streams`]
+_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
 # Seconds between two signs of life of the event loop
 _BEAT = 1.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
@@ -170,6 +173,7 @@ async def collect_streams(
     reruns: Sequence[Rerun] | None = None,
     patience: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
+    around: Callable[[int], Around] | None = None,
 ) -> list[Episode]:
     """
     Like [`collect`], but no episode waits for another one: an answer is awaited for each episode by itself. Within an
@@ -179,22 +183,45 @@ async def collect_streams(
     Args:
         workflow, rows, setting, reruns, patience, failures: as for [`collect`].
         answer (`Callable`): turns requests of one episode into completions, in order; awaited.
+        around (`Callable`, *optional*): `around(index)` makes what makes a context manager around each piece of users'
+            code of an episode that runs without waiting.
 
     Returns: one finished episode per row, in order; one that failed has no turns.
 
     Raises:
         EpisodeError: the workflow raised, hangs, or ended without a single turn.
     """
+    limit = _LIMIT.get()
+
+    def watch() -> _Watch:
+        return _Watch(workflow, patience, limit)
+
+    loop = asyncio.get_running_loop()
+    factory = loop.get_task_factory()
+    loop.set_task_factory(surrounding)
+    try:
+        collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
+        return await collection.run([[index] for index in range(len(rows))])
+    finally:
+        loop.set_task_factory(factory)
+
+
+@contextlib.asynccontextmanager
+async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[None]:
+    """
+    Asynchronous context manager: within [`collect_streams`], code that blocks the event loop has a time limit.
+
+    Args:
+        workflow ([`Workflow`]): the workflow.
+        patience (`float`, *optional*): seconds; `None` for no limit.
+    """
     with _unblocked(workflow, patience) as limit:
-
-        def watch() -> _Watch:
-            return _Watch(workflow, patience, limit)
-
+        before = _LIMIT.set(limit)
         beats = asyncio.ensure_future(_beat(limit)) if limit is not None else None
         try:
-            collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch)
-            return await collection.run([[index] for index in range(len(rows))])
+            yield
         finally:
+            _LIMIT.reset(before)
             if beats is not None:
                 beats.cancel()
 
@@ -234,9 +261,11 @@ class _Collection:
         reruns (`Sequence[Rerun]`, *optional*): recorded episodes.
         failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
         watch (`Callable`): `watch()` makes a [`_Watch`].
+        around (`Callable`, *optional*): as in [`collect_streams`].
     """
 
-    def __init__(self, workflow, rows, setting, answer: StreamAnswer, reruns, failures, watch):
+    def __init__(self, workflow, rows, setting, answer: StreamAnswer, reruns, failures, watch, around=None):
+        self._around: Callable[[int], Around] | None = around
         self._workflow, self._answer, self._reruns = workflow, answer, reruns
         self._failures: dict[int, EpisodeError] | None = failures
         self._make_watch: Callable[[], _Watch] = watch
@@ -258,7 +287,7 @@ class _Collection:
                 their requests are answered together.
         """
         is_over = asyncio.Event()
-        self._tasks = [asyncio.ensure_future(_run_one(self._workflow, one, is_over)) for one in self._episodes]
+        self._tasks = [asyncio.ensure_future(self._surrounded(one, is_over)) for one in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(herd)) for herd in herds]
         try:
             await _all_or_first_error(drivers)
@@ -279,6 +308,10 @@ class _Collection:
             Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
             for index, one in enumerate(self._episodes)
         ]
+
+    def _surrounded(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
+        coroutine = _run_one(self._workflow, episode, is_over)
+        return coroutine if self._around is None else Stepped(coroutine, self._around(episode.index))
 
     async def _drive(self, herd: Sequence[int]) -> None:
         watch = self._make_watch()

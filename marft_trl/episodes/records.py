@@ -15,6 +15,21 @@ from ..tools import ToolCall
 Messages = list[dict[str, Any]]
 
 
+class SampledBy(NamedTuple):
+    """
+    The server that sampled a turn.
+
+    Args:
+        server (`str`): its address.
+        version (`int`): state of the adapter, counted by its updates.
+        seed (`int`): seed of the request.
+    """
+
+    server: str
+    version: int
+    seed: int
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """
@@ -55,6 +70,8 @@ class Turn:
             only their own agent continues from. If `None`, all agents see the turn.
         logps (`Sequence[float]`, *optional*):
             Log-probabilities of the sampled tokens, if they were recorded during generation.
+        sampled_by ([`SampledBy`], *optional*):
+            The server that sampled the turn. `None` if the trainer's own model did.
     """
 
     agent: str
@@ -72,6 +89,7 @@ class Turn:
     without_calls: str | None = None
     audience: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
+    sampled_by: SampledBy | None = field(default=None, repr=False)
 
     def __post_init__(self):
         if self.raw_text is None:
@@ -110,6 +128,7 @@ class Turn:
             without_calls=completion.without_calls,
             audience=agent if waits else None,
             logps=completion.logps,
+            sampled_by=completion.sampled_by,
         )
 
 
@@ -159,6 +178,7 @@ class Completion:
         tool_calls (`Sequence[ToolCall]`): functions that it asks for.
         without_calls (`str`, *optional*): the text before the calls.
         logps (`Sequence[float]`, *optional*): log-probabilities of the sampled tokens.
+        sampled_by ([`SampledBy`], *optional*): the server that sampled it.
     """
 
     text: str
@@ -171,12 +191,13 @@ class Completion:
     tool_calls: Sequence[ToolCall] = ()
     without_calls: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
+    sampled_by: SampledBy | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, turn: Turn, seen: Sequence[Seen]) -> Completion:
         """The completion of a recorded turn, for an episode in which `seen` are the items that it was made from."""
         names = ("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls")
-        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "logps")}
+        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "logps", "sampled_by")}
         return cls(seen=tuple(seen), **fields)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import pad
 
-from ..seams.trl import OLD_LOGPS
+from ..seams.trl import OLD_LOGPS, SAMPLING_WEIGHTS
 from ..shared_prefix.prefixes import Cluster, clusters
 from .data import MicroBatch, Row, Slice
 from .levels import Level
@@ -192,8 +192,9 @@ def collate(
     on the right to `T` tokens.
 
     Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask`, `completion_attention`
-    `(B, T)`; `advantages` `(B,)` or `(B, T)`; and `old_per_token_logps` and `ref_per_token_logps` `(B, T)` if all rows
-    have them. `completion_mask` is 1 for tokens that count in the loss, `completion_attention` for all tokens.
+    `(B, T)`; `advantages` `(B,)` or `(B, T)`; and `old_per_token_logps`, `ref_per_token_logps`,
+    `sampling_per_token_logps` and `importance_sampling_ratio` `(B, T)` if all rows have them. `completion_mask` is 1
+    for tokens that count in the loss, `completion_attention` for all tokens.
     """
 
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
@@ -210,7 +211,10 @@ def collate(
         "completion_attention": padded([torch.ones_like(ids) for ids in completions], 0, "right"),
         "advantages": _advantages(rows, padded, device),
     }
-    fields = {OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"}
+    fields = {
+        **{OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"},
+        **{"sampling_per_token_logps": "sampling_logps", SAMPLING_WEIGHTS: "sampling_weights"},
+    }
     for name, field in fields.items():
         logps = [getattr(row, field) for row in rows]
         if all(row_logps is not None for row_logps in logps):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..episodes.records import SampledBy
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
@@ -14,8 +16,8 @@ class Row:
     A turn as a training row, with `P` prompt tokens and `L` completion tokens.
 
     A row is made once from a turn. Later results are filled in by steps that return new rows, in
-    this order: [`~LogProbs.with_old`], [`~LogProbs.with_reference`], [`~CriticLearner.with_values`], the advantages,
-    and in sequential updates [`~SequentialFactors.after_update`].
+    this order: [`~LogProbs.with_old`], [`~SamplingCorrection.corrected`], [`~LogProbs.with_reference`],
+    [`~CriticLearner.with_values`], the advantages, and in sequential updates [`~SequentialFactors.after_update`].
 
     Args:
         agent (`str`):
@@ -57,6 +59,12 @@ class Row:
             `max(L, 1)` at token level.
         features (`torch.Tensor` of shape `(V, H)`, *optional*):
             Inputs of the frozen critic: hidden states of the base.
+        sampled_by ([`SampledBy`], *optional*):
+            The server that sampled the turn.
+        sampling_logps (`torch.Tensor` of shape `(L,)`, *optional*):
+            Log-probabilities on this server.
+        sampling_weights (`torch.Tensor` of shape `(L,)`, *optional*):
+            Importance weights of the tokens, see [`~functional.sampling_weights`].
     """
 
     agent: str
@@ -78,6 +86,9 @@ class Row:
     old_values: torch.Tensor | None = None
     value_targets: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    sampled_by: SampledBy | None = None
+    sampling_logps: torch.Tensor | None = None
+    sampling_weights: torch.Tensor | None = None
 
     @property
     def length(self) -> int:

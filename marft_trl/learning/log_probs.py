@@ -106,13 +106,38 @@ class LogProbs:
             filled[row.number] = replace(row, ref_per_token_logps=logps, features=features)
         return [filled.get(row.number, row) for row in rows]
 
+    def of_tokens(self, agent: str, ids: Sequence[int], by_reference: bool = False) -> list[float]:
+        """
+        Log-probabilities of all but the first of some token ids, at temperature 1 and without dropout.
+
+        Args:
+            agent (`str`): under whose policy.
+            ids (`Sequence[int]`): the token ids.
+            by_reference (`bool`, *optional*, defaults to `False`): under the agent's reference instead.
+        """
+        tokens = torch.tensor(list(ids))
+        row = Row(agent, self._policies.adapter_of(agent), tokens[:1], tokens[1:])
+        with self.scoring(), self.without_dropout():
+            ((_, logps, _),) = self._score([row], by_reference, temperature=1.0)
+        return logps.tolist()
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Context manager: the model is in evaluation mode."""
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train(was_training)
+
     def of_policy(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probabilities `(L,)` of rows under the present policies."""
         found = {row.number: logps for row, logps, _ in self._score(rows, by_reference=False)}
         return [found[row.number] for row in rows]
 
     def _score(
-        self, rows: Sequence[Row], by_reference: bool
+        self, rows: Sequence[Row], by_reference: bool, temperature: float | None = None
     ) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
         """For each row its log-probabilities `(L,)` and, where they are known, its hidden states `(V, H)`."""
         for batch in self._batcher.cut(rows):
@@ -120,6 +145,8 @@ class LogProbs:
             ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
             mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
             self.activate(batch.agent)
+            if temperature is not None:
+                self._temperature.switch_to(temperature)
             model = self._model
             speaker: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if by_reference and self._reference is not None:

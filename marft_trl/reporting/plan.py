@@ -198,7 +198,7 @@ class Planner:
         shown: dict[str, Observation] = {}
         prompts: list[tuple[str, int, int]] = []
 
-        def answer(requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+        async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
             built = self._runner.observe(self._runner.query(one)._replace(after=None) for one in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -64,12 +63,12 @@ class Alternatives:
 
     # ---- Candidates ----
 
-    def answer_with_candidates(self, requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
+    async def answer_with_candidates(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
         count = self._args.turn_candidates
         learns = [self._policies.is_trained(request.agent) for request in requests]
         asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
-        completions = iter(self._runner.answer(asked))
+        completions = iter(await self._runner.answer(asked, key))
         drawn = [[next(completions) for _ in range(count if its else 1)] for its in learns]
         candidates = [[one for one in its if isinstance(one, Completion)] for its in drawn]
         branching = [index for index, its in enumerate(learns) if its and candidates[index]]
@@ -77,7 +76,7 @@ class Alternatives:
             index: [replace(requests[index].turn(one), audience=None) for one in candidates[index]]
             for index in branching
         }
-        returns = self._returns(requests, candidates, turns)
+        returns = await self._returns(requests, candidates, turns, key)
         chosen = [its[0] for its in drawn]
         for index in branching:
             self._nodes.append(Node(requests[index].episode.index, turns[index], returns[index]))
@@ -87,8 +86,12 @@ class Alternatives:
                 chosen[index] = candidates[index][int(worth.argmax())]
         return chosen
 
-    def _returns(
-        self, requests: Sequence[Request], candidates: Sequence[list[Completion]], turns: dict[int, list[Turn]]
+    async def _returns(
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[list[Completion]],
+        turns: dict[int, list[Turn]],
+        key: tuple,
     ) -> dict[int, list[float]]:
         """
         Return of each candidate: the reward of the episode completed from it, its own reward, or a mixture of both, by
@@ -111,7 +114,9 @@ class Alternatives:
                 )
                 for index, place in jobs
             ]
-            completed = self._run_again([episode.row for episode in episodes], reruns)
+            its_key = (*key, *((one.episode.index, one.number) for one in requests[:1]))
+            rows = [episode.row for episode in episodes]
+            completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
             worth = (1 - own_weight) * self._scorer.of_episodes(completed)
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.of_turns(episodes, flat)
@@ -137,18 +142,15 @@ class Alternatives:
         ]
         for sample in range(samples if jobs else 0):
             reruns = [Rerun(episodes[index], changed=k) for index, k in jobs]
-            completed = self._run_again([episodes[index].row for index, _ in jobs], reruns)
+            completed = self._runner.run([episodes[index].row for index, _ in jobs], self._counted, reruns)
             for (index, k), reward in zip(jobs, self._scorer.of_episodes(completed), strict=True):
                 rewards[index][k, sample] = reward
         return rewards
 
-    def _run_again(self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun]) -> list[Episode]:
-        def answer(requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
-            completions = self._runner.answer(requests)
-            self._count(completions)
-            return completions
-
-        return self._runner.run(rows, answer, reruns)
+    async def _counted(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+        completions = await self._runner.answer(requests, key)
+        self._count(completions)
+        return completions
 
     def _count(self, completions: Sequence[Completion | EndOfEpisode]) -> None:
         generated = [one for one in completions if isinstance(one, Completion)]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..configs import MARFTConfig
 from ..episodes.collector import EpisodeError
@@ -17,7 +17,6 @@ from ..episodes.records import Episode
 
 logger = logging.getLogger(__name__)  # of every process: each has failures of its own
 
-Result = TypeVar("Result")
 # Seconds before a function is called again
 _PAUSE = 1.0
 
@@ -163,15 +162,6 @@ async def call_reward(
 async def wait_here(seconds: float) -> None:
     """Wait without an event loop."""
     time.sleep(seconds)
-
-
-def finished(scores: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        scores.send(None)
-    except StopIteration as end:
-        return end.value
-    raise RuntimeError("The coroutine waits for something.")
 
 
 def _brief(text: str, limit: int = 300) -> str:

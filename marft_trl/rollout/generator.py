@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..agents import AgentSpec
+from ..episodes.records import SampledBy
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,14 @@ class Sampled(NamedTuple):
 
     Args:
         ids (`list[int]`): token ids of the completion.
-        logps (`list[float]`, *optional*): log-probabilities of the tokens, if they equal those that scoring computes.
+        logps (`list[float]`, *optional*): log-probabilities of the tokens. Without a server, only if they equal those
+            that scoring computes.
+        sampled_by ([`SampledBy`], *optional*): the server that sampled it.
     """
 
     ids: list[int]
     logps: list[float] | None = None
+    sampled_by: SampledBy | None = None
 
 
 def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary: int | None = None) -> None:
@@ -102,7 +107,7 @@ def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary:
     """
     if len(sampled) != len(agents):
         raise ValueError(f"The generator returned {len(sampled)} completions for {len(agents)} observations.")
-    for agent, (ids, logps) in zip(agents, sampled, strict=True):
+    for agent, (ids, logps, _) in zip(agents, sampled, strict=True):
         wrong = [index for index in ids if not 0 <= index < vocabulary] if vocabulary is not None else []
         if wrong:
             raise ValueError(
@@ -132,6 +137,49 @@ class Generator(Protocol):
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
+        """
+
+    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
+        """`True` if the tokens of a turn of an agent hold one of its stop texts."""
+
+    def settings(self, agent: str) -> dict[str, Any]:
+        """Settings of `generate` for an agent, which are saved with the team."""
+
+
+class StreamGenerator(Protocol):
+    """
+    Samples each turn by itself, as soon as it is asked for: the interface of generators that servers stand behind. A
+    generator with the attribute `streams = True` has it.
+    """
+
+    streams: bool
+
+    def publish(self, alone: bool = False) -> None:
+        """
+        Let the present weights generate from now on. Called on every process, between rollouts.
+
+        Args:
+            alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this.
+        """
+
+    def close(self) -> None:
+        """Take from servers what they were given. Later calls of [`~StreamGenerator.publish`] give it to them anew."""
+
+    def connected(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Asynchronous context manager around all calls of [`~StreamGenerator.sample`] in an event loop."""
+
+    async def sample(
+        self, agent: str, prompt_ids: list[int], key: tuple, by_reference: bool = False, greedy: bool = False
+    ) -> Sampled:
+        """
+        Sample a turn.
+
+        Args:
+            agent (`str`): name of the agent.
+            prompt_ids (`list[int]`): token ids of the observation.
+            key (`tuple`): place of the turn in the run, which the seed is made from.
+            by_reference (`bool`, *optional*, defaults to `False`): sample from the agent's reference.
+            greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
         """
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

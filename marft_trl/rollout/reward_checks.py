@@ -19,8 +19,9 @@ from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
+from ..event_loop import finished
 from ..watchdog import TookTooLong, progress, time_limit
-from .failures import Failures, OnFailure, call_reward, finished, wait_here
+from .failures import Failures, OnFailure, call_reward, wait_here
 
 
 # Squares of larger rewards have no place in single precision, so the deviation of a group would be infinite

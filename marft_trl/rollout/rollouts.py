@@ -133,6 +133,7 @@ class Rollouts:
         self._alternatives.take_nodes()
         branching = self._uses_candidates and training
         run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)
+        self._runner.publish()
         with self._processes.together():
             episodes = run_episodes(run, rows, self._policy, self._failures)
         self._log(episodes)
@@ -144,7 +145,8 @@ class Rollouts:
         return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._alternatives.take_nodes())
 
     def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
-        return self._runner.run(rows, answer, failures=failures)
+        first = self._processes.index * len(rows)
+        return self._runner.run(rows, answer, failures=failures, first=first)
 
     def _check_skipped(self, count: int) -> None:
         """Report what was skipped or tried again, and end the run if it is too much."""

@@ -3,26 +3,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
-from ..episodes.collector import EpisodeError, Request, collect
+from ..episodes.collector import EpisodeError, Request, collect, collect_streams, unblocked
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
-from ..randomness import UserRandomness
+from ..event_loop import finished, run_coroutine
+from ..randomness import EpisodeRandomness, UserRandomness, seed_of
 from ..tools import ToolCall, ToolLimits, tool_name
 from ..workflows import Workflow
-from .generator import Generator, Sampled, check_sampled
+from .generator import Generator, Sampled, StreamGenerator, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
 from .user_state import UserState
+
+
+# `await answering(requests, key)` turns requests into completions, in order
+Answering = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Completion | EndOfEpisode]]]
 
 
 class EpisodeRunner:
@@ -33,7 +39,7 @@ class EpisodeRunner:
         agents (`Sequence[AgentSpec]`): the team.
         workflow ([`Workflow`]): decides who acts next and what each sees.
         prompts ([`PromptBuilder`]): builds the observations of agents.
-        generator ([`Generator`]): samples turns.
+        generator ([`Generator`] or [`StreamGenerator`]): samples turns.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
         ends (`Sequence[int]`): ids of the tokens that end a turn.
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
@@ -45,6 +51,7 @@ class EpisodeRunner:
         max_turns (`int`, *optional*): largest number of turns of an episode.
         vocabulary (`int`, *optional*): number of token ids of the model.
         users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
+        seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class EpisodeRunner:
         agents: Sequence[AgentSpec],
         workflow: Workflow,
         prompts: PromptBuilder,
-        generator: Generator,
+        generator: Generator | StreamGenerator,
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
         randomness: UserRandomness,
@@ -63,6 +70,7 @@ class EpisodeRunner:
         max_turns: int | None = None,
         vocabulary: int | None = None,
         users: UserState | None = None,
+        seed: int = 0,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow = workflow
@@ -73,47 +81,133 @@ class EpisodeRunner:
         self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
+        self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
+        self._runs, self._rehearses = 0, False
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
+
+    @property
+    def streams(self) -> bool:
+        """`True` if no episode waits for another one, because servers generate."""
+        return getattr(self.generator, "streams", False) and not self._rehearses
+
+    def publish(self, alone: bool = False) -> None:
+        """Let servers, if there are any, have the present weights. `alone`: other processes do not call this."""
+        if self.streams:
+            cast(StreamGenerator, self.generator).publish(alone)
+
+    def close(self) -> None:
+        """Take from servers, if there are any, what they were given."""
+        if self.streams:
+            cast(StreamGenerator, self.generator).close()
 
     def run(
         self,
         rows: Sequence[dict[str, Any]],
-        answer: Callable[[Sequence[Request]], Sequence[Completion | EndOfEpisode]] | None = None,
+        answer: Answering | None = None,
         reruns: Sequence[Rerun] | None = None,
         failures: dict[int, EpisodeError] | None = None,
+        first: int = 0,
     ) -> list[Episode]:
         """
         One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
 
         Args:
             rows (`Sequence[dict]`): dataset rows with a `prompt`.
-            answer (`Callable`, *optional*): turns requests into completions, in place of [`~EpisodeRunner.answer`].
+            answer (`Callable`, *optional*): `await answer(requests, key)` turns requests into completions, in place
+                of [`~EpisodeRunner.answer`].
             reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode that is run again.
             failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail, while the others
                 go on. If left out, the first error ends all.
+            first (`int`, *optional*, defaults to `0`): position of the first row among those of all processes.
         """
-        answer = answer or self.answer
+        key = (*self._key, self._runs, first)
+        self._runs += 1
+        if not self.streams:
+            return finished(self._run(rows, answer, reruns, failures, key))
+        with self.randomness.theirs():
+            return run_coroutine(self._run_streams, rows, answer, reruns, failures, key)
+
+    async def run_again(
+        self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun], key: tuple, answer: Answering | None = None
+    ) -> list[Episode]:
+        """
+        Run recorded episodes again, within [`~EpisodeRunner.run`].
+
+        Args:
+            rows (`Sequence[dict]`): their dataset rows.
+            reruns (`Sequence[Rerun]`): the recorded episodes.
+            key (`tuple`): place of the re-runs in the run.
+            answer (`Callable`, *optional*): as in [`~EpisodeRunner.run`].
+        """
+        return await self._run(rows, answer, reruns, None, key)
+
+    async def _run_streams(self, rows, answer, reruns, failures, key) -> list[Episode]:
+        connected = cast(StreamGenerator, self.generator).connected()
+        async with connected, unblocked(self._workflow, self._patience):
+            return await self._run(rows, answer, reruns, failures, key)
+
+    async def _run(
+        self,
+        rows: Sequence[dict[str, Any]],
+        answer: Answering | None,
+        reruns: Sequence[Rerun] | None,
+        failures: dict[int, EpisodeError] | None,
+        key: tuple,
+    ) -> list[Episode]:
+        ask = answer or self.answer
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
         setting = Setting(tuple(self._specs), tools, self._limits, self._aliases, self._max_turns)
+        if self.streams:
+            return await collect_streams(
+                self._workflow,
+                rows,
+                setting,
+                lambda asked: ask(asked, key),
+                reruns,
+                self._patience,
+                failures,
+                around=lambda index: EpisodeRandomness(seed_of(("users", *key, index))).active,
+            )
 
         def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
             with self.randomness.ours():
-                return answer(requests)
+                return finished(ask(requests, key))
 
         with self.randomness.theirs():
             return collect(self._workflow, rows, setting, answered, reruns, self._patience, failures)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context manager: a rehearsal leaves random states and the state of users' objects as they are."""
-        kept, state = self.randomness, self._users.state_dict()
-        self.randomness = UserRandomness(0, kept.device)
+        """
+        Context manager: a rehearsal leaves random states and the state of users' objects as they are, and asks no
+        server.
+        """
+        kept, state, runs = self.randomness, self._users.state_dict(), self._runs
+        self.randomness, self._rehearses = UserRandomness(0, kept.device), True
         try:
             with self.randomness.theirs():
                 yield
         finally:
-            self.randomness = kept
+            self.randomness, self._runs, self._rehearses = kept, runs, False
             self._users.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Context manager: what servers sample depends on this seed alone."""
+        kept = self._key, self._runs
+        self._key, self._runs = ("seeded", seed), 0
+        try:
+            yield
+        finally:
+            self._key, self._runs = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"runs": self._runs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._runs = state["runs"]
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations. Views are users' code, so they run with the random states for users' code."""
@@ -125,8 +219,14 @@ class EpisodeRunner:
         agent = self._specs[request.agent]
         return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after)
 
-    def answer(self, requests: Sequence[Request]) -> list[Completion | EndOfEpisode]:
-        """Completions for all waiting requests: observe, generate, decode."""
+    async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+        """
+        Completions for waiting requests: observe, generate, decode.
+
+        Args:
+            requests (`Sequence[Request]`): the requests.
+            key (`tuple`): place of their episodes in the run.
+        """
         undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
         if undeclared is not None:
             raise ValueError(
@@ -135,7 +235,10 @@ class EpisodeRunner:
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
         observations = self.observe(map(self.query, requests))
-        completions = self._generate_for(requests, observations)
+        if self.streams:
+            completions = await self._stream_for(requests, observations, key)
+        else:
+            completions = self._generate_for(requests, observations)
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         self.dropped_turns += sum(observation.dropped for observation in observations)
         return [
@@ -152,11 +255,30 @@ class EpisodeRunner:
                 tool_calls=self._calls(request, observation.ids, ids),
                 without_calls=self._before_calls(ids) if request.functions else None,
                 logps=logps,
+                sampled_by=sampled_by,
             )
-            for request, text, observation, (ids, logps) in zip(
+            for request, text, observation, (ids, logps, sampled_by) in zip(
                 requests, texts, observations, completions, strict=True
             )
         ]
+
+    async def _stream_for(
+        self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
+    ) -> list[Sampled]:
+        """Like [`~EpisodeRunner._generate_for`], each completion by itself."""
+        generator = cast(StreamGenerator, self.generator)
+
+        async def sample(place: int, request: Request, observation: Observation) -> Sampled:
+            if observation.problem is not None:
+                return Sampled([])
+            its_key = (*key, request.episode.index, request.number, place)
+            options = {**self.options, **({"by_reference": True} if request.by_reference else {})}
+            return await generator.sample(request.agent, observation.ids, its_key, **options)
+
+        pairs = zip(requests, observations, strict=True)
+        sampled = await asyncio.gather(*[sample(place, *pair) for place, pair in enumerate(pairs)])
+        check_sampled(sampled, [request.agent for request in requests], self._vocabulary)
+        return sampled
 
     def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
         """Sample a completion for each request. It is empty if the episode of the request ends instead."""
@@ -171,7 +293,7 @@ class EpisodeRunner:
                 prompt_ids = [observations[index].ids for index in mine]
                 options = {**self.options, **({"by_reference": True} if by_reference else {})}
                 agents = [requests[index].agent for index in mine]
-                sampled = self.generator.generate(agents, prompt_ids, **options)
+                sampled = cast(Generator, self.generator).generate(agents, prompt_ids, **options)
                 check_sampled(sampled, agents, self._vocabulary)
                 for index, its in zip(mine, sampled, strict=True):
                     completions[index] = its

@@ -27,6 +27,16 @@ logger = get_logger(__name__)
 
 
 @contextlib.contextmanager
+def without_vllm(args: Any) -> Iterator[None]:
+    """
+    Context manager: `args.use_vllm` is off. `GRPOTrainer.__init__` (TRL 1.16) would import vLLM, and connect it to a
+    generator that serves one policy, merged into the base.
+    """
+    with swapped(args, {"use_vllm": False}):
+        yield
+
+
+@contextlib.contextmanager
 def without_reference(args: Any, if_: bool) -> Iterator[None]:
     """
     Context manager: `args.beta` is 0 and `args.sync_ref_model` is off if the condition holds.
@@ -475,6 +485,8 @@ class LocalAccelerator:
 
 # The key under which TRL's loss reads the log-probabilities of the policy that sampled; without it, the ratio is 1
 OLD_LOGPS = "old_per_token_logps"
+# The key under which it reads the weights that tokens have in the loss, where another policy has sampled them
+SAMPLING_WEIGHTS = "importance_sampling_ratio"
 
 
 class TrlLoss:
@@ -521,6 +533,8 @@ class TrlLoss:
             "use_adaptive_entropy": False,  # each adapter has a controller of its own
             "max_completion_length": max_completion_length,
             "get_high_entropy_mask": entropy_mask or trainer.get_high_entropy_mask,
+            "use_vllm": SAMPLING_WEIGHTS in inputs,  # whether the loss is to be multiplied by these weights
+            "vllm_importance_sampling_correction": True,
         }
         with swapped(trainer, inner):
             loss = trainer._compute_loss(model, inputs)

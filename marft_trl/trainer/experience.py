@@ -11,12 +11,14 @@ import torch
 from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import Estimator
 from ..configs import MARFTConfig
+from ..episodes.records import Turn
 from ..learning.batching import count_rows, cut_slices, together, weigh
 from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
 from ..learning.data import Row, Slice
 from ..learning.log_probs import LogProbs
 from ..learning.micro_batcher import MicroBatcher
+from ..learning.sampling_correction import SamplingCorrection
 from ..learning.schedules import Schedule
 from ..processes import Processes
 from ..reporting.reporter import Reporter
@@ -73,6 +75,7 @@ class Experience:
         needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
         share (`bool`): whether rows share what they have in common, so that groups stay together.
         processes ([`Processes`]): the processes of the run.
+        correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
     """
 
     def __init__(
@@ -94,12 +97,13 @@ class Experience:
         needs_old: bool,
         share: bool,
         processes: Processes,
+        correction: SamplingCorrection | None = None,
     ):
         self._rollouts, self._alternatives, self._credit, self._estimator = rollouts, alternatives, credit, estimator
         self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
         self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
         self._args, self._settings, self._needs_old, self._share = args, settings, needs_old, share
-        self._processes = processes
+        self._processes, self._correction = processes, correction
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
@@ -132,7 +136,7 @@ class Experience:
         may_keep = training and self._learner is not None and self._learner.may_keep_passes
         with self._log_probs.scoring():
             if self._needs_old and training:
-                rows = self._log_probs.with_old(rows)
+                rows = self._with_old(rows)
             if self._settings.beta != 0.0 and self._learner is not None:
                 rows = self._log_probs.with_reference(rows, self._learner.num_features_of_reference)
             elif self._settings.beta != 0.0:
@@ -149,6 +153,14 @@ class Experience:
         with self._processes.together():
             check_finite([row for its in estimated[0] for row in its], {"advantage": _OF_ADVANTAGES})
         return estimated
+
+    def _with_old(self, rows: list[Row]) -> list[Row]:
+        """Rows with the log-probabilities of the policies as they are; of servers' turns, also what tokens weigh."""
+        if self._correction is None:
+            return self._log_probs.with_old(rows)
+        with self._log_probs.without_dropout():  # as on a server
+            rows = self._log_probs.with_old(rows)
+        return self._correction.corrected(rows)
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
         """A training row for each turn or candidate, in the order of the episodes."""
@@ -170,7 +182,8 @@ class Experience:
                         number=len(rows),
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.part_of(turn.agent) if self._critic is not None else None,
-                        old_per_token_logps=torch.tensor(turn.logps) if training and turn.logps is not None else None,
+                        sampled_by=turn.sampled_by,
+                        **_recorded(turn, training),
                     )
                 )
         return rows
@@ -185,6 +198,14 @@ class Experience:
         adapters, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         counts = self._processes.sum(count_rows(slices, adapters, parts))
         return weigh(slices, adapters, counts, parts)
+
+
+def _recorded(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities that were recorded when a turn was sampled, under the name that they have in a row."""
+    if not training or turn.logps is None:
+        return {}
+    logps = torch.tensor(turn.logps, dtype=torch.float32)
+    return {"old_per_token_logps": logps} if turn.sampled_by is None else {"sampling_logps": logps}
 
 
 def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:

@@ -40,7 +40,13 @@ from ..seams.runs import (
     keeping_checkpoints,
     saving_only,
 )
-from ..seams.trl import configure_parent, without_false_warning, without_printed_table, without_reference
+from ..seams.trl import (
+    configure_parent,
+    without_false_warning,
+    without_printed_table,
+    without_reference,
+    without_vllm,
+)
 from ..team import Team
 from ..weights.adapters import add_adapters
 from ..weights.policies import Policies
@@ -48,6 +54,7 @@ from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
 from . import setup
 from .checkpointing import raise_failed_push
+from .engine import check_engine
 from .parts import Choices, Parts, assemble
 
 
@@ -171,7 +178,12 @@ class MARFTTrainer(GRPOTrainer):
         )
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
-        with without_reference(args, if_=self.policies.has_adapters), without_false_warning(isinstance(model, str)):
+        longest_turn = check_engine(args, self.policies, base, self.agents)
+        with (
+            without_reference(args, if_=self.policies.has_adapters),
+            without_vllm(args),
+            without_false_warning(isinstance(model, str)),
+        ):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
@@ -191,7 +203,8 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        self.parts: Parts = assemble(self, Choices(*team, level, view, turn_rewards, eval_metrics, aliases, failures))
+        others = level, view, turn_rewards, eval_metrics, aliases, failures, longest_turn
+        self.parts: Parts = assemble(self, Choices(*team, *others))
         self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)
 

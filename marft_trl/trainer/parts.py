@@ -24,6 +24,7 @@ from ..learning.levels import Level
 from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
+from ..learning.sampling_correction import SamplingCorrection
 from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
 from ..manifest import BaseModel
@@ -36,7 +37,7 @@ from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
 from ..rollout.alternatives import Alternatives
 from ..rollout.failures import Failures, OnFailure
-from ..rollout.generator import Generator, Sampling
+from ..rollout.generator import Generator, Sampling, StreamGenerator
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
 from ..rollout.reward_scorer import RewardScorer
@@ -54,6 +55,7 @@ from ..weights.policies import Policies
 from ..workflows import Workflow
 from . import setup
 from .checkpointing import Checkpoints, Stateful
+from .engine import make_vllm_generator, tolerance_of
 from .experience import Experience
 from .run import Run
 from .run_settings import RunSettings
@@ -129,6 +131,7 @@ class Choices:
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         failures ([`Failures`]): what users' code has failed in.
+        longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn on servers.
     """
 
     args: MARFTConfig
@@ -144,6 +147,7 @@ class Choices:
     eval_metrics: Sequence[EvalMetric]
     aliases: Mapping[str, str]
     failures: Failures
+    longest_turn: int | None = None
 
 
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
@@ -167,6 +171,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "sequential": sequential,
         "health": health,
         "users": builder.users,
+        "runner": builder.runner,
     }
     checkpoints = builder.checkpoints(owners)
     return Parts(
@@ -193,23 +198,6 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
     )
 
 
-def make_generator(
-    trainer: GRPOTrainer, choices: Choices, samplings: dict[str, Sampling], share: bool, records: bool
-) -> Generator:
-    """
-    The engine of generation. A further engine gets its line here.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): has the model.
-        choices ([`Choices`]): the team.
-        samplings (`dict[str, Sampling]`): how each agent samples.
-        share (`bool`): compute what observations have in common once.
-        records (`bool`): keep log-probabilities of what is sampled.
-    """
-    general = Sampling.of(AgentSpec("solo"), choices.args).as_generation_kwargs()
-    return TransformersGenerator(TrlEngine(trainer, general), choices.policies, samplings, share, records)
-
-
 class _Builder:
     """The parts that other parts share, and the groups of parts that are built from them."""
 
@@ -229,7 +217,8 @@ class _Builder:
         self._base = _base_of(trainer, choices.policies)
         self._temperature = ScoringTemperature(
             [self._base] if trainer.ref_model is None else [self._base, trainer.ref_model],
-            [sampling.temperature for sampling in self._samplings.values()],
+            # Adapters on servers are compared at temperature 1
+            [*(sampling.temperature for sampling in self._samplings.values()), *([1.0] if args.use_vllm else [])],
             default=trainer.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
@@ -237,6 +226,7 @@ class _Builder:
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
+        self._needs_old |= args.use_vllm  # what servers have sampled is compared with them
         self._settings = TrlSettings(trainer)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
@@ -252,7 +242,7 @@ class _Builder:
             view=choices.view,
             chat_template_kwargs=trainer.chat_template_kwargs,
             plain=is_plain(choices.agents, self._uses_tools),
-            window=setup.context_window(trainer.model),
+            window=setup.context_window(trainer.model, choices.longest_turn),
             reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
             overflow=args.context_overflow,
             chat_template=trainer.chat_template,
@@ -265,7 +255,7 @@ class _Builder:
             choices.agents,
             choices.workflow,
             prompts,
-            make_generator(trainer, choices, self._samplings, self.passes.share, records),
+            self._generator(records),
             self._tokenizer,
             ends=trainer.eos_token_ids,
             randomness=self.randomness,
@@ -276,6 +266,28 @@ class _Builder:
             max_turns=args.max_episode_turns,
             users=self.users,
             vocabulary=self._base.get_input_embeddings().num_embeddings,
+            seed=args.seed,
+        )
+
+    def _generator(self, records: bool) -> Generator | StreamGenerator:
+        """What samples turns. A further generator gets its line here. `records`: keep log-probabilities."""
+        trainer, choices, args = self._trainer, self._choices, self._args
+        engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
+        if not args.use_vllm:
+            return TransformersGenerator(engine, choices.policies, self._samplings, self.passes.share, records)
+        return make_vllm_generator(
+            args,
+            choices.agents,
+            choices.policies,
+            trainer.accelerator.unwrap_model(trainer.model),
+            self._samplings,
+            engine.settings,
+            self._tokenizer,
+            ends=trainer.eos_token_ids,
+            vocabulary=self._base.get_input_embeddings().num_embeddings,
+            is_exact=self.passes.sample_what_they_score(),
+            of_tokens=lambda *asked, **how: self._log_probs.of_tokens(*asked, **how),
+            processes=self.processes,
         )
 
     def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:
@@ -349,7 +361,9 @@ class _Builder:
         trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
         size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
         save = functools.partial(save_checkpoint_now, self._trainer)
-        return Run(checkpoints, self._args, self.processes, save, checkpoint_size=lambda: size)
+        return Run(
+            checkpoints, self._args, self.processes, save, checkpoint_size=lambda: size, clean_up=self.runner.close
+        )
 
     def learning(
         self,
@@ -390,6 +404,7 @@ class _Builder:
             accelerator=accelerator,
             checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         )
+        self._log_probs = log_probs
         learner = self._critic_learner(batcher)
         loss = TeamLoss(
             trl_loss=TrlLoss(trainer),
@@ -466,7 +481,14 @@ class _Builder:
             needs_old=self._needs_old,
             share=self.passes.share,
             processes=self.processes,
+            correction=self._correction(),
         )
+
+    def _correction(self) -> SamplingCorrection | None:
+        if not self._args.use_vllm:
+            return None
+        tolerance = tolerance_of(self._args, self.passes.sample_what_they_score())
+        return SamplingCorrection(self._args, tolerance, self.metrics, self.processes)
 
     def _estimator(self, credit: CreditAssigner) -> Estimator:
         choices = self._choices
@@ -510,7 +532,7 @@ class _Builder:
             samplings=self._samplings,
             aliases=choices.aliases,
             args=args,
-            window=setup.context_window(trainer.model),
+            window=setup.context_window(trainer.model, choices.longest_turn),
             share=self.passes.share,
             processes=self.processes,
             train_dataset=lambda: trainer.train_dataset,

@@ -98,6 +98,7 @@ class Run(TrainerCallback):
         processes ([`Processes`]): the processes of the run.
         save (`Callable`): saves a checkpoint of the present state.
         checkpoint_size (`Callable`): about how many bytes a checkpoint has.
+        clean_up (`Callable`): called when training ends, in whatever way.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class Run(TrainerCallback):
         processes: Processes,
         save: Callable[[], None],
         checkpoint_size: Callable[[], int],
+        clean_up: Callable[[], None] = lambda: None,
     ):
         self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
-        self._checkpoint_size = checkpoint_size
+        self._checkpoint_size, self._clean_up = checkpoint_size, clean_up
         self._signals = Signals()
         self._stopped_by = 0
 
@@ -128,6 +130,7 @@ class Run(TrainerCallback):
         self._stopped_by = 0
         folder = self._checkpoints.folder
         with contextlib.ExitStack() as stack:
+            stack.callback(self._clean_up)
             stack.enter_context(self._processes.telling())
             with self._processes.together():
                 if self._args.should_save:

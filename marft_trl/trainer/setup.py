@@ -155,9 +155,16 @@ def tool_limits(args: MARFTConfig) -> ToolLimits:
     )
 
 
-def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """Size of the model's context window in tokens, or `None` if its config states no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_window(model: PreTrainedModel | PeftModel, longest_turn: int | None = None) -> int | None:
+    """
+    Size of the model's context window in tokens, or `None` if its config states no limit.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model.
+        longest_turn (`int`, *optional*): limit of the servers that generate.
+    """
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min((limit for limit in (own, longest_turn) if limit is not None), default=None)
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:

@@ -18,7 +18,7 @@ from ..manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..redaction import without_secrets
 from ..reporting.model_card import team_card
 from ..reporting.plan import Planner
-from ..rollout.generator import Generator, general_settings, own_settings
+from ..rollout.generator import Generator, StreamGenerator, general_settings, own_settings
 from ..rollout.views import View, team_view
 from ..tools import tool_name
 from ..weights.adapter_files import forget_local_base
@@ -62,7 +62,7 @@ class TeamFiles:
         workflow: Workflow,
         policies: Policies,
         critic: Critic | None,
-        generator: Callable[[], Generator],
+        generator: Callable[[], Generator | StreamGenerator],
         view: Callable[[], View],
         base: BaseModel,
         planner: Planner,

@@ -1,0 +1,90 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The command that starts a vLLM server for a team."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from peft import LoraConfig, PeftConfig
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+
+
+# Ranks that vLLM has kernels for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Flags of the CPU build, whose engine stops at a request with a seed if it may read a prompt in parts
+_ON_CPU = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--enforce-eager", "--dtype", "float32")
+
+
+def vllm_command(
+    model: str,
+    agents: Sequence[AgentSpec],
+    args: MARFTConfig | None = None,
+    peft_config: PeftConfig | None = None,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    max_model_len: int | None = None,
+    device: str = "cuda",
+    extra: Sequence[str] = (),
+) -> str:
+    """
+    The shell command that starts a vLLM server for a team, with all flags that the team needs. Run it in an
+    environment that vLLM is installed in, once for each address in `vllm_server_base_url`.
+
+    Args:
+        model (`str`):
+            Name or folder of the base.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        args ([`MARFTConfig`], *optional*):
+            Training arguments.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter config of agents without one of their own, as passed to [`MARFTTrainer`].
+        port (`int`, *optional*, defaults to `8000`):
+            Port of the server.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address that the server listens at. The server takes adapters from whoever reaches it, so let only the
+            trainer reach it.
+        max_model_len (`int`, *optional*):
+            Longest prompt and turn together, in tokens. If `None`, the server takes the model's window.
+        device (`str`, *optional*, defaults to `"cuda"`):
+            `"cpu"` adds the flags that vLLM's CPU build needs.
+        extra (`Sequence[str]`, *optional*):
+            Further flags, such as `["--tensor-parallel-size", "2"]`.
+
+    Returns: one line.
+    """
+    args = args or MARFTConfig()
+    adapters = adapter_ranks(agents, peft_config)
+    most = max_loras(len(adapters))
+    flags = [
+        *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
+        *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
+        *("--max-lora-rank", str(next((rank for rank in _RANKS if rank >= max(adapters.values())), _RANKS[-1]))),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--max-num-seqs", str(args.vllm_max_inflight)),
+        *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
+        *(("--revision", revision) if (revision := (args.model_init_kwargs or {}).get("revision")) else ()),
+        *(("--trust-remote-code",) if args.trust_remote_code else ()),
+        *(_ON_CPU if device == "cpu" else ()),
+        *extra,
+    ]
+    variables = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+    return f"{variables} python -m vllm.entrypoints.openai.api_server {shlex.join(flags)}"
+
+
+def max_loras(num_adapters: int) -> int:
+    """Number of adapters that a server needs room for: those of the team, and the base as an adapter."""
+    return num_adapters + 1
+
+
+def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
+    """Rank of each adapter of a team."""
+    ranks: dict[str, int] = {}
+    for agent in agents:
+        config = agent.peft_config or peft_config
+        rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
+        ranks[agent.adapter] = max(rank, ranks.get(agent.adapter, 0))
+    return ranks

@@ -1,0 +1,287 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The adapters of a team on its servers: files with versioned names, loaded, compared with the trainer's, retired."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.logging import get_logger
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from ..event_loop import run_coroutine
+from .replicas import ServerSettings
+from .server import AnswerError, RefusedError, ServerDownError, VLLMServer
+
+
+logger = get_logger(__name__)
+
+# Number of tokens that the weights on a server are compared by
+_PROBE_TOKENS = 32
+
+
+class MismatchError(RuntimeError):
+    """
+    A server computes other log-probabilities with an adapter than the trainer.
+
+    Args:
+        message (`str`): the message.
+        entry (`str`): the entry of the library.
+    """
+
+    def __init__(self, message: str, entry: str):
+        super().__init__(message)
+        self.entry = entry
+
+
+@dataclass(frozen=True)
+class Version:
+    """
+    A state of an adapter that servers have.
+
+    Args:
+        entry (`str`): what the weights are: an adapter of the team, its reference, or the base.
+        number (`int`): counts the states of this entry, from 0.
+        name (`str`): name on the servers, which no other state ever has.
+        folder (`str`): folder of its files.
+        digest (`str`): of its weights.
+        probe_ids (`tuple[int, ...]`): token ids that it is compared by.
+        probe_logps (`tuple[float, ...]`): the trainer's log-probabilities of all but the first of them.
+    """
+
+    entry: str
+    number: int
+    name: str
+    folder: str
+    digest: str
+    probe_ids: tuple[int, ...]
+    probe_logps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    Weights that servers are given.
+
+    Args:
+        tensors (`Callable`): returns the present tensors of a LoRA, by their names in PEFT's files.
+        config ([`~peft.LoraConfig`]): its config.
+        log_probs (`Callable`): `log_probs(ids)` scores token ids with the trainer's own weights, at temperature 1, and
+            returns the log-probabilities of all but the first.
+        is_fixed (`bool`): whether the weights never change.
+    """
+
+    tensors: Callable[[], Mapping[str, torch.Tensor]]
+    config: LoraConfig
+    log_probs: Callable[[list[int]], list[float]]
+    is_fixed: bool = False
+
+
+class AdapterLibrary:
+    """
+    The adapters of a team on its servers.
+
+    A state of an adapter gets a new name and a new folder and never changes; nothing is loaded in place of something
+    else. An adapter whose weights have not changed keeps its name, and with it the server's cache of what it has read.
+
+    Args:
+        folder (`str` or `os.PathLike`): folder that the servers see under the same path.
+        entries (`Mapping[str, Entry]`): the weights.
+        servers ([`ServerSettings`]): addresses and limits.
+        vocabulary (`int`): number of token ids.
+        tolerance (`float`): largest mean difference of log-probabilities between a server and the trainer.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        entries: Mapping[str, Entry],
+        servers: ServerSettings,
+        vocabulary: int,
+        tolerance: float,
+    ):
+        self._run = secrets.token_hex(4)  # of this process: a name is never given twice, also after a restart
+        self._folder = Path(folder).absolute() / self._run
+        self._entries, self._servers, self._tolerance = dict(entries), servers, tolerance
+        draw = random.Random(0)  # noqa: S311
+        self._probe_ids = [draw.randrange(vocabulary) for _ in range(_PROBE_TOKENS)]
+        self._current: dict[str, Version] = {}
+        self._numbers: dict[str, int] = {}
+        self._retired: list[Version] = []
+
+    @property
+    def current(self) -> dict[str, Version]:
+        """The present state of each entry."""
+        return dict(self._current)
+
+    def name_of(self, entry: str) -> str:
+        """Name of the present state of an entry on the servers."""
+        return self._current[entry].name
+
+    def adopt(self, current: Mapping[str, Version]) -> None:
+        """Use the states that another process has published."""
+        self._current = dict(current)
+
+    # ---- Publishing ----
+
+    def publish(self) -> dict[str, Version]:
+        """
+        Give every server the present weights. Only what has changed is written and loaded.
+
+        Returns: the present state of each entry.
+
+        Raises:
+            FloatingPointError: an adapter has a weight that is not finite.
+            MismatchError: a server computes something else with an adapter than the trainer.
+            RefusedError: a server cannot load an adapter. The message has the flag to set.
+        """
+        self._delete_retired()
+        before = dict(self._current)
+        for entry in self._entries:
+            self._write_if_changed(entry)
+        try:
+            run_coroutine(self._make_all_ready)
+        except MismatchError as error:  # once more under another name, in case a file was read half
+            logger.warning(f"{error} It is loaded again under another name.")
+            self._write(error.entry)
+            run_coroutine(self._make_all_ready)
+        old = [version for entry, version in before.items() if self._current[entry] is not version]
+        run_coroutine(self._unload, old)
+        self._retired += old
+        return self.current
+
+    def close(self) -> None:
+        """Take all adapters from the servers, and delete their files. Later requests publish them anew."""
+        run_coroutine(self._unload, list(self._current.values()))
+        self._current.clear()
+        self._retired.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write_if_changed(self, entry: str) -> None:
+        known = self._current.get(entry)
+        if known is None or (not self._entries[entry].is_fixed and self._digest(entry) != known.digest):
+            self._write(entry)
+
+    def _digest(self, entry: str) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self._entries[entry].tensors().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _write(self, entry: str) -> None:
+        """Write the files of a new state. Its folder appears as a whole."""
+        source = self._entries[entry]
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.tensors().items()}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise FloatingPointError(
+                    f"The adapter {entry!r} has a weight that is not finite ({name}), so no server was given it: the "
+                    "server's other adapters would suffer too. Go on from an earlier checkpoint with a lower learning "
+                    "rate."
+                )
+        number = self._numbers[entry] = self._numbers.get(entry, -1) + 1
+        name = f"{self._run}-{entry}-v{number}"
+        folder, partial = self._folder / name, self._folder / f".{name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        source.config.save_pretrained(str(partial))
+        for file in partial.iterdir():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+        os.rename(partial, folder)
+        logps = source.log_probs(list(self._probe_ids))
+        ids = tuple(self._probe_ids)
+        self._current[entry] = Version(entry, number, name, str(folder), self._digest(entry), ids, tuple(logps))
+
+    def _delete_retired(self) -> None:
+        for version in self._retired:  # unloaded since the last time, so no server reads them again
+            shutil.rmtree(version.folder, ignore_errors=True)
+        self._retired.clear()
+
+    # ---- Servers ----
+
+    async def _make_all_ready(self) -> None:
+        async with self._servers.connected() as servers:
+            for server in servers:
+                try:
+                    await self.make_ready(server)
+                except ServerDownError as error:  # it is made ready when it is back
+                    logger.warning(f"{error} It gets the adapters when it is back.")
+
+    async def make_ready(self, server: VLLMServer) -> None:
+        """
+        Load what a server lacks, and compare what was loaded with the trainer's weights.
+
+        Raises:
+            ServerDownError: the server does not answer.
+            MismatchError: it computes something else.
+            RefusedError: it cannot load an adapter.
+        """
+        known = await server.models(self._servers.server_timeout)
+        for version in list(self._current.values()):
+            if version.name not in known:
+                await self._load(server, version)
+                await self._compare(server, version)
+
+    async def _load(self, server: VLLMServer, version: Version) -> None:
+        try:
+            await server.load(version.name, version.folder, self._servers.server_timeout)
+        except RefusedError as error:
+            text = f"The adapter {version.entry!r} cannot be loaded. {error} {_advice(str(error), error.status)}"
+            raise RefusedError(text, error.status) from error
+
+    async def _compare(self, server: VLLMServer, version: Version) -> None:
+        try:
+            theirs = await server.score(version.name, version.probe_ids, self._servers.server_timeout)
+        except (AnswerError, RefusedError) as error:
+            await server.unload(version.name, self._servers.server_timeout)
+            raise MismatchError(f"The adapter {version.entry!r} cannot be compared: {error}", version.entry) from error
+        difference = mean_difference(theirs, version.probe_logps)
+        if not difference <= self._tolerance:
+            await server.unload(version.name, self._servers.server_timeout)
+            raise MismatchError(
+                f"{server.url} computes other log-probabilities with the adapter {version.entry!r} (version "
+                f"{version.number}) than the trainer: they differ by {difference:.3g} on average, and at most "
+                f"{self._tolerance:g} is expected. The server has another base, another precision "
+                "(`--dtype`), or read other files. If a difference of this size is known and meant, set "
+                "`fidelity_tolerance`.",
+                version.entry,
+            )
+
+    async def _unload(self, versions: Sequence[Version]) -> None:
+        async with self._servers.connected() as servers:
+            for server in servers:
+                for version in versions:
+                    await server.unload(version.name, self._servers.server_timeout)
+
+
+def mean_difference(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Mean absolute difference of log-probabilities; NaN if one is not a number."""
+    return sum(abs(a - b) for a, b in zip(theirs, ours, strict=True)) / max(len(ours), 1)
+
+
+def _advice(message: str, status: int) -> str:
+    """What to change on a server that cannot load an adapter."""
+    if "rank" in message.lower():
+        return "Start the server with a larger `--max-lora-rank`; `marft_trl.rollout.vllm_command` has it."
+    if "No adapter found" in message:
+        return (
+            "The server does not see this folder: set `vllm_adapter_dir` to one that the trainer and all servers see "
+            "under the same path."
+        )
+    if status in (404, 405):
+        return (
+            "The server takes no adapters while it runs: start it with `--enable-lora` and the environment variable "
+            "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`."
+        )
+    return "Start it with the command that `marft_trl.rollout.vllm_command` gives."

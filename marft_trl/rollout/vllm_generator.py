@@ -1,0 +1,166 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Generation by vLLM servers: every turn is a request of its own, under the present version of its agent's adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import PreTrainedTokenizerBase
+
+from ..engine.library import AdapterLibrary
+from ..engine.replicas import Replicas, ServerSettings
+from ..engine.server import Order
+from ..episodes.records import SampledBy
+from ..processes import Processes
+from ..randomness import seed_of
+from ..weights.policies import Policies
+from .generator import Sampled, Sampling
+from .stopping import StopTexts
+
+
+logger = get_logger(__name__)
+
+# Settings of `generate` that vLLM has under the same name, with the values that leave the distribution as it is
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+}
+# Settings of `generate` that say nothing about what is sampled, or that requests have by other means
+_ELSEWHERE = (
+    *("max_new_tokens", "temperature", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("cache_implementation", "disable_compile"),
+)
+# Entry of the library that is the base without an adapter
+BASE = "base"
+
+
+class VLLMGenerator:
+    """
+    Generates turns on vLLM servers.
+
+    Args:
+        library ([`AdapterLibrary`]): the adapters on the servers.
+        servers ([`ServerSettings`]): addresses and limits.
+        policies ([`Policies`]): adapters of agents.
+        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
+        settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
+        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        processes ([`Processes`]): the first one publishes for all.
+
+    Attributes:
+        library ([`AdapterLibrary`]): the adapters on the servers.
+        servers ([`ServerSettings`]): addresses and limits.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        library: AdapterLibrary,
+        servers: ServerSettings,
+        policies: Policies,
+        samplings: Mapping[str, Sampling],
+        settings: Callable[[Sampling], dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        processes: Processes,
+    ):
+        self.library, self.servers, self._policies = library, servers, policies
+        self._samplings, self._settings, self._ends = samplings, settings, list(ends)
+        self._processes = processes
+        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._requests = {agent: self._request(agent) for agent in samplings}
+        self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
+
+    def settings(self, agent: str) -> dict[str, Any]:
+        """All settings of `generate` for an agent."""
+        return self._settings(self._samplings[agent])
+
+    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
+        """Return `True` if a turn of an agent contains one of the agent's stop texts."""
+        return self._stops[self._samplings[agent]].are_in(ids)
+
+    def samples_what_is_scored(self, agent: str) -> bool:
+        """`True` if an agent samples from the distribution that it is scored by."""
+        settings, sampling = self.settings(agent), self._samplings[agent]
+        is_whole = all(settings.get(name) in neutral for name, neutral in _NEUTRAL.items())
+        return is_whole and settings["temperature"] == sampling.temperature
+
+    def publish(self, alone: bool = False) -> None:
+        """
+        Let the servers have the present weights. The first process does it, and tells the others the names.
+
+        Args:
+            alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this. Then it has
+                to be the first process, or nothing may have changed since the last time.
+        """
+        if alone:
+            if self._processes.is_main:
+                self.library.publish()
+            return
+        current = None
+        with self._processes.together():
+            if self._processes.is_main:
+                current = self.library.publish()
+        self.library.adopt(self._processes.broadcast(current))
+
+    def close(self) -> None:
+        """Take the adapters from the servers."""
+        if self._processes.is_main:
+            self.library.close()
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Asynchronous context manager: connections to the servers, for the present event loop."""
+        loop = asyncio.get_running_loop()
+        async with Replicas(self.servers, self.library.make_ready) as replicas:
+            self._open[loop] = replicas
+            try:
+                yield
+            finally:
+                del self._open[loop]
+
+    async def sample(
+        self, agent: str, prompt_ids: list[int], key: tuple, by_reference: bool = False, greedy: bool = False
+    ) -> Sampled:
+        """Sample a turn, see [`StreamGenerator`]."""
+        sampling = self._samplings[agent]
+        entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
+        version, seed = self.library.current[entry], seed_of(key)
+        settings = {**self._requests[agent], "seed": seed, **({"temperature": 0.0} if greedy else {})}
+        order = Order(version.name, prompt_ids, sampling.max_completion_length, settings)
+        generated, server = await self._open[asyncio.get_running_loop()].generate(order)
+        ids = self._stops[sampling].cut(generated.ids)
+        is_scored = not (greedy or by_reference) and self.samples_what_is_scored(agent)
+        logps = generated.logps[: len(ids)] if is_scored else None
+        return Sampled(ids, logps, SampledBy(server, version.number, seed))
+
+    def reference_entry(self, agent: str) -> str:
+        """Entry of the library that has the reference of an agent."""
+        adapter = self._policies.adapter_of(agent)
+        return BASE if self._policies.starts_as_base(agent) else f"{adapter}-reference"
+
+    def _request(self, agent: str) -> dict[str, Any]:
+        """What all requests for an agent have in common, under vLLM's names."""
+        settings, sampling = self.settings(agent), self._samplings[agent]
+        unknown = sorted(
+            name
+            for name, value in settings.items()
+            if name not in _NEUTRAL and name not in _ELSEWHERE and value is not None
+        )
+        if unknown or settings.get("do_sample") is False:
+            raise ValueError(
+                f"`generation_kwargs` has {(unknown or ['do_sample'])[0]!r}, which marft_trl does not translate for "
+                f"vLLM. Leave it out, or set `use_vllm=False`. It translates temperature, {', '.join(_NEUTRAL)}."
+            )
+        given = {name: settings[name] for name in _NEUTRAL if settings.get(name) is not None}
+        stops = {"stop": list(sampling.stop)} if sampling.stop else {}
+        ends = {"ignore_eos": True, "stop_token_ids": self._ends}
+        return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **given, **ends, **stops}

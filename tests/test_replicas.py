@@ -1,0 +1,206 @@
+"""Servers that fail: what is no whole turn is never a turn, and what goes down is waited for or replaced."""
+
+import asyncio
+import time
+
+import pytest
+
+from marft_trl.engine.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
+from marft_trl.engine.server import AnswerError, Order, RefusedError
+from marft_trl.event_loop import run_coroutine
+
+from .vllm_server import answered, as_text, fake_servers, turn
+
+
+def settings(servers, **changes):
+    fast = {"server_timeout": 20.0, "health_seconds": 0.1, "health_timeout": 0.5, "request_timeout": 20.0}
+    return ServerSettings(tuple(server.url for server in servers), **{**fast, **changes})
+
+
+def orders(count=24):
+    return [Order("a-v1", [1, 2, index], 12, {"seed": index, "temperature": 1.0}) for index in range(count)]
+
+
+def generate(servers, asked=None, events=None, **changes):
+    """Sends all orders at once; `events` maps a number of answers to what happens then."""
+    asked, events, done = asked or orders(), dict(events or {}), []
+
+    async def make_ready(server):
+        if "a-v1" not in await server.models(5.0):
+            await server.load("a-v1", "/somewhere", 5.0)
+
+    async def one(replicas, order):
+        found = await replicas.generate(order)
+        done.append(order)
+        if len(done) in events:
+            await asyncio.to_thread(events[len(done)])
+        return found
+
+    async def run():
+        async with Replicas(settings(servers, **changes), make_ready) as replicas:
+            return await asyncio.gather(*[one(replicas, order) for order in asked])
+
+    return run_coroutine(run)
+
+
+def expected(asked=None):
+    return [turn(order.body())["choices"][0]["token_ids"] for order in asked or orders()]
+
+
+def ids_of(found):
+    return [generated.ids for generated, _ in found]
+
+
+FAULTS = {
+    "aborted": lambda body: as_text(turn(body, finish_reason="abort")),
+    "without a reason": lambda body: as_text(turn(body, finish_reason=None)),
+    "without tokens": lambda body: as_text(turn(body, token_ids=None)),
+    "no token at all": lambda body: as_text(turn(body, token_ids=[], logprobs={"token_logprobs": []})),
+    "without log-probabilities": lambda body: as_text(turn(body, logprobs=None)),
+    "fewer log-probabilities": lambda body: as_text(turn(body, logprobs={"token_logprobs": [-1.0]}, token_ids=[5, 6])),
+    "not a number": lambda body: as_text(turn(body, token_ids=[5], logprobs={"token_logprobs": [float("nan")]})),
+    "a missing number": lambda body: as_text(turn(body, token_ids=[5], logprobs={"token_logprobs": [None]})),
+    "shortened": lambda body: as_text(
+        turn(body, token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length")
+    ),
+    "two choices": lambda body: as_text({"choices": turn(body)["choices"] * 2}),
+    "no JSON": lambda body: as_text("<html>proxy</html>"),
+    "half of JSON": lambda body: as_text('{"choices": [{"token_ids": [1, 2'),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_answer_that_is_no_whole_turn_is_never_a_turn(name):
+    with fake_servers() as (server,):
+        seen = set()
+
+        def first_time(body):
+            if body["seed"] % 3 == 0 and body["seed"] not in seen:
+                seen.add(body["seed"])
+                return FAULTS[name](body)
+
+        server.fault = first_time
+        assert ids_of(generate([server])) == expected() and len(seen) == 8
+        server.fault = FAULTS[name]
+        with pytest.raises(AnswerError, match="127.0.0.1"):
+            generate([server], orders(1))
+
+
+def test_what_a_server_refuses_is_said_and_not_tried_again():
+    with fake_servers() as (server,):
+        server.fault = lambda body: answered(400, "Out of range float values are not JSON compliant: nan")
+        with pytest.raises(RefusedError, match="answered 400: Out of range float values"):
+            generate([server], orders(1))
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "answers 500"])
+def test_another_server_takes_over_with_the_same_turns(how):
+    with fake_servers(2) as servers:
+        for server in servers:
+            server.delay = lambda body: 0.02 * (1 + body["seed"] % 5)
+
+        def fails():
+            if how == "dies":
+                servers[0].stop()
+            elif how == "hangs":
+                servers[0].hangs = True
+            else:
+                servers[0].fault = lambda body: answered(500, "EngineCore encountered an issue")
+
+        try:
+            found = generate(servers, orders(60), events={5: fails}, max_inflight=8, server_timeout=3.0)
+        finally:
+            if how == "dies":
+                servers[0].start()
+        assert ids_of(found) == expected(orders(60))
+        assert {url for _, url in found[-20:]} == {servers[1].url}
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "comes back empty"])
+def test_the_run_waits_for_the_only_server(how):
+    with fake_servers() as (server,):
+        server.delay = lambda body: 0.02 * (1 + body["seed"] % 5)
+
+        def fails():
+            if how == "comes back empty":
+                server.loaded.clear()
+                return
+            if how == "dies":
+                server.stop()
+                server.loaded.clear()
+            server.hangs = how == "hangs"
+            time.sleep(1.0)
+            server.hangs = False
+            if how == "dies":
+                server.start()
+
+        assert ids_of(generate([server], events={5: fails}, max_inflight=4)) == expected()
+        assert server.loaded
+
+
+def test_a_server_that_stays_away_ends_the_run():
+    with fake_servers(2) as servers:
+        for server in servers:
+            server.delay = lambda body: 0.02
+
+        def fails():
+            for server in servers:
+                server.stop()
+
+        start = time.monotonic()
+        with pytest.raises(
+            EngineDownError, match="No vLLM server has worked for 1 seconds.*vllm_server_timeout"
+        ) as error:
+            generate(servers, events={3: fails}, max_inflight=2, server_timeout=1.0)
+        assert all(server.url in str(error.value) for server in servers) and time.monotonic() - start < 10
+        for server in servers:
+            server.start()
+
+
+def test_a_request_that_takes_too_long_is_given_up_and_sent_again():
+    with fake_servers(2) as servers:
+        servers[0].delay = lambda body: 30.0 if body["seed"] == 0 else 0.0
+        found = generate(servers, orders(2), request_timeout=0.5)
+        assert ids_of(found) == expected(orders(2)) and found[0][1] == servers[1].url
+
+
+def test_a_server_gets_no_more_requests_than_it_can_take():
+    with fake_servers(2) as servers:
+        for server in servers:
+            server.delay = lambda body: 0.01
+        assert ids_of(generate(servers, orders(60), max_inflight=5)) == expected(orders(60))
+        assert all(server.most == 5 for server in servers)  # and no fewer: both are used
+
+
+def test_requests_are_cancelled_with_their_episodes():
+    with fake_servers() as (server,):
+        server.delay = lambda body: 5.0
+
+        async def run():
+            async with Replicas(settings([server]), lambda _: asyncio.sleep(0)) as replicas:
+                server.loaded["a-v1"] = ""
+                tasks = [asyncio.ensure_future(replicas.generate(order)) for order in orders(3)]
+                await asyncio.sleep(0.3)
+                tasks[0].cancel()
+                await asyncio.sleep(0.1)
+                assert tasks[0].cancelled() and not tasks[1].done()
+
+        start = time.monotonic()
+        run_coroutine(run)
+        assert time.monotonic() - start < 4
+
+
+def test_addresses_and_what_servers_tell():
+    assert addresses(None, "localhost", 8000) == ("http://localhost:8000",)
+    assert addresses("http://a:1/", "", 0) == ("http://a:1",)
+    assert addresses(["http://a:1/v1", "https://b"], "", 0) == ("http://a:1", "https://b")
+    assert addresses("http://a:1, http://b:2", "", 0) == ("http://a:1", "http://b:2")
+    for wrong in (["localhost:8000"], ["http://a", "http://a/"], "ftp://a"):
+        with pytest.raises(ValueError, match="vllm_server_base_url"):
+            addresses(wrong, "", 0)
+    with fake_servers() as (server,):
+        assert longest_turn(settings([server])) == 512
+        url = server.url
+    with pytest.raises(EngineDownError, match=f"no vLLM server at {url}.*vllm_command"):
+        longest_turn(ServerSettings((url,), server_timeout=0.3))

@@ -1,0 +1,244 @@
+"""Episodes that do not wait for one another: the same turns, in the same order, however long servers take."""
+
+import asyncio
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl import Workflow
+from marft_trl.episodes import collector
+from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.live import Setting
+from marft_trl.episodes.records import EndOfEpisode
+from marft_trl.episodes.rerun import Rerun
+from marft_trl.event_loop import run_coroutine
+from marft_trl.randomness import EpisodeRandomness
+from marft_trl.tools import ToolCall, ToolLimits
+from marft_trl.workflows import EnvironmentLoop, Graph, Sequential, UntilApproved
+
+from .helpers import add, echo
+from .test_environment import Countdown
+
+
+ROWS = [{"prompt": f"question {index}", "number": index} for index in range(12)]
+SETTING = Setting(("a", "b", "c"))
+
+
+def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, seed=0, reruns=None, **options):
+    """Runs a workflow with answers that take random times."""
+    draw, answer = random.Random(seed), answer or echo()
+
+    async def slowly(requests):
+        await asyncio.sleep(draw.random() * delays)
+        return answer(requests)
+
+    options = {"patience": 60, "reruns": reruns, **options}
+
+    async def run():
+        async with collector.unblocked(workflow, options["patience"]):
+            return await collector.collect_streams(workflow, rows, setting, slowly, **options)
+
+    return run_coroutine(run)
+
+
+def facts(episode):
+    """All that an episode says, as plain data."""
+    turns = [(t.agent, t.text, t.index, t.sees, t.hears, t.fed, t.audience) for t in episode.turns]
+    feedback = [(one.agent, one.text, one.index) for one in episode.feedback]
+    history = [(type(item).__name__, item.index) for item in episode.history]
+    return turns, feedback, history, episode.fed, episode.earned, dict(episode.counts), episode.answer.index
+
+
+class Branches(Workflow):
+    """Parallel branches of several turns each, which see all that there is so far."""
+
+    async def run(self, episode):
+        await episode.turn("a")
+
+        async def branch(agent, count):
+            for _ in range(count):
+                await episode.turn(agent)
+
+        await asyncio.gather(branch("b", 3), branch("c", 1 + episode.row["number"] % 3))
+        await episode.turn("a")
+
+
+class Draws(Workflow):
+    """Draws from the common random generators, also in tasks of its own and in functions in threads."""
+
+    async def run(self, episode):
+        first = random.random()
+
+        async def branch(agent):
+            await episode.turn(agent)
+            episode.count(agent, np.random.rand())
+            if torch.rand(()) < 0.5:
+                await episode.turn(agent)
+
+        await asyncio.gather(branch("a"), branch("b"))
+        episode.count("first", first)
+        episode.count("thread", await episode.call(random.random))
+        episode.count("slow", await episode.call(self.slow))
+        for _ in range(random.randrange(3)):
+            await episode.turn("c")
+
+    def slow(self):
+        time.sleep(0.002)
+        return random.random()
+
+
+def calling(requests):
+    """Every second turn of an agent calls a tool."""
+    completions = echo()(requests)
+    for place, request in enumerate(requests):
+        if request.functions and not request.ask.is_final and len(request.seen) % 2 == 0:
+            call = ToolCall("add", {"a": request.episode.index, "b": len(request.seen)})
+            completions[place] = request.completed(completions[place].text, tool_calls=(call,))
+    return completions
+
+
+TOOLS = Setting(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
+WORKFLOWS = {
+    "chain": (Sequential(), echo(), SETTING),
+    "branches": (Branches(), echo(), SETTING),
+    "graph": (Graph({"a": [], "b": ["a"], "c": ["a", "b"]}), echo(), SETTING),
+    "loop": (UntilApproved("a", "b"), echo(), SETTING),
+    "environment": (EnvironmentLoop(Countdown), echo(), SETTING),
+    "tools in branches": (Branches(), calling, TOOLS),
+}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_streams_give_the_episodes_of_waves_whatever_the_timing(name):
+    workflow, answer, setting = WORKFLOWS[name]
+    waves = [facts(episode) for episode in collector.collect(workflow, ROWS, setting, answer)]
+    for seed in range(3):
+        assert [facts(one) for one in streamed(workflow, answer=answer, setting=setting, seed=seed)] == waves
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**16), st.sampled_from([0.0, 0.001, 0.01]))
+def test_what_users_code_draws_does_not_depend_on_timing(seed, delays):
+    def once(seed, delays):
+        def around(index):
+            return EpisodeRandomness(1000 + index).active
+
+        episodes = streamed(Draws(), ROWS[:5], delays=delays, seed=seed, around=around)
+        return [(facts(one), dict(one.counts)) for one in episodes]
+
+    random.seed(0)
+    state = random.getstate()
+    expected = once(0, 0.002)
+    assert len({str(one[1]) for one in expected}) == 5  # each episode draws its own numbers
+    assert once(seed, delays) == expected
+    assert random.getstate() == state
+
+
+def test_no_episode_waits_for_another_one():
+    """Episodes of 4 turns, one of which takes long: in waves, each wave takes as long as its slowest turn."""
+
+    class Four(Workflow):
+        async def run(self, episode):
+            for _ in range(4):
+                await episode.turn("a")
+
+    async def answer(requests):
+        (request,) = requests
+        is_slow = request.episode.index == request.number  # another episode each time
+        await asyncio.sleep(0.4 if is_slow else 0.01)
+        return echo()(requests)
+
+    start = time.monotonic()
+    run_coroutine(lambda: collector.collect_streams(Four(), ROWS[:4], SETTING, answer))
+    assert 0.4 < time.monotonic() - start < 1.2  # 1.6 in waves
+
+
+def test_a_failing_episode_ends_all_or_is_left_out():
+    class Fails(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+            if episode.row["number"] in (3, 5):
+                raise KeyError("lost")
+            await episode.turn("b")
+
+    with pytest.raises(EpisodeError, match="failed in episode . after 1 turns.*KeyError: 'lost'"):
+        streamed(Fails())
+    failures = {}
+    episodes = streamed(Fails(), failures=failures)
+    assert sorted(failures) == [3, 5] and all("lost" in str(error) for error in failures.values())
+    assert [len(episode.turns) for episode in episodes] == [2, 2, 2, 0, 2, 0, *[2] * 6]
+
+
+def test_an_episode_that_hangs_is_given_up_while_others_go_on():
+    class Waits(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+            if episode.row["number"] == 2:
+                await asyncio.Event().wait()
+            await episode.turn("b")
+
+    failures = {}
+    episodes = streamed(Waits(), patience=0.5, failures=failures)
+    assert list(failures) == [2] and "neither a turn nor a tool" in str(failures[2])
+    assert sum(len(episode.turns) for episode in episodes) == 22
+    with pytest.raises(EpisodeError, match="hangs in episode 2"):
+        streamed(Waits(), patience=0.5)
+
+
+def test_code_that_blocks_is_interrupted_and_slow_servers_are_no_block(monkeypatch):
+    monkeypatch.setattr(collector, "_LATER", 0.3)
+    monkeypatch.setattr(collector, "_BEAT", 0.1)
+
+    class Blocks(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+            time.sleep(60)
+
+    with pytest.raises(EpisodeError, match="TookTooLong.*blocks: run .* has not returned for 0.5 seconds"):
+        streamed(Blocks(), ROWS[:2], patience=0.5)
+    assert streamed(Sequential(), ROWS[:2], delays=4.0, patience=0.5)
+
+
+def test_an_error_of_a_server_ends_all():
+    def broken(requests):
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        streamed(Sequential(), answer=broken)
+
+
+def test_an_episode_ends_where_the_window_is_full():
+    def full(requests):
+        return [EndOfEpisode("full") if one.agent == "c" else one.completed("x") for one in requests]
+
+    episodes = streamed(Sequential(), answer=full)
+    assert all(len(one.turns) == 2 and one.overflowed for one in episodes)
+
+
+def test_recorded_episodes_are_run_again_in_streams():
+    recorded = streamed(Branches())
+
+    def again(requests):
+        return [one.completed(f"new {one.agent}") for one in requests]
+
+    rows = [episode.row for episode in recorded]
+    waves = collector.collect(Branches(), rows, SETTING, again, [Rerun(one, changed=1) for one in recorded])
+    episodes = streamed(Branches(), rows, again, reruns=[Rerun(one, changed=1) for one in recorded])
+    assert [facts(one) for one in episodes] == [facts(one) for one in waves]
+    assert all("new b" in one.turns[1].text and one.turns[0].text == "a()" for one in episodes)
+
+
+def test_turns_have_numbers_before_they_are_taken():
+    seen = []
+
+    def noting(requests):
+        seen.extend((one.episode.index, one.number) for one in requests)
+        return echo()(requests)
+
+    episodes = streamed(Branches(), answer=noting)
+    assert sorted(seen) == [(index, turn.index) for index, one in enumerate(episodes) for turn in one.turns]

@@ -1,0 +1,425 @@
+"""
+Teams on a real vLLM server on the CPU (`make test-vllm`). Skipped where `MARFT_VLLM_PYTHON` names no interpreter that
+has vLLM.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.engine.library import MismatchError
+from marft_trl.engine.replicas import EngineDownError, Replicas
+from marft_trl.engine.server import AnswerError, Order, RefusedError
+from marft_trl.event_loop import run_coroutine
+from marft_trl.learning.sampling_correction import FidelityError
+from marft_trl.rollout import vllm_command
+from marft_trl.tiny import tiny_agents
+
+from .helpers import lora, team_trainer, weights
+
+
+PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON, reason="MARFT_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.timeout(600),
+]
+PORT = 8170 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+
+
+class Server:
+    """A vLLM server in a process of its own, started with the command that users are given."""
+
+    def __init__(self, model, port, log):
+        self.url, self._log = f"http://127.0.0.1:{port}", log
+        command = vllm_command(
+            model, tiny_agents(), peft_config=lora(), port=port, max_model_len=512, device="cpu", extra=["--seed", "0"]
+        )
+        variable, python, *rest = shlex.split(command)
+        assert python == "python"
+        name, value = variable.split("=")
+        self._environment = {**os.environ, name: value, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        self._environment["VLLM_SERVER_DEV_MODE"] = "1"  # so that tests can abort requests
+        self._environment.pop("PYTHONPATH", None)
+        self._command = [PYTHON, *rest]
+        self.process = None
+
+    def start(self):
+        with open(self._log, "a") as log:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    def wait(self, seconds=240):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=5).close()
+                return self
+            except OSError:
+                assert self.process.poll() is None, Path(self._log).read_text()[-3000:]
+                time.sleep(0.5)
+        raise TimeoutError(Path(self._log).read_text()[-3000:])
+
+    def signal(self, number):
+        os.killpg(self.process.pid, number)
+
+    def kill(self):
+        if self.process is not None and self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+
+    def post(self, path, body):
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, tmp_path_factory):
+    server = Server(model_folder, PORT, tmp_path_factory.mktemp("vllm") / "log").start().wait()
+    yield server
+    server.kill()
+
+
+def served(model_folder, tmp_path, servers, *, settings=None, **arguments):
+    urls = [one.url for one in (servers if isinstance(servers, list) else [servers])]
+    fast = {"use_vllm": True, "vllm_server_base_url": urls, "vllm_server_timeout": 240.0, "max_completion_length": 24}
+    return team_trainer(model_folder, tmp_path, settings={**fast, **(settings or {})}, **arguments)
+
+
+def sampled(trainer, rows=None, count=4):
+    """Rows of a generation batch with the log-probabilities of the server and of the trainer."""
+    trainer.model.train()
+    rows = rows or [trainer.train_dataset[index // count] for index in range(4 * count)]
+    with torch.no_grad():
+        slices = trainer.parts.experience.for_training(rows)
+    return [row for slice_ in slices for row in slice_.rows]
+
+
+@torch.no_grad()
+def perturb(trainer, scale=0.05):
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+# ---- What a server computes is what is trained ----
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_have_the_log_probabilities_of_the_trainer(model_folder, tmp_path, server, temperature):
+    trainer = served(model_folder, tmp_path, server, settings={"temperature": temperature})
+    perturb(trainer)
+    rows = sampled(trainer)
+    for row in rows:
+        difference = (row.sampling_logps - row.old_per_token_logps).abs().max()
+        assert difference < 1e-5 and row.sampled_by.server == server.url and row.sampled_by.version == 0
+    assert {row.agent for row in rows} == {"reasoner", "actor"} and len({row.sampled_by.seed for row in rows}) == 32
+    ends = {row.completion_ids[-1].item() in trainer.eos_token_ids for row in rows}
+    assert True in ends  # turns include the token that ends them
+    trainer.parts.runner.close()
+
+
+def test_a_team_trains_and_only_what_moved_is_published(model_folder, tmp_path, server):
+    agents = [*tiny_agents(), AgentSpec("judge", trainable=False)]
+    trainer = served(model_folder, tmp_path, server, agents=agents, settings={"max_steps": 3})
+    start = weights(trainer)
+    trainer.train()
+    moved = {name.split(".")[-2] for name, value in weights(trainer).items() if not value.equal(start[name])}
+    assert moved == {"reasoner", "actor"}
+    logs = trainer.state.log_history[:3]
+    assert all(log["sampling/sampling_logp_difference/max"] < 1e-5 for log in logs)
+    assert all(abs(log["sampling/importance_sampling_ratio/mean"] - 1) < 1e-5 for log in logs)
+    names = json.loads(urllib.request.urlopen(server.url + "/v1/models").read())["data"]
+    assert len(names) == 1  # the adapters are taken from the server when training has ended
+    assert not list((tmp_path / ".adapters").glob("*/*"))
+
+
+def test_an_adapter_that_did_not_change_keeps_its_name(model_folder, tmp_path, server):
+    trainer = served(model_folder, tmp_path, server)
+    library = trainer.parts.runner.generator.library
+    first = library.publish()
+    assert library.publish() == first
+    with torch.no_grad():
+        next(iter(trainer.policies.parameters("actor").values())).add_(0.01)
+    second = library.publish()
+    assert second["reasoner"] is first["reasoner"]
+    assert second["actor"].number == 1 and second["actor"].name != first["actor"].name
+    assert Path(first["actor"].folder).exists()  # until the next time: a server may have been about to read it
+    library.publish()
+    assert not Path(first["actor"].folder).exists()
+    library.close()
+
+
+def test_the_same_seeds_give_the_same_turns(model_folder, tmp_path, server):
+    def turns(folder):
+        trainer = served(model_folder, tmp_path / folder, server)
+        found = [(row.agent, row.completion_ids.tolist()) for row in sampled(trainer)]
+        trainer.parts.runner.close()
+        return found
+
+    first = turns("a")
+    assert turns("b") == first and len({str(one) for one in first}) > 16
+
+
+def test_a_team_is_asked_on_the_server(model_folder, tmp_path, server):
+    trainer = served(model_folder, tmp_path, server)
+    perturb(trainer)
+    greedy = trainer.team.run(["What is 3+4?"], greedy=True)[0]
+    assert all(turn.sampled_by.server == server.url for turn in greedy.turns)
+    local = team_trainer(model_folder, tmp_path / "local", settings={"max_completion_length": 24})
+    local.model.load_state_dict(trainer.model.state_dict())
+    assert [turn.completion_ids for turn in local.team.run(["What is 3+4?"], greedy=True)[0].turns] == [
+        turn.completion_ids for turn in greedy.turns
+    ]
+    one = trainer.team.run(["What is 3+4?"], num_samples=4, seed=7)
+    two = trainer.team.run(["What is 3+4?"], num_samples=4, seed=7)
+    assert [t.completion_ids for e in one for t in e.turns] == [t.completion_ids for e in two for t in e.turns]
+    trainer.parts.runner.close()
+
+
+def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, server):
+    agents = [AgentSpec("reasoner", stop=("1", ";")), AgentSpec("actor")]
+    for settings in ({"credit": "counterfactual"}, {"advantage": "turn", "turn_candidates": 3}):
+        trainer = served(model_folder, tmp_path / str(len(settings)), server, agents=agents, settings=settings)
+        perturb(trainer)
+        rows = sampled(trainer)
+        for row in rows:
+            text = trainer.processing_class.decode(row.completion_ids)
+            if row.agent == "reasoner" and ("1" in text or ";" in text):
+                assert min(text.find(stop) % 1000 for stop in "1;") >= len(text) - 4
+        assert max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in rows) < 1e-5
+        trainer.parts.runner.close()
+
+
+# ---- What is wrong is found ----
+
+
+def library_of(trainer):
+    return trainer.parts.runner.generator.library
+
+
+def broken(trainer, change, entry="actor"):
+    """Publishes after files of an adapter were changed on their way to the server."""
+    library = library_of(trainer)
+    load = library._load
+
+    async def damaged(server, version):
+        if version.entry == entry:
+            change(Path(version.folder))
+        await load(server, version)
+
+    library._load = damaged
+    try:
+        library.publish()
+    finally:
+        library._load = load
+        library.close()
+
+
+def edit_tensors(change):
+    def edit(folder):
+        path = folder / "adapter_model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return edit
+
+
+def edit_config(**changes):
+    def edit(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+DAMAGE = {
+    "half of its tensors": edit_tensors(lambda found: dict(sorted(found.items())[: len(found) // 2])),
+    "other modules": edit_tensors(
+        lambda found: {name.replace("q_proj", "x_proj"): value for name, value in found.items()}
+    ),
+    "another alpha": edit_config(lora_alpha=64),
+    "another rule for the rank": edit_config(use_rslora=True),
+    "other numbers": edit_tensors(lambda found: {name: value + 0.05 for name, value in found.items()}),
+    "a base in place of it": edit_tensors(lambda found: {name: value * 0 for name, value in found.items()}),
+    "a truncated file": lambda folder: os.truncate(folder / "adapter_model.safetensors", 1000),
+    "no weights": lambda folder: (folder / "adapter_model.safetensors").unlink(),
+    "no folder": lambda folder: shutil.rmtree(folder),
+    "a larger rank": edit_config(r=64),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_an_adapter_that_a_server_reads_wrongly_is_never_used(model_folder, tmp_path, server, damage):
+    trainer = served(model_folder, tmp_path, server)
+    perturb(trainer)
+    with pytest.raises((MismatchError, RefusedError, AnswerError)) as error:
+        broken(trainer, DAMAGE[damage])
+    assert "actor" in str(error.value), error.value
+    perturb(trainer)
+    assert max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in sampled(trainer)) < 1e-5
+    trainer.parts.runner.close()
+
+
+def test_a_weight_that_is_not_finite_is_never_published(model_folder, tmp_path, server):
+    trainer = served(model_folder, tmp_path, server)
+    with torch.no_grad():
+        next(iter(trainer.policies.parameters("actor").values())).view(-1)[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="adapter 'actor' has a weight that is not finite"):
+        library_of(trainer).publish()
+    trainer.parts.runner.close()
+
+
+def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tmp_path, server):
+    """The names of two adapters are exchanged after they were compared."""
+    trainer = served(model_folder, tmp_path, server)
+    caught = 0
+    for _ in range(100 if os.environ.get("MARFT_LONG") else 5):
+        perturb(trainer)
+        library = library_of(trainer)
+        current = library.publish()
+        library.adopt({"reasoner": current["actor"], "actor": current["reasoner"]})
+        library.publish = lambda known=library.current: known
+        with pytest.raises(FidelityError, match=f"The tokens of '(reasoner|actor)' that {server.url} sampled"):
+            sampled(trainer)
+        caught += 1
+        del library.publish
+        library.adopt(current)
+    assert caught in (5, 100)
+    trainer.parts.runner.close()
+
+
+def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
+    """vLLM answers 200 to a request that is aborted, with a part of its tokens."""
+    trainer = served(model_folder, tmp_path, server)
+    library, generator = library_of(trainer), trainer.parts.runner.generator
+    version = library.publish()["actor"]
+    settings = {"seed": 5, "temperature": 1.0, "ignore_eos": True, "top_p": 1.0}
+    order = Order(version.name, [5, 6, 7], 400, settings)
+
+    async def run(disturb):
+        async with Replicas(generator.servers, library.make_ready) as replicas:
+            task = asyncio.ensure_future(replicas.generate(order))
+            if disturb:
+                await asyncio.sleep(0.4)
+                await asyncio.to_thread(server.post, "/abort_requests", {"request_ids": []})
+            return (await task)[0].ids
+
+    whole = run_coroutine(run, False)
+    assert len(whole) == 400 and run_coroutine(run, True) == whole
+    trainer.parts.runner.close()
+
+
+def test_a_turn_that_does_not_fit_is_refused_by_the_window_of_the_server(model_folder, tmp_path, server):
+    agents = [AgentSpec("reasoner"), AgentSpec("actor")]
+    trainer = served(model_folder, tmp_path, server, agents=agents, settings={"max_completion_length": 511})
+    with pytest.raises(ValueError, match=r"512"):
+        sampled(trainer)
+    trainer.parts.runner.close()
+
+
+def test_no_server_is_said_before_anything_is_loaded(model_folder, tmp_path):
+    with pytest.raises(EngineDownError, match=r"no vLLM server at http://127.0.0.1:1 .*vllm_command"):
+        team_trainer(
+            model_folder,
+            tmp_path,
+            settings={"use_vllm": True, "vllm_server_base_url": "http://127.0.0.1:1", "vllm_server_timeout": 0.5},
+        )
+
+
+# ---- Servers that die, hang and come back ----
+
+
+@contextmanager
+def disturbed(at, action):
+    """`action()` in a thread when so many requests were answered."""
+    from marft_trl.engine.server import VLLMServer
+
+    generate, count = VLLMServer.generate, [0]
+
+    async def counted(self, order):
+        found = await generate(self, order)
+        count[0] += 1
+        if count[0] == at:
+            asyncio.get_running_loop().run_in_executor(None, action)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMServer, "generate", counted)
+        yield count
+
+
+def trained(model_folder, folder, servers, **settings):
+    trainer = served(model_folder, folder, servers, settings={"max_steps": 2, **settings})
+    trainer.train()
+    return weights(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_server_that_is_lost_in_a_run_changes_nothing(model_folder, tmp_path, server, how):
+    expected = trained(model_folder, tmp_path / "quiet", server)
+
+    def lose():
+        if how == "killed":
+            server.kill()
+            server.start()
+        else:
+            server.signal(signal.SIGSTOP)
+            time.sleep(40)  # longer than the server's health is waited for
+            server.signal(signal.SIGCONT)
+
+    with disturbed(20, lose) as count:
+        found = trained(model_folder, tmp_path / how, server)
+    server.wait()
+    assert count[0] >= 20 and all(found[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_one_of_two_servers_dies(model_folder, tmp_path, server):
+    expected = trained(model_folder, tmp_path / "one", server)
+    other = Server(model_folder, PORT + 1, tmp_path / "log").start().wait()
+    try:
+        with disturbed(20, other.kill):
+            found = trained(model_folder, tmp_path / "two", [server, other], vllm_max_inflight=4)
+    finally:
+        other.kill()
+    assert all(found[name].equal(value) for name, value in expected.items())
+
+
+# ---- The command ----
+
+
+def test_the_command_has_what_a_team_needs():
+    agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
+    command = vllm_command(
+        "org/base model", agents, MARFTConfig(use_vllm=True), port=9000, extra=["--tensor-parallel-size", "2"]
+    )
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server ")
+    flags = shlex.split(command)
+    for flag, value in {
+        **{"--model": "org/base model", "--port": "9000", "--max-loras": "3", "--max-cpu-loras": "6"},
+        **{"--max-lora-rank": "16", "--logprobs-mode": "processed_logprobs", "--tensor-parallel-size": "2"},
+    }.items():
+        assert flags[flags.index(flag) + 1] == value
+    assert "--enable-lora" in flags and "--enforce-eager" not in flags
+    assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))

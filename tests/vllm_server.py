@@ -1,0 +1,141 @@
+"""A small HTTP server with vLLM's routes, which fails in the ways that tests ask for. It has no model."""
+
+import asyncio
+import json
+import random
+import threading
+from contextlib import contextmanager
+
+from aiohttp import web
+
+
+class FakeServer:
+    """
+    Args:
+        port (`int`): 0 for any free one.
+
+    Attributes:
+        loaded (`dict[str, str]`): folder of each adapter.
+        requests (`list[dict]`): bodies of requests for turns.
+        fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
+        delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
+        logps (`Callable`): `logps(adapter, ids)` scores prompts; by default all tokens have -1.
+    """
+
+    def __init__(self, port=0):
+        self.port, self.loaded, self.requests = port, {}, []
+        self.fault, self.delay = lambda body: None, lambda body: 0.0
+        self.logps = lambda adapter, ids: [-1.0] * (len(ids) - 1)
+        self.hangs = self.takes_adapters = False
+        self.takes_adapters = True
+        self.running = self.most = 0
+        self._loop, self._runner = asyncio.new_event_loop(), None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        if not self._thread.is_alive():
+            self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        return self
+
+    def stop(self):
+        """Close the port and all connections, as a process that dies does."""
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
+
+    async def _start(self):
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/load_lora_adapter", self._load)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+
+    async def _still(self):
+        while self.hangs:
+            await asyncio.sleep(0.02)
+
+    async def _health(self, request):
+        await self._still()
+        return web.Response()
+
+    async def _models(self, request):
+        await self._still()
+        models = [{"id": "base", "max_model_len": 512}, *({"id": name} for name in self.loaded)]
+        return web.json_response({"data": models})
+
+    async def _metrics(self, request):
+        return web.Response(text='vllm:lora_requests_info{max_lora="4",running_lora_adapters=""} 1.0\n')
+
+    async def _load(self, request):
+        body = await request.json()
+        if not self.takes_adapters:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.loaded[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success")
+
+    async def _unload(self, request):
+        self.loaded.pop((await request.json())["lora_name"], None)
+        return web.Response(text="Success")
+
+    async def _complete(self, request):
+        await self._still()
+        body = await request.json()
+        if body["model"] not in self.loaded:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if "prompt_logprobs" in body:
+            pairs = zip(body["prompt"][1:], self.logps(body["model"], body["prompt"]), strict=True)
+            entries = [None, *({str(token): {"logprob": value}} for token, value in pairs)]
+            return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+        self.requests.append(body)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.delay(body))
+            await self._still()
+            answer = self.fault(body)
+        finally:
+            self.running -= 1
+        return web.json_response(turn(body)) if answer is None else answer
+
+
+def turn(body, **changes):
+    """The answer to a request: tokens that its seed and its prompt determine."""
+    draw = random.Random(str((body["seed"], body["prompt"], body["model"])))
+    ids = [draw.randrange(3, 300) for _ in range(draw.randrange(1, body["max_tokens"] + 1))]
+    reason = "length" if len(ids) == body["max_tokens"] else "stop"
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}, "finish_reason": reason}
+    return {"choices": [{**choice, **changes}]}
+
+
+def _error(status, message):
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+def answered(status, message):
+    """An error that a server answers."""
+    return _error(status, message)
+
+
+def as_text(body):
+    return web.Response(text=body if isinstance(body, str) else json.dumps(body))
+
+
+@contextmanager
+def fake_servers(count=1):
+    servers = [FakeServer().start() for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.hangs = False
+            server.stop()
