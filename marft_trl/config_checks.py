@@ -34,7 +34,7 @@ _AT_LEAST_ZERO = (
     *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
     *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
     *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    "max_episode_retries",
+    *("max_episode_retries", "max_staleness"),
     *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
 )
 _ABOVE_ZERO = (
@@ -52,7 +52,7 @@ _SHARES = (
 )
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
-    *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight"),
+    *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight", "max_staleness"),
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
@@ -450,6 +450,11 @@ def check_vllm(args: Any) -> None:
         ValueError: A setting is not supported, or does not go with another one.
     """
     if not args.use_vllm:
+        if args.max_staleness:
+            raise ValueError(
+                f"`max_staleness={args.max_staleness}` needs servers that generate while training runs. Set "
+                "`use_vllm=True`, or leave it out."
+            )
         return
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
     sequence = args.vllm_importance_sampling_mode.startswith("sequence")
@@ -476,7 +481,40 @@ def check_vllm(args: Any) -> None:
             "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
             f"{args.vllm_importance_sampling_mode!r}.",
         ),
+        *(_staleness_conflicts(args) if args.max_staleness else []),
     ]
     for holds, message in refused:
         if holds:
             raise ValueError(message)
+
+
+def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with turns that were sampled by earlier weights."""
+    stale = f"`max_staleness={args.max_staleness}`"
+    is_bounded = args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
+    return [
+        (
+            not is_bounded,
+            f"{stale} trains on turns of earlier weights, and without a bounded correction training collapses. Set "
+            "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.",
+        ),
+        (
+            not args.use_policy_ratio,
+            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` leaves out.",
+        ),
+        (
+            args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p),
+            f"{stale} weighs turns by the ratio of the present to the earlier weights, which is not known where "
+            "`top_p`, `top_k` or `min_p` cut the distribution. Leave them out, or set `max_staleness=0`.",
+        ),
+        (
+            uses_candidates(args) or CREDITS[args.credit].reruns,
+            f"{stale} does not go with candidates for turns (`advantage='turn'`) or re-runs "
+            "(`credit='counterfactual'`), which are scored while episodes run. Set `max_staleness=0`.",
+        ),
+        (
+            args.update_order == "resampled",
+            f"{stale} does not go with `update_order='resampled'`, which asks for new episodes after every agent's "
+            "update. Set `max_staleness=0`.",
+        ),
+    ]

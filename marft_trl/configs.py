@@ -214,6 +214,11 @@ class MARFTConfig(GRPOConfig):
         vllm_adapter_dir (`str`, *optional*, defaults to `None`):
             Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
             `None`, it is `.adapters` in `output_dir`.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Number of generation batches that vLLM servers sample ahead of training. With `0`, rollouts and training
+            take turns, and every turn is sampled by the present weights. With `n`, training on a batch runs while the
+            next `n` are sampled, each from the weights of `n` publications ago; how long rollouts and training take
+            does not change which. The loss is corrected by `vllm_importance_sampling_mode`.
         fidelity_tolerance (`float`, *optional*, defaults to `None`):
             Largest mean difference between the log-probabilities of a server and those of the trainer, for the same
             tokens under the same weights. Above it, training stops with an error. If `None`, it is `1e-3` if both
@@ -470,6 +475,10 @@ class MARFTConfig(GRPOConfig):
         default=None,
         metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '.adapters' in output_dir."},
     )
+    max_staleness: int = field(
+        default=0,
+        metadata={"help": "Number of generation batches that vLLM servers sample ahead of training."},
+    )
     fidelity_tolerance: float | None = field(
         default=None,
         metadata={"help": "Largest mean difference between log-probabilities of a server and of the trainer."},
@@ -571,30 +580,3 @@ class MARFTConfig(GRPOConfig):
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         return clone
-
-
-def as_marft_config(args: GRPOConfig) -> MARFTConfig:
-    """
-    Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only
-    `MARFTConfig` has get their defaults.
-
-    Raises:
-        TypeError: If `args` is neither a `MARFTConfig` nor a `GRPOConfig`.
-    """
-    if isinstance(args, MARFTConfig):
-        return args
-    if not isinstance(args, GRPOConfig):
-        raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
-    config = object.__new__(MARFTConfig)
-    # `__post_init__` has already run on these values; running it again would change the batch sizes
-    config.__dict__.update(args.__dict__)
-    config.given, config.preset_settings = frozenset(), {}
-    config.credit_kind = "returns"
-    check_numbers(config)
-    check_choices(config)
-    check_supported(config)
-    check_combinations(config)
-    check_failures(config)
-    check_vllm(config)
-    config.enable_jit_checkpoint = False
-    return config

@@ -19,16 +19,19 @@ class RandomStates:
 
     Args:
         device (`torch.device`): device whose generator is kept, besides those on the CPU.
+        with_torch (`bool`, *optional*, defaults to `True`): whether the state of torch on the CPU is kept.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, with_torch: bool = True):
+        self.device, self._with_torch = device, with_torch
         module = getattr(torch, device.type, None) if device.type != "cpu" else None
         self._device_module = module if hasattr(module, "get_rng_state") else None
 
     def capture(self) -> dict[str, Any]:
         """Return the present states."""
-        states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+        if self._with_torch:
+            states["torch"] = torch.get_rng_state()
         if self._device_module is not None:
             states["device"] = self._of_device("get_rng_state")
         return states
@@ -37,7 +40,8 @@ class RandomStates:
         """Go on from states of [`~RandomStates.capture`]."""
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
+        if self._with_torch:
+            torch.set_rng_state(states["torch"])
         if "device" in states and self._device_module is not None:
             self._of_device("set_rng_state", states["device"])
 
@@ -137,10 +141,12 @@ class EpisodeRandomness:
 
     Args:
         seed (`int`): seed of the initial states.
+        with_torch (`bool`, *optional*, defaults to `True`): whether torch has a state of the episode too. While
+            another thread trains, it must not.
     """
 
-    def __init__(self, seed: int):
-        self._states = RandomStates(torch.device("cpu"))
+    def __init__(self, seed: int, with_torch: bool = True):
+        self._states, self._with_torch = RandomStates(torch.device("cpu"), with_torch), with_torch
         self._seed = seed % 2**32
         self._own: dict[str, Any] | None = None
 
@@ -151,7 +157,8 @@ class EpisodeRandomness:
         if self._own is None:
             random.seed(self._seed)
             np.random.seed(self._seed)
-            torch.manual_seed(self._seed)
+            if self._with_torch:
+                torch.manual_seed(self._seed)
         else:
             self._states.restore(self._own)
         try:

@@ -48,11 +48,15 @@ class _Lists(dict):
         return self[key]
 
 
-@pytest.fixture
-def processes():
+def one_process():
     """One process. An `Accelerator` would forget its state when the next config is made."""
     cpu = torch.device("cpu")
     return Processes(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=cpu))
+
+
+@pytest.fixture
+def processes():
+    return one_process()
 
 
 def config(tmp_path, **settings):

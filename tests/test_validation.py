@@ -15,11 +15,11 @@ from trl import GRPOConfig
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
-from marft_trl.configs import as_marft_config
 from marft_trl.dataset_checks import check_prompts
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.reward_checks import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
+from marft_trl.trainer.setup import as_marft_config
 
 from .helpers import config, lora, moved, team_trainer, varied_reward, weights
 

@@ -28,7 +28,7 @@ from marft_trl.engine.server import AnswerError, Order, RefusedError
 from marft_trl.event_loop import run_coroutine
 from marft_trl.learning.sampling_correction import FidelityError
 from marft_trl.rollout import vllm_command
-from marft_trl.tiny import tiny_agents
+from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import lora, team_trainer, weights
 
@@ -404,6 +404,38 @@ def test_one_of_two_servers_dies(model_folder, tmp_path, server):
     finally:
         other.kill()
     assert all(found[name].equal(value) for name, value in expected.items())
+
+
+# ---- Overlap ----
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_training_while_servers_sample_does_not_depend_on_timing(model_folder, tmp_path, server, staleness):
+    def train(name, delay):
+        settings = {"max_steps": 5, "max_staleness": staleness}
+        trainer = served(model_folder, tmp_path / name, server, settings=settings)
+        step = trainer.training_step
+
+        def slowly(*args, **kwargs):
+            time.sleep(delay)
+            return step(*args, **kwargs)
+
+        trainer.training_step = slowly
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "sampling/staleness" in log]
+        assert [log["sampling/staleness"] for log in logs] == [min(index, staleness) for index in range(5)]
+        assert all(0.9 < log["sampling/importance_sampling_ratio/mean"] < 1.1 for log in logs)
+        return weights(trainer)
+
+    first, second = train("a", 0.0), train("b", 0.5)
+    assert all(second[name].equal(value) for name, value in first.items())
+
+
+def test_an_evaluation_while_servers_sample(model_folder, tmp_path, server):
+    settings = {"max_steps": 4, "max_staleness": 1, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = served(model_folder, tmp_path, server, settings=settings, eval_dataset=tiny_dataset(8, seed=1))
+    trainer.train()
+    assert sum("eval_reward" in log for log in trainer.state.log_history) == 2
 
 
 # ---- The command ----

@@ -19,16 +19,17 @@ class FakeServer:
         requests (`list[dict]`): bodies of requests for turns.
         fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
         delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
-        logps (`Callable`): `logps(adapter, ids)` scores prompts; by default all tokens have -1.
+        logps (`Callable`): `logps(adapter, ids, temperature)` returns log-probabilities of next tokens by their ids.
     """
 
     def __init__(self, port=0):
         self.port, self.loaded, self.requests = port, {}, []
         self.fault, self.delay = lambda body: None, lambda body: 0.0
-        self.logps = lambda adapter, ids: [-1.0] * (len(ids) - 1)
+        self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
         self.hangs = self.takes_adapters = False
         self.takes_adapters = True
         self.running = self.most = 0
+        self.max_loras = 4
         self._loop, self._runner = asyncio.new_event_loop(), None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -74,7 +75,7 @@ class FakeServer:
         return web.json_response({"data": models})
 
     async def _metrics(self, request):
-        return web.Response(text='vllm:lora_requests_info{max_lora="4",running_lora_adapters=""} 1.0\n')
+        return web.Response(text=f'vllm:lora_requests_info{{max_lora="{self.max_loras}",running=""}} 1.0\n')
 
     async def _load(self, request):
         body = await request.json()
@@ -92,10 +93,10 @@ class FakeServer:
         body = await request.json()
         if body["model"] not in self.loaded:
             return _error(404, f"The model `{body['model']}` does not exist.")
-        if "prompt_logprobs" in body:
-            pairs = zip(body["prompt"][1:], self.logps(body["model"], body["prompt"]), strict=True)
-            entries = [None, *({str(token): {"logprob": value}} for token, value in pairs)]
-            return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+        if body["logprobs"]:
+            found = self.logps(body["model"], body["prompt"], body["temperature"])
+            logprobs = {"top_logprobs": [{f"token_id:{token}": value for token, value in found.items()}]}
+            return web.json_response({"choices": [{"logprobs": logprobs}]})
         self.requests.append(body)
         self.running += 1
         self.most = max(self.most, self.running)

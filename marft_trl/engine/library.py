@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,12 @@ from .server import AnswerError, RefusedError, ServerDownError, VLLMServer
 
 logger = get_logger(__name__)
 
-# Number of tokens that the weights on a server are compared by
-_PROBE_TOKENS = 32
+# Lengths of the texts after which a server and the trainer are compared
+_PROBE_LENGTHS = (3, 8, 17, 40)
+# Number of tokens that the trainer's log-probabilities are kept for
+_MOST_LIKELY = 512
+# Temperature at which it shows which log-probabilities a server returns
+_HOT = 2.0
 
 
 class MismatchError(RuntimeError):
@@ -43,6 +47,31 @@ class MismatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Probe:
+    """
+    What the trainer expects after a text.
+
+    Args:
+        ids (`tuple[int, ...]`): token ids of the text.
+        logps (`dict[int, float]`): log-probabilities of the most likely next tokens.
+        hot_logps (`dict[int, float]`): the same at a high temperature.
+    """
+
+    ids: tuple[int, ...]
+    logps: dict[int, float]
+    hot_logps: dict[int, float]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
+        """A probe from the log-probabilities `(V,)` of all tokens."""
+        logps = logps.double().cpu()
+        best = logps.topk(min(_MOST_LIKELY, len(logps))).indices
+        hot = torch.log_softmax(logps / _HOT, dim=-1)
+        pairs = (dict(zip(best.tolist(), its[best].tolist(), strict=True)) for its in (logps, hot))
+        return cls(tuple(ids), *pairs)
+
+
+@dataclass(frozen=True)
 class Version:
     """
     A state of an adapter that servers have.
@@ -53,8 +82,7 @@ class Version:
         name (`str`): name on the servers, which no other state ever has.
         folder (`str`): folder of its files.
         digest (`str`): of its weights.
-        probe_ids (`tuple[int, ...]`): token ids that it is compared by.
-        probe_logps (`tuple[float, ...]`): the trainer's log-probabilities of all but the first of them.
+        probes (`tuple[Probe, ...]`): what it is compared by.
     """
 
     entry: str
@@ -62,8 +90,7 @@ class Version:
     name: str
     folder: str
     digest: str
-    probe_ids: tuple[int, ...]
-    probe_logps: tuple[float, ...]
+    probes: tuple[Probe, ...]
 
 
 @dataclass(frozen=True)
@@ -74,14 +101,14 @@ class Entry:
     Args:
         tensors (`Callable`): returns the present tensors of a LoRA, by their names in PEFT's files.
         config ([`~peft.LoraConfig`]): its config.
-        log_probs (`Callable`): `log_probs(ids)` scores token ids with the trainer's own weights, at temperature 1, and
-            returns the log-probabilities of all but the first.
+        next_token (`Callable`): `next_token(ids)` returns the trainer's own log-probabilities `(V,)` of all tokens
+            after some token ids, at temperature 1.
         is_fixed (`bool`): whether the weights never change.
     """
 
     tensors: Callable[[], Mapping[str, torch.Tensor]]
     config: LoraConfig
-    log_probs: Callable[[list[int]], list[float]]
+    next_token: Callable[[list[int]], torch.Tensor]
     is_fixed: bool = False
 
 
@@ -112,29 +139,30 @@ class AdapterLibrary:
         self._folder = Path(folder).absolute() / self._run
         self._entries, self._servers, self._tolerance = dict(entries), servers, tolerance
         draw = random.Random(0)  # noqa: S311
-        self._probe_ids = [draw.randrange(vocabulary) for _ in range(_PROBE_TOKENS)]
+        self._probes = [[draw.randrange(vocabulary) for _ in range(length)] for length in _PROBE_LENGTHS]
         self._current: dict[str, Version] = {}
-        self._numbers: dict[str, int] = {}
+        self._live: dict[str, Version] = {}  # by name: those that servers have
         self._retired: list[Version] = []
+        self._checked: set[str] = set()  # addresses of servers whose settings are known
 
     @property
     def current(self) -> dict[str, Version]:
         """The present state of each entry."""
         return dict(self._current)
 
-    def name_of(self, entry: str) -> str:
-        """Name of the present state of an entry on the servers."""
-        return self._current[entry].name
-
-    def adopt(self, current: Mapping[str, Version]) -> None:
-        """Use the states that another process has published."""
+    def adopt(self, current: Mapping[str, Version], keep: Iterable[Version] = ()) -> None:
+        """Use the states that another process has published, and others that are still used."""
         self._current = dict(current)
+        self._live = {version.name: version for version in [*keep, *current.values()]}
 
     # ---- Publishing ----
 
-    def publish(self) -> dict[str, Version]:
+    def publish(self, keep: Iterable[Version] = ()) -> dict[str, Version]:
         """
         Give every server the present weights. Only what has changed is written and loaded.
+
+        Args:
+            keep (`Iterable[Version]`, *optional*): earlier states that turns are still sampled from.
 
         Returns: the present state of each entry.
 
@@ -144,43 +172,42 @@ class AdapterLibrary:
             RefusedError: a server cannot load an adapter. The message has the flag to set.
         """
         self._delete_retired()
-        before = dict(self._current)
+        before = dict(self._live)
         for entry in self._entries:
             self._write_if_changed(entry)
+        self.adopt(self._current, keep)
         try:
             run_coroutine(self._make_all_ready)
         except MismatchError as error:  # once more under another name, in case a file was read half
             logger.warning(f"{error} It is loaded again under another name.")
-            self._write(error.entry)
+            self._write(error.entry, again=True)
+            self.adopt(self._current, keep)
             run_coroutine(self._make_all_ready)
-        old = [version for entry, version in before.items() if self._current[entry] is not version]
+        old = [version for name, version in before.items() if name not in self._live]
         run_coroutine(self._unload, old)
         self._retired += old
         return self.current
 
     def close(self) -> None:
         """Take all adapters from the servers, and delete their files. Later requests publish them anew."""
-        run_coroutine(self._unload, list(self._current.values()))
+        run_coroutine(self._unload, list(self._live.values()))
         self._current.clear()
+        self._live.clear()
         self._retired.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write_if_changed(self, entry: str) -> None:
         known = self._current.get(entry)
-        if known is None or (not self._entries[entry].is_fixed and self._digest(entry) != known.digest):
+        if known is None or (not self._entries[entry].is_fixed and digest_of(self._tensors(entry)) != known.digest):
             self._write(entry)
 
-    def _digest(self, entry: str) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self._entries[entry].tensors().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+    def _tensors(self, entry: str) -> dict[str, torch.Tensor]:
+        found = self._entries[entry].tensors()
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
-    def _write(self, entry: str) -> None:
-        """Write the files of a new state. Its folder appears as a whole."""
-        source = self._entries[entry]
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.tensors().items()}
+    def _write(self, entry: str, again: bool = False) -> None:
+        """Write the files of a new state. Its folder appears as a whole. `again`: of the present state."""
+        source, known, tensors = self._entries[entry], self._current.get(entry), self._tensors(entry)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise FloatingPointError(
@@ -188,8 +215,8 @@ class AdapterLibrary:
                     "server's other adapters would suffer too. Go on from an earlier checkpoint with a lower learning "
                     "rate."
                 )
-        number = self._numbers[entry] = self._numbers.get(entry, -1) + 1
-        name = f"{self._run}-{entry}-v{number}"
+        number = 0 if known is None else known.number + (not again)
+        name = f"{known.name}-again" if known is not None and again else f"{self._run}-{entry}-v{number}"
         folder, partial = self._folder / name, self._folder / f".{name}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -199,9 +226,8 @@ class AdapterLibrary:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         os.rename(partial, folder)
-        logps = source.log_probs(list(self._probe_ids))
-        ids = tuple(self._probe_ids)
-        self._current[entry] = Version(entry, number, name, str(folder), self._digest(entry), ids, tuple(logps))
+        probes = tuple(Probe.of(ids, source.next_token(ids)) for ids in self._probes)
+        self._current[entry] = Version(entry, number, name, str(folder), digest_of(tensors), probes)
 
     def _delete_retired(self) -> None:
         for version in self._retired:  # unloaded since the last time, so no server reads them again
@@ -228,10 +254,30 @@ class AdapterLibrary:
             RefusedError: it cannot load an adapter.
         """
         known = await server.models(self._servers.server_timeout)
-        for version in list(self._current.values()):
+        for version in list(self._live.values()):
             if version.name not in known:
                 await self._load(server, version)
                 await self._compare(server, version)
+        if server.url not in self._checked and self._live:
+            self._checked.add(server.url)
+            await self._check_flags(server, next(iter(self._live.values())))
+
+    async def _check_flags(self, server: VLLMServer, version: Version) -> None:
+        """Look whether a server has settings under which turns would be wrong, or slow."""
+        seconds, probe = self._servers.server_timeout, version.probes[-1]
+        hot = await server.next_token(version.name, probe.ids, _HOT, seconds)
+        if _difference(hot, probe.logps) < _difference(hot, probe.hot_logps):
+            raise RefusedError(
+                f"{server.url} returns log-probabilities of another distribution than the one that it samples from. "
+                "Start it with `--logprobs-mode processed_logprobs`.",
+                status=400,
+            )
+        room = await server.max_loras(seconds)
+        if room is not None and room < len(self._entries):
+            logger.warning(
+                f"{server.url} computes at most {room} adapters at a time, and the team has {len(self._entries)}: "
+                f"turns wait for one another. Start it with `--max-loras {len(self._entries)}` or more."
+            )
 
     async def _load(self, server: VLLMServer, version: Version) -> None:
         try:
@@ -241,14 +287,16 @@ class AdapterLibrary:
             raise RefusedError(text, error.status) from error
 
     async def _compare(self, server: VLLMServer, version: Version) -> None:
+        seconds = self._servers.server_timeout
         try:
-            theirs = await server.score(version.name, version.probe_ids, self._servers.server_timeout)
+            found = [await server.next_token(version.name, probe.ids, 1.0, seconds) for probe in version.probes]
         except (AnswerError, RefusedError) as error:
-            await server.unload(version.name, self._servers.server_timeout)
+            await server.unload(version.name, seconds)
             raise MismatchError(f"The adapter {version.entry!r} cannot be compared: {error}", version.entry) from error
-        difference = mean_difference(theirs, version.probe_logps)
+        pairs = zip(found, version.probes, strict=True)
+        difference = sum(_difference(theirs, probe.logps) for theirs, probe in pairs) / len(found)
         if not difference <= self._tolerance:
-            await server.unload(version.name, self._servers.server_timeout)
+            await server.unload(version.name, seconds)
             raise MismatchError(
                 f"{server.url} computes other log-probabilities with the adapter {version.entry!r} (version "
                 f"{version.number}) than the trainer: they differ by {difference:.3g} on average, and at most "
@@ -265,9 +313,19 @@ class AdapterLibrary:
                     await server.unload(version.name, self._servers.server_timeout)
 
 
-def mean_difference(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """Mean absolute difference of log-probabilities; NaN if one is not a number."""
-    return sum(abs(a - b) for a, b in zip(theirs, ours, strict=True)) / max(len(ours), 1)
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest of tensors on the CPU."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _difference(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float:
+    """Mean absolute difference of log-probabilities; a token that we do not know counts as our least likely one."""
+    least = min(ours.values())
+    return sum(abs(value - ours.get(token, least)) for token, value in theirs.items()) / max(len(theirs), 1)
 
 
 def _advice(message: str, status: int) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
+# Number of tokens whose log-probabilities are compared; more than 20 need a flag of the server
+_MOST_LIKELY = 20
 # Largest part of an error text of a server that is shown
 _MOST_SHOWN = 500
 
@@ -119,15 +121,23 @@ class VLLMServer:
             raise
         return whole_turn(answer, order, self.url)
 
-    async def score(self, adapter: str, ids: Sequence[int], timeout: float) -> list[float]:
-        """Log-probabilities of the second to the last of some token ids, at temperature 1, under an adapter."""
-        settings = {"model": adapter, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "seed": 0}
-        answer = await self._post("/v1/completions", {**settings, "prompt_logprobs": 0}, timeout)
+    async def next_token(
+        self, adapter: str, prompt_ids: Sequence[int], temperature: float, timeout: float
+    ) -> dict[int, float]:
+        """
+        Log-probabilities of the most likely next tokens after a prompt, by token id.
+
+        vLLM's `prompt_logprobs` would score whole texts, but on a CPU they end the engine (0.32) if another request is
+        computed at the same time.
+        """
+        body = {"model": adapter, "prompt": list(prompt_ids), "max_tokens": 1, "temperature": temperature, "seed": 0}
+        limits = {"logprobs": _MOST_LIKELY, "return_tokens_as_token_ids": True, "top_p": 1.0, "top_k": 0}
+        answer = await self._post("/v1/completions", {**body, **limits}, timeout)
         try:
-            entries = answer["choices"][0]["prompt_logprobs"][1:]
-            return [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], entries, strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise AnswerError(f"{self.url} did not score a prompt: {_brief(str(answer))}") from error
+            (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return {int(token.removeprefix("token_id:")): float(value) for token, value in found.items()}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise AnswerError(f"{self.url} did not say how likely tokens are: {_brief(str(answer))}") from error
 
     async def load(self, name: str, folder: str, timeout: float) -> None:
         """

@@ -311,7 +311,10 @@ class _Collection:
 
     def _surrounded(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         coroutine = _run_one(self._workflow, episode, is_over)
-        return coroutine if self._around is None else Stepped(coroutine, self._around(episode.index))
+        if self._around is None:
+            return coroutine
+        episode.around = self._around(episode.index)
+        return Stepped(coroutine, episode.around)
 
     async def _drive(self, herd: Sequence[int]) -> None:
         watch = self._make_watch()

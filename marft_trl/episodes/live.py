@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ..event_loop import in_thread, one_at_a_time
+from ..event_loop import Around, in_thread, one_at_a_time
 from ..tools import ToolLimits, call_tools, tool_name
 from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
 
@@ -99,6 +100,7 @@ class LiveEpisode:
         busy (`int`): number of its branches that wait for tools or for functions in a thread.
         calling (`list[Call]`): functions that it has called and waits for.
         answered_calls (`int`): number of functions that have come back.
+        around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 
     def __init__(self, row: dict[str, Any], index: int, speak: Speak, setting: Setting):
@@ -112,6 +114,7 @@ class LiveEpisode:
         self.busy = 0
         self.calling: list[Call] = []
         self.answered_calls = 0
+        self.around: Around = contextlib.nullcontext
         self.limits, self._max_turns = setting.limits, setting.max_turns
         self._requested: list[Coroutine[Any, Any, Turn]] = []
         self._speak, self._tools = speak, setting.tools

@@ -106,20 +106,22 @@ class LogProbs:
             filled[row.number] = replace(row, ref_per_token_logps=logps, features=features)
         return [filled.get(row.number, row) for row in rows]
 
-    def of_tokens(self, agent: str, ids: Sequence[int], by_reference: bool = False) -> list[float]:
+    def next_token(self, agent: str, ids: Sequence[int], by_reference: bool = False) -> torch.Tensor:
         """
-        Log-probabilities of all but the first of some token ids, at temperature 1 and without dropout.
+        Log-probabilities `(V,)` of all tokens after some token ids, at temperature 1 and without dropout.
 
         Args:
             agent (`str`): under whose policy.
             ids (`Sequence[int]`): the token ids.
             by_reference (`bool`, *optional*, defaults to `False`): under the agent's reference instead.
         """
-        tokens = torch.tensor(list(ids))
-        row = Row(agent, self._policies.adapter_of(agent), tokens[:1], tokens[1:])
-        with self.scoring(), self.without_dropout():
-            ((_, logps, _),) = self._score([row], by_reference, temperature=1.0)
-        return logps.tolist()
+        self.activate(agent)
+        speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
+        with self.scoring(), self.without_dropout(), speaker, self._accelerator.autocast():
+            base = self._base_of(self._model)
+            hidden = base.base_model(torch.tensor([list(ids)], device=base.device)).last_hidden_state
+            logits = base.get_output_embeddings()(hidden[:, -1])[0].float()
+        return torch.log_softmax(logits, dim=-1)
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ class LogProbs:
         return [found[row.number] for row in rows]
 
     def _score(
-        self, rows: Sequence[Row], by_reference: bool, temperature: float | None = None
+        self, rows: Sequence[Row], by_reference: bool
     ) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
         """For each row its log-probabilities `(L,)` and, where they are known, its hidden states `(V, H)`."""
         for batch in self._batcher.cut(rows):
@@ -145,8 +147,6 @@ class LogProbs:
             ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
             mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
             self.activate(batch.agent)
-            if temperature is not None:
-                self._temperature.switch_to(temperature)
             model = self._model
             speaker: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if by_reference and self._reference is not None:

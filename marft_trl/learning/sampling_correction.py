@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,10 +36,19 @@ class SamplingCorrection:
         tolerance (`float`): mean difference of log-probabilities above which a run ends.
         metrics ([`Metrics`]): get differences and weights, under TRL's names.
         processes ([`Processes`]): the processes of the run.
+        staleness (`Callable`): `staleness(adapter, version)` returns how often an adapter was published since.
     """
 
-    def __init__(self, args: MARFTConfig, tolerance: float, metrics: Metrics, processes: Processes):
+    def __init__(
+        self,
+        args: MARFTConfig,
+        tolerance: float,
+        metrics: Metrics,
+        processes: Processes,
+        staleness: Callable[[str, int], int] = lambda adapter, version: 0,
+    ):
         self._args, self._tolerance, self._metrics, self._processes = args, tolerance, metrics, processes
+        self._staleness = staleness
         self._told: set[tuple[str, str]] = set()
 
     def corrected(self, rows: Sequence[Row]) -> list[Row]:
@@ -52,7 +61,13 @@ class SamplingCorrection:
         """
         compared = [row for row in rows if row.sampling_logps is not None and row.old_per_token_logps is not None]
         with self._processes.together():
-            self._check(compared)
+            stale = self._check_staleness(rows)
+            self._check([row for row in compared if not stale[row.number]])
+        total, count = self._processes.sum(
+            torch.tensor([sum(stale.values()), len(rows)], dtype=torch.float64)
+        ).tolist()
+        if count:
+            self._metrics.add("sampling/staleness", total / count)
         weights = {}
         if self._args.vllm_importance_sampling_correction:
             weights = {row.number: self._weights(row) for row in compared}
@@ -60,6 +75,20 @@ class SamplingCorrection:
         ones = {row.number: torch.ones(len(row.completion_ids)) for row in rows} if weights else {}
         filled = ones | weights
         return [replace(row, sampling_weights=filled.get(row.number)) for row in rows]
+
+    def _check_staleness(self, rows: Sequence[Row]) -> dict[int, int]:
+        """Staleness of each row that a server sampled, by its number."""
+        stale = {
+            row.number: self._staleness(row.adapter, row.sampled_by.version) if row.sampled_by is not None else 0
+            for row in rows
+        }
+        worst = max(rows, key=lambda row: stale[row.number], default=None)
+        if worst is not None and stale[worst.number] > self._args.max_staleness:
+            raise RuntimeError(
+                f"A turn of {worst.agent!r} was sampled {stale[worst.number]} versions of its adapter ago; "
+                f"`max_staleness` is {self._args.max_staleness}. Please report this."
+            )
+        return stale
 
     def _weights(self, row: Row) -> torch.Tensor:
         args = self._args

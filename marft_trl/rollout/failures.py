@@ -79,14 +79,14 @@ class Failures:
         return taken
 
 
-def run_episodes(
-    run: Callable[..., list[Episode]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
+async def run_episodes(
+    run: Callable[..., Awaitable[list[Episode]]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
 ) -> list[Episode]:
     """
     One episode for each row, under a policy for those that fail.
 
     Args:
-        run (`Callable`): `run(rows, failures)` runs episodes, see [`EpisodeRunner`].
+        run (`Callable`): `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
         rows (`Sequence[dict]`): dataset rows.
         policy ([`OnFailure`]): what happens to episodes that fail.
         failures ([`Failures`]): gets them.
@@ -95,9 +95,9 @@ def run_episodes(
         EpisodeError: an episode has failed, and is not skipped.
     """
     if policy.action == "raise":
-        return run(rows, None)
+        return await run(rows, None)
     errors: dict[int, EpisodeError] = {}
-    episodes = run(rows, errors)
+    episodes = await run(rows, errors)
     for number in range(1, policy.tries):
         if not errors:
             break
@@ -106,7 +106,8 @@ def run_episodes(
             failures.note("episodes/retried", error)
         inner: dict[int, EpisodeError] = {}
         places = [index for index, _ in again]
-        for place, episode in zip(places, run([rows[place] for place in places], inner), strict=True):
+        done = await run([rows[place] for place in places], inner)
+        for place, episode in zip(places, done, strict=True):
             episodes[place] = replace(episode, index=place)
         errors = {places[index]: error for index, error in inner.items()}
         if errors and number == policy.tries - 1:

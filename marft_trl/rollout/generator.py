@@ -162,6 +162,15 @@ class StreamGenerator(Protocol):
             alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this.
         """
 
+    def pin(self) -> Any:
+        """The present weights. They are kept until [`~StreamGenerator.release`]."""
+
+    def release(self, pin: Any) -> None:
+        """Weights of [`~StreamGenerator.pin`] are no longer used."""
+
+    def using(self, pin: Any) -> contextlib.AbstractContextManager[None]:
+        """Context manager: turns are sampled from weights of [`~StreamGenerator.pin`]."""
+
     def close(self) -> None:
         """Take from servers what they were given. Later calls of [`~StreamGenerator.publish`] give it to them anew."""
 

@@ -17,6 +17,7 @@ from ..advantages.credit_rules import CREDITS
 from ..configs import MARFTConfig
 from ..dataset_checks import check_prompts
 from ..episodes.records import Episode
+from ..event_loop import finished
 from ..processes import Processes
 from ..rewards import environment_reward
 from ..run_metrics import Metrics
@@ -24,6 +25,7 @@ from ..seams.trl import TrlRewards
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
+from .overlap import Overlap
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner
@@ -74,6 +76,7 @@ class Rollouts:
         metrics ([`Metrics`]): get counts of the workflow and of the model's window.
         processes ([`Processes`]): the processes of the run.
         failures ([`Failures`]): what was skipped or tried again.
+        overlap ([`Overlap`], *optional*): runs episodes while training runs.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class Rollouts:
         metrics: Metrics,
         processes: Processes,
         failures: Failures,
+        overlap: Overlap | None = None,
     ):
+        self._overlap = overlap
         self._failures, self._policy = failures, OnFailure.of(args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
@@ -133,9 +138,12 @@ class Rollouts:
         self._alternatives.take_nodes()
         branching = self._uses_candidates and training
         run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)
-        self._runner.publish()
-        with self._processes.together():
-            episodes = run_episodes(run, rows, self._policy, self._failures)
+        if training and self._overlap is not None:
+            episodes = self._overlap.episodes(rows)
+        else:
+            self._runner.publish()
+            with self._processes.together():
+                episodes = finished(run_episodes(run, rows, self._policy, self._failures))
         self._log(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
@@ -144,7 +152,13 @@ class Rollouts:
         first = self._processes.index * len(rows)
         return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._alternatives.take_nodes())
 
-    def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
+    def close(self) -> None:
+        """Give up episodes under way, and take from servers what they were given."""
+        if self._overlap is not None:
+            self._overlap.close()
+        self._runner.close()
+
+    async def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
         first = self._processes.index * len(rows)
         return self._runner.run(rows, answer, failures=failures, first=first)
 

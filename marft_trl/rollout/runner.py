@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -82,7 +84,8 @@ class EpisodeRunner:
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
         self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
-        self._runs, self._rehearses = 0, False
+        self._runs, self._rehearses, self._trains_beside = 0, False, False
+        self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
     @property
@@ -120,8 +123,7 @@ class EpisodeRunner:
                 go on. If left out, the first error ends all.
             first (`int`, *optional*, defaults to `0`): position of the first row among those of all processes.
         """
-        key = (*self._key, self._runs, first)
-        self._runs += 1
+        key = self.next_key(first)
         if not self.streams:
             return finished(self._run(rows, answer, reruns, failures, key))
         with self.randomness.theirs():
@@ -141,10 +143,46 @@ class EpisodeRunner:
         """
         return await self._run(rows, answer, reruns, None, key)
 
+    def next_key(self, first: int) -> tuple:
+        """Place of the next run. `first`: position of its first row among those of all processes."""
+        self._runs += 1
+        return (*self._key, self._runs - 1, first)
+
     async def _run_streams(self, rows, answer, reruns, failures, key) -> list[Episode]:
-        connected = cast(StreamGenerator, self.generator).connected()
-        async with connected, unblocked(self._workflow, self._patience):
+        async with self.connected():
             return await self._run(rows, answer, reruns, failures, key)
+
+    # ---- Episodes of servers, in an event loop of the caller's ----
+
+    def in_background(self) -> EpisodeRunner:
+        """A runner of the same team for another thread than the one that trains, whose random states it leaves."""
+        other = copy.copy(self)
+        vars(other).update(options={}, dropped_turns=0, _trains_beside=True)
+        return other
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Asynchronous context manager around [`~EpisodeRunner.stream`]."""
+        async with cast(StreamGenerator, self.generator).connected(), unblocked(self._workflow, self._patience):
+            yield
+
+    async def stream(
+        self, rows: Sequence[dict[str, Any]], failures: dict[int, EpisodeError] | None, key: tuple
+    ) -> list[Episode]:
+        """Like [`~EpisodeRunner.run`], with a key of [`~EpisodeRunner.next_key`]."""
+        return await self._run(rows, None, None, failures, key)
+
+    def pin(self) -> Any:
+        """Weights that servers have now, see [`StreamGenerator`]."""
+        return cast(StreamGenerator, self.generator).pin()
+
+    def release(self, pin: Any) -> None:
+        """Weights of [`~EpisodeRunner.pin`] are no longer used."""
+        cast(StreamGenerator, self.generator).release(pin)
+
+    def using(self, pin: Any) -> contextlib.AbstractContextManager[None]:
+        """Context manager: turns are sampled from weights of [`~EpisodeRunner.pin`]."""
+        return cast(StreamGenerator, self.generator).using(pin)
 
     async def _run(
         self,
@@ -166,7 +204,9 @@ class EpisodeRunner:
                 reruns,
                 self._patience,
                 failures,
-                around=lambda index: EpisodeRandomness(seed_of(("users", *key, index))).active,
+                around=lambda index: (
+                    EpisodeRandomness(seed_of(("users", *key, index)), with_torch=not self._trains_beside).active
+                ),
             )
 
         def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
@@ -211,7 +251,8 @@ class EpisodeRunner:
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations. Views are users' code, so they run with the random states for users' code."""
-        with self.randomness.theirs():
+        users = contextlib.nullcontext() if self._trains_beside else self.randomness.theirs()
+        with self._lock, users:
             return self.prompts.build(queries)
 
     def query(self, request: Request) -> Query:
@@ -234,11 +275,19 @@ class EpisodeRunner:
                 f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
-        observations = self.observe(map(self.query, requests))
         if self.streams:
+            with requests[0].episode.around():
+                observations = self.observe(map(self.query, requests))
             completions = await self._stream_for(requests, observations, key)
         else:
+            observations = self.observe(map(self.query, requests))
             completions = self._generate_for(requests, observations)
+        with self._lock:
+            return self._completed(requests, observations, completions)
+
+    def _completed(
+        self, requests: Sequence[Request], observations: Sequence[Observation], completions: Sequence[Sampled]
+    ) -> list[Completion | EndOfEpisode]:
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         self.dropped_turns += sum(observation.dropped for observation in observations)
         return [

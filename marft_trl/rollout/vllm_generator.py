@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import contextvars
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 
-from ..engine.library import AdapterLibrary
+from ..engine.library import AdapterLibrary, Version
 from ..engine.replicas import Replicas, ServerSettings
 from ..engine.server import Order
 from ..episodes.records import SampledBy
@@ -36,6 +37,8 @@ _ELSEWHERE = (
     *("max_new_tokens", "temperature", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("cache_implementation", "disable_compile"),
 )
+# Versions that turns are sampled from, where they are not the present ones
+_PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.ContextVar("marft_pinned", default=None)
 # Entry of the library that is the base without an adapter
 BASE = "base"
 
@@ -78,6 +81,7 @@ class VLLMGenerator:
         self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
         self._requests = {agent: self._request(agent) for agent in samplings}
         self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
+        self._pins: list[dict[str, Version]] = []
 
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
@@ -103,13 +107,39 @@ class VLLMGenerator:
         """
         if alone:
             if self._processes.is_main:
-                self.library.publish()
+                self.library.publish(self._kept())
             return
         current = None
         with self._processes.together():
             if self._processes.is_main:
-                current = self.library.publish()
-        self.library.adopt(self._processes.broadcast(current))
+                current = self.library.publish(self._kept())
+        self.library.adopt(self._processes.broadcast(current), self._kept())
+
+    def pin(self) -> dict[str, Version]:
+        """The present versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
+        pin = self.library.current
+        self._pins.append(pin)
+        return pin
+
+    def release(self, pin: dict[str, Version]) -> None:
+        """Versions of [`~VLLMGenerator.pin`] are no longer used."""
+        self._pins = [one for one in self._pins if one is not pin]
+
+    @contextlib.contextmanager
+    def using(self, pin: dict[str, Version]) -> Iterator[None]:
+        """Context manager: turns are sampled from versions of [`~VLLMGenerator.pin`]."""
+        before = _PINNED.set(pin)
+        try:
+            yield
+        finally:
+            _PINNED.reset(before)
+
+    def staleness(self, adapter: str, version: int) -> int:
+        """How often an adapter has been published since a version of it."""
+        return self.library.current[adapter].number - version
+
+    def _kept(self) -> list[Version]:
+        return [version for pin in self._pins for version in pin.values()]
 
     def close(self) -> None:
         """Take the adapters from the servers."""
@@ -133,7 +163,7 @@ class VLLMGenerator:
         """Sample a turn, see [`StreamGenerator`]."""
         sampling = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
-        version, seed = self.library.current[entry], seed_of(key)
+        version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
         settings = {**self._requests[agent], "seed": seed, **({"temperature": 0.0} if greedy else {})}
         order = Order(version.name, prompt_ids, sampling.max_completion_length, settings)
         generated, server = await self._open[asyncio.get_running_loop()].generate(order)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,8 @@ logger = get_logger(__name__)
 # Mean difference of log-probabilities: both sides in float32, or at least one of them less precise
 _EXACT, _ROUGH = 1e-3, 0.2
 
-# `of_tokens(agent, ids, by_reference=False)`: the trainer's log-probabilities of all but the first of some tokens
-OfTokens = Callable[..., list[float]]
+# `next_token(agent, ids, by_reference=False)`: the trainer's log-probabilities of all tokens after some tokens
+NextToken = Callable[..., torch.Tensor]
 
 
 def server_settings(args: MARFTConfig) -> ServerSettings:
@@ -92,7 +93,7 @@ def make_vllm_generator(
     ends: Sequence[int],
     vocabulary: int,
     is_exact: bool,
-    of_tokens: OfTokens,
+    next_token: NextToken,
     processes: Processes,
 ) -> VLLMGenerator:
     """
@@ -109,11 +110,11 @@ def make_vllm_generator(
         ends (`Sequence[int]`): ids of the tokens that end a turn.
         vocabulary (`int`): number of token ids.
         is_exact (`bool`): whether the trainer computes in float32.
-        of_tokens (`Callable`): the trainer's log-probabilities.
+        next_token (`Callable`): the trainer's log-probabilities.
         processes ([`Processes`]): the processes of the run.
     """
     servers = server_settings(args)
-    entries = _entries(args, agents, policies, model, of_tokens)
+    entries = _entries(args, agents, policies, model, next_token)
     library = AdapterLibrary(
         folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / ".adapters",
         entries=entries,
@@ -133,7 +134,7 @@ def make_vllm_generator(
 
 
 def _entries(
-    args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, of_tokens: OfTokens
+    args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
 ) -> dict[str, Entry]:
     """What servers are given: the adapters, and the references where turns are sampled from them."""
     entries: dict[str, Entry] = {}
@@ -142,13 +143,13 @@ def _entries(
         entries[adapter] = Entry(
             functools.partial(adapter_tensors, model, adapter),
             served_config(model, adapter),
-            functools.partial(of_tokens, agent.name, by_reference=False),
+            functools.partial(next_token, agent.name, by_reference=False),
             is_fixed=adapter not in policies.trained,
         )
     if not CREDITS[args.credit].reruns:
         return entries
     for agent in agents:
-        adapter, reference = agent.adapter, functools.partial(of_tokens, agent.name, by_reference=True)
+        adapter, reference = agent.adapter, functools.partial(next_token, agent.name, by_reference=True)
         if policies.starts_as_base(agent.name):
             tensors = functools.partial(zero_tensors, model, adapter)
             entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)

@@ -19,7 +19,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
 from ..anonymity import alias_names, anonymity
-from ..configs import MARFTConfig, as_marft_config
+from ..configs import MARFTConfig
 from ..dataset_checks import check_datasets
 from ..learning.data import Slice
 from ..learning.levels import level_of
@@ -148,7 +148,7 @@ class MARFTTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MARFTConfig(f"{name.split('/')[-1]}-MARFT")
-        args = as_marft_config(args)
+        args = setup.as_marft_config(args)
         setup.refuse_unsupported(args, rollout_func=rollout_func)
         self.agents = setup.with_tools(check_team(agents), tools)
         self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
@@ -257,6 +257,10 @@ class MARFTTrainer(GRPOTrainer):
             state.slices = self._generate_and_score_completions(generation_batch)
         state.slices = self.parts.sequential.after_update(state.slices, self.schedule.just_updated(state.micro_step))
         return state.slices[state.micro_step % self.args.steps_per_generation]
+
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
+        ahead = self.parts.look_ahead
+        return super().get_batch_samples(ahead.over(epoch_iterator) if ahead else epoch_iterator, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> list[Slice]:
         return self.parts.experience.for_training(inputs)

@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
@@ -38,6 +39,7 @@ from ..reporting.reporter import Reporter
 from ..rollout.alternatives import Alternatives
 from ..rollout.failures import Failures, OnFailure
 from ..rollout.generator import Generator, Sampling, StreamGenerator
+from ..rollout.overlap import Overlap
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
 from ..rollout.reward_scorer import RewardScorer
@@ -46,6 +48,7 @@ from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import TransformersGenerator
 from ..rollout.user_state import UserState
 from ..rollout.views import View
+from ..rollout.vllm_generator import VLLMGenerator
 from ..run_metrics import Metrics
 from ..seams.models import ScoringTemperature
 from ..seams.runs import save_checkpoint_now
@@ -57,6 +60,7 @@ from . import setup
 from .checkpointing import Checkpoints, Stateful
 from .engine import make_vllm_generator, tolerance_of
 from .experience import Experience
+from .look_ahead import LookAhead
 from .run import Run
 from .run_settings import RunSettings
 from .team_files import TeamFiles
@@ -86,6 +90,7 @@ class Parts:
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
         run ([`Run`]): the course of the run.
+        look_ahead ([`LookAhead`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
@@ -108,6 +113,7 @@ class Parts:
     files: TeamFiles
     checkpoints: Checkpoints
     run: Run
+    look_ahead: LookAhead | None
     health: Health
     seeds: random.Random
 
@@ -192,7 +198,8 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         planner=planner,
         files=builder.files(planner),
         checkpoints=checkpoints,
-        run=builder.run(checkpoints),
+        run=builder.run(checkpoints, rollouts),
+        look_ahead=builder.look_ahead,
         health=health,
         seeds=random.Random(choices.args.seed),  # noqa: S311
     )
@@ -217,8 +224,7 @@ class _Builder:
         self._base = _base_of(trainer, choices.policies)
         self._temperature = ScoringTemperature(
             [self._base] if trainer.ref_model is None else [self._base, trainer.ref_model],
-            # Adapters on servers are compared at temperature 1
-            [*(sampling.temperature for sampling in self._samplings.values()), *([1.0] if args.use_vllm else [])],
+            [sampling.temperature for sampling in self._samplings.values()],
             default=trainer.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
@@ -232,6 +238,8 @@ class _Builder:
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
         self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow))
         self.runner = self._runner()
+        ahead = args.max_staleness
+        self.look_ahead = LookAhead(self.state, choices.schedule, ahead) if ahead else None
 
     def _runner(self) -> EpisodeRunner:
         trainer, choices, args = self._trainer, self._choices, self._args
@@ -286,7 +294,7 @@ class _Builder:
             ends=trainer.eos_token_ids,
             vocabulary=self._base.get_input_embeddings().num_embeddings,
             is_exact=self.passes.sample_what_they_score(),
-            of_tokens=lambda *asked, **how: self._log_probs.of_tokens(*asked, **how),
+            next_token=lambda *asked, **how: self._log_probs.next_token(*asked, **how),
             processes=self.processes,
         )
 
@@ -315,8 +323,16 @@ class _Builder:
             metrics=self.metrics,
             processes=self.processes,
             failures=choices.failures,
+            overlap=self._overlap(),
         )
         return scorer, reach, alternatives, rollouts
+
+    def _overlap(self) -> Overlap | None:
+        ahead = self.look_ahead
+        if ahead is None:
+            return None
+        policy, failures, count = OnFailure.of(self._args), self._choices.failures, self._args.max_staleness
+        return Overlap(self.runner, ahead.upcoming, ahead.number, count, policy, failures, self.processes)
 
     def _describe_base(self) -> BaseModel:
         return describe_base(
@@ -357,12 +373,12 @@ class _Builder:
             processes=self.processes,
         )
 
-    def run(self, checkpoints: Checkpoints) -> Run:
+    def run(self, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
         trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
         size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
         save = functools.partial(save_checkpoint_now, self._trainer)
         return Run(
-            checkpoints, self._args, self.processes, save, checkpoint_size=lambda: size, clean_up=self.runner.close
+            checkpoints, self._args, self.processes, save, checkpoint_size=lambda: size, clean_up=rollouts.close
         )
 
     def learning(
@@ -488,7 +504,8 @@ class _Builder:
         if not self._args.use_vllm:
             return None
         tolerance = tolerance_of(self._args, self.passes.sample_what_they_score())
-        return SamplingCorrection(self._args, tolerance, self.metrics, self.processes)
+        staleness = cast(VLLMGenerator, self.runner.generator).staleness
+        return SamplingCorrection(self._args, tolerance, self.metrics, self.processes, staleness)
 
     def _estimator(self, credit: CreditAssigner) -> Estimator:
         choices = self._choices

@@ -37,8 +37,10 @@ _OF_CRITIC = ("critic", "level")
 # Fields of the configuration that change files, logs and evaluations, not the results of training
 _NOT_RECORDED_PREFIXES = (
     *("log", "save", "eval_acc", "eval_do", "eval_use", "eval_ref", "hub", "push", "report", "dataloader", "ddp"),
-    *("fsdp", "deepspeed", "torch", "run_", "vllm", "debug", "auto_", "include", "metric", "greater", "load_best"),
+    *("fsdp", "deepspeed", "torch", "run_", "debug", "auto_", "include", "metric", "greater", "load_best"),
     *("per_device_eval", "num_completions", "do_"),
+    *("vllm_server", "vllm_request", "vllm_max", "vllm_adapter", "vllm_group", "vllm_gpu", "vllm_tensor"),
+    *("vllm_enable", "vllm_mode"),
 )
 _NOT_RECORDED = frozenset(
     {
@@ -48,7 +50,7 @@ _NOT_RECORDED = frozenset(
         *("max_tokens_per_micro_batch", "model_init_kwargs", "skip_memory_metrics", "batch_eval_metrics"),
         *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_episode_retries"),
         *("max_skipped_share", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
-        "num_generations_eval",
+        *("num_generations_eval", "fidelity_tolerance"),
     }
 )
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced

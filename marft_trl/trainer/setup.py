@@ -14,12 +14,22 @@ from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..anonymity import alias_names, anonymize
-from ..config_checks import check_timeouts, uses_candidates
+from ..config_checks import (
+    check_choices,
+    check_combinations,
+    check_failures,
+    check_numbers,
+    check_supported,
+    check_timeouts,
+    check_vllm,
+    uses_candidates,
+)
 from ..configs import MARFTConfig
 from ..episodes.records import TOOL
 from ..learning.critic import CRITICS, Critic
@@ -38,6 +48,33 @@ from ..workflows import EnvironmentLoop, Sequential, Workflow
 logger = get_logger(__name__)
 
 _SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def as_marft_config(args: GRPOConfig) -> MARFTConfig:
+    """
+    Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only
+    `MARFTConfig` has get their defaults.
+
+    Raises:
+        TypeError: If `args` is neither a `MARFTConfig` nor a `GRPOConfig`.
+    """
+    if isinstance(args, MARFTConfig):
+        return args
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
+    config = object.__new__(MARFTConfig)
+    # `__post_init__` has already run on these values; running it again would change the batch sizes
+    config.__dict__.update(args.__dict__)
+    config.given, config.preset_settings = frozenset(), {}
+    config.credit_kind = "returns"
+    check_numbers(config)
+    check_choices(config)
+    check_supported(config)
+    check_combinations(config)
+    check_failures(config)
+    check_vllm(config)
+    config.enable_jit_checkpoint = False
+    return config
 
 
 def load_base(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..episodes.records import SampledBy
 from ..learning.data import Row, Slice
 
 
@@ -106,4 +107,6 @@ def _of_this_version(row: dict[str, Any], number: int) -> dict[str, Any]:
     row.setdefault("number", number)
     if "round" in row:
         row["joint_action"] = row.pop("round")
+    if row.get("sampled_by") is not None:
+        row["sampled_by"] = SampledBy(*row["sampled_by"])
     return row
