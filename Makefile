@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart test test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import clean
 
 $(READY): pyproject.toml constraints.txt
@@ -27,6 +27,16 @@ test: $(READY)  ## the tests, in under ten minutes on two cores
 
 test-slow: $(READY)  ## longer checks
 	$(BIN)/python -m pytest -n 2 -q -m "slow and not exhaustive"
+
+test-vllm: $(READY) .venv-vllm/.ready  ## teams on a real vLLM server on the CPU (AVX-512, 2 GB)
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and not slow"
+
+test-vllm-slow: $(READY) .venv-vllm/.ready  ## servers that are killed in the middle of a run
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and slow"
+
+.venv-vllm/.ready: tests/scripts/vllm_cpu.sh
+	PYTHON=$(PYTHON) bash tests/scripts/vllm_cpu.sh .venv-vllm
+	touch .venv-vllm/.ready
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
@@ -67,4 +77,4 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) .venv-comlrl quickstart-output learning-output scaling-output
+	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output scaling-output

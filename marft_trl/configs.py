@@ -172,6 +172,9 @@ class MARFTConfig(GRPOConfig):
             Maximum number of characters of a tool result that are shown to the agent.
         tool_timeout (`float`, *optional*, defaults to `30.0`):
             Maximum time in seconds of one tool call. After it, the agent gets an error message as the result.
+        max_parallel_tools (`int`, *optional*, defaults to `1`):
+            Maximum number of synchronous tools that run at the same time. If it is more than 1, the tools have to be
+            safe for threads, and what they draw from common random generators is not reproducible.
         workflow_timeout (`float`, *optional*, defaults to `600.0`):
             Maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool, such as
             an environment. Training then stops with an error. As long as functions called by other episodes keep
@@ -213,7 +216,7 @@ class MARFTConfig(GRPOConfig):
             Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
         vllm_adapter_dir (`str`, *optional*, defaults to `None`):
             Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
-            `None`, it is `.adapters` in `output_dir`.
+            `None`, it is `_adapters` in `output_dir`.
         max_staleness (`int`, *optional*, defaults to `0`):
             Number of generation batches that vLLM servers sample ahead of training. With `0`, rollouts and training
             take turns, and every turn is sampled by the present weights. With `n`, training on a batch runs while the
@@ -424,6 +427,10 @@ class MARFTConfig(GRPOConfig):
         default=30.0,
         metadata={"help": "Maximum time in seconds of one tool call."},
     )
+    max_parallel_tools: int = field(
+        default=1,
+        metadata={"help": "Maximum number of synchronous tools that run at the same time."},
+    )
     workflow_timeout: float | None = field(
         default=600.0,
         metadata={"help": "Maximum time in seconds that a workflow may wait for an environment."},
@@ -473,7 +480,7 @@ class MARFTConfig(GRPOConfig):
     )
     vllm_adapter_dir: str | None = field(
         default=None,
-        metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '.adapters' in output_dir."},
+        metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '_adapters' in output_dir."},
     )
     max_staleness: int = field(
         default=0,

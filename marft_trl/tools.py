@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .event_loop import Lane, give_up, in_thread, one_at_a_time
+from .event_loop import Lane, at_most, give_up, in_any_thread, in_thread, one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,15 @@ class ToolLimits:
             `calls` limits them.
         output (`int`): maximum number of characters of a result that are shown to the agent.
         seconds (`float`): maximum wall-clock time of one call, in seconds.
+        parallel (`int`): maximum number of synchronous tools that run at the same time. If it is more than 1, they
+            have to be safe for threads.
     """
 
     calls: int = 16
     rounds: int | None = None
     output: int = 4096
     seconds: float = 30.0
+    parallel: int = 1
 
 
 # Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
@@ -99,7 +102,7 @@ async def call_tool(
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
     lane: Lane = "environments" if call.name in map(tool_name, of_environment) else "tools"
-    text, error = await _outcome_of(function, call.arguments, limits.seconds, lane)
+    text, error = await _outcome_of(function, call.arguments, limits, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
@@ -113,7 +116,7 @@ class _GaveUp(Exception):
 
 
 async def _outcome_of(
-    function: Callable, arguments: dict, seconds: float, lane: Lane
+    function: Callable, arguments: dict, limits: ToolLimits, lane: Lane
 ) -> tuple[str, BaseException | None]:
     """Call a function and return its result as a text, and the exception that it raised or `None`."""
 
@@ -125,13 +128,20 @@ async def _outcome_of(
         except BaseException as error:  # also SystemExit: a tool does not end the training
             return "", error
 
+    def called() -> Any:
+        return _text_unless_awaitable(function(**arguments))
+
+    seconds = limits.seconds
     if inspect.iscoroutinefunction(function):
         return await _within(awaited(function(**arguments)), seconds)
-    async with one_at_a_time():
-        job = in_thread(lambda: _text_unless_awaitable(function(**arguments)), lane)
-        value, error = await _within(job, seconds)
-        if isinstance(error, _GaveUp):
-            give_up(lane)
+    if limits.parallel > 1 and lane == "tools":
+        async with at_most(limits.parallel):
+            value, error = await _within(in_any_thread(called), seconds)
+    else:
+        async with one_at_a_time():
+            value, error = await _within(in_thread(called, lane), seconds)
+            if isinstance(error, _GaveUp):
+                give_up(lane)
     if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
         return await _within(awaited(value), seconds)
     return value, error

@@ -31,6 +31,7 @@ from marft_trl.rollout import vllm_command
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import lora, team_trainer, weights
+from .test_distributed import launch
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
@@ -151,7 +152,7 @@ def test_a_team_trains_and_only_what_moved_is_published(model_folder, tmp_path, 
     assert all(abs(log["sampling/importance_sampling_ratio/mean"] - 1) < 1e-5 for log in logs)
     names = json.loads(urllib.request.urlopen(server.url + "/v1/models").read())["data"]
     assert len(names) == 1  # the adapters are taken from the server when training has ended
-    assert not list((tmp_path / ".adapters").glob("*/*"))
+    assert not list((tmp_path / "_adapters").glob("*/*"))
 
 
 def test_an_adapter_that_did_not_change_keeps_its_name(model_folder, tmp_path, server):
@@ -404,6 +405,18 @@ def test_one_of_two_servers_dies(model_folder, tmp_path, server):
     finally:
         other.kill()
     assert all(found[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_two_processes_on_one_server_equal_one(model_folder, tmp_path, server, staleness):
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+        arguments = [model_folder, str(tmp_path / str(processes)), server.url, staleness]
+        launch(processes, "tests/scripts/train_served.py", *arguments)
+    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in "12")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---- Overlap ----

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import random
@@ -180,7 +181,8 @@ class AdapterLibrary:
             run_coroutine(self._make_all_ready)
         except MismatchError as error:  # once more under another name, in case a file was read half
             logger.warning(f"{error} It is loaded again under another name.")
-            self._write(error.entry, again=True)
+            tensors = self._tensors(error.entry)
+            self._write(error.entry, tensors, digest_of(tensors), again=True)
             self.adopt(self._current, keep)
             run_coroutine(self._make_all_ready)
         old = [version for name, version in before.items() if name not in self._live]
@@ -198,16 +200,20 @@ class AdapterLibrary:
 
     def _write_if_changed(self, entry: str) -> None:
         known = self._current.get(entry)
-        if known is None or (not self._entries[entry].is_fixed and digest_of(self._tensors(entry)) != known.digest):
-            self._write(entry)
+        if known is not None and self._entries[entry].is_fixed:
+            return
+        tensors = self._tensors(entry)
+        digest = digest_of(tensors)
+        if known is None or digest != known.digest:
+            self._write(entry, tensors, digest)
 
     def _tensors(self, entry: str) -> dict[str, torch.Tensor]:
         found = self._entries[entry].tensors()
         return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
-    def _write(self, entry: str, again: bool = False) -> None:
+    def _write(self, entry: str, tensors: dict[str, torch.Tensor], digest: str, again: bool = False) -> None:
         """Write the files of a new state. Its folder appears as a whole. `again`: of the present state."""
-        source, known, tensors = self._entries[entry], self._current.get(entry), self._tensors(entry)
+        source, known = self._entries[entry], self._current.get(entry)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise FloatingPointError(
@@ -227,7 +233,7 @@ class AdapterLibrary:
                 os.fsync(opened.fileno())
         os.rename(partial, folder)
         probes = tuple(Probe.of(ids, source.next_token(ids)) for ids in self._probes)
-        self._current[entry] = Version(entry, number, name, str(folder), digest_of(tensors), probes)
+        self._current[entry] = Version(entry, number, name, str(folder), digest, probes)
 
     def _delete_retired(self) -> None:
         for version in self._retired:  # unloaded since the last time, so no server reads them again
@@ -238,11 +244,12 @@ class AdapterLibrary:
 
     async def _make_all_ready(self) -> None:
         async with self._servers.connected() as servers:
-            for server in servers:
-                try:
-                    await self.make_ready(server)
-                except ServerDownError as error:  # it is made ready when it is back
-                    logger.warning(f"{error} It gets the adapters when it is back.")
+            found = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
+        for error in found:
+            if isinstance(error, ServerDownError):  # it is made ready when it is back
+                logger.warning(f"{error} It gets the adapters when it is back.")
+            elif isinstance(error, BaseException):
+                raise error
 
     async def make_ready(self, server: VLLMServer) -> None:
         """
@@ -253,7 +260,7 @@ class AdapterLibrary:
             MismatchError: it computes something else.
             RefusedError: it cannot load an adapter.
         """
-        known = await server.models(self._servers.server_timeout)
+        known = await server.models(self._servers.health_timeout)
         for version in list(self._live.values()):
             if version.name not in known:
                 await self._load(server, version)

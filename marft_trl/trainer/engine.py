@@ -116,7 +116,7 @@ def make_vllm_generator(
     servers = server_settings(args)
     entries = _entries(args, agents, policies, model, next_token)
     library = AdapterLibrary(
-        folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / ".adapters",
+        folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters",
         entries=entries,
         servers=servers,
         vocabulary=vocabulary,

@@ -188,7 +188,11 @@ def user_objects(
 def tool_limits(args: MARFTConfig) -> ToolLimits:
     """Limits of tool calls, from the training arguments."""
     return ToolLimits(
-        args.max_tool_calls, args.max_tool_calling_iterations, args.max_tool_output_length, args.tool_timeout
+        args.max_tool_calls,
+        args.max_tool_calling_iterations,
+        args.max_tool_output_length,
+        args.tool_timeout,
+        args.max_parallel_tools,
     )
 
 
