@@ -299,7 +299,7 @@ def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tm
         library = library_of(trainer)
         current = library.publish()
         library.adopt({"reasoner": current["actor"], "actor": current["reasoner"]})
-        library.publish = lambda known=library.current: known
+        library.publish = lambda keep=(), known=library.current: known
         with pytest.raises(FidelityError, match=f"The tokens of '(reasoner|actor)' that {server.url} sampled"):
             sampled(trainer)
         caught += 1

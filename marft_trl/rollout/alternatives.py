@@ -16,7 +16,7 @@ from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun
 from ..weights.policies import Policies
 from .reward_scorer import RewardScorer
-from .runner import EpisodeRunner
+from .runner import EpisodeRunner, place_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Alternatives:
                 )
                 for index, place in jobs
             ]
-            its_key = (*key, *((one.episode.index, one.number) for one in requests[:1]))
+            its_key = (*place_of(requests[0], key), 0)
             rows = [episode.row for episode in episodes]
             completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
             worth = (1 - own_weight) * self._scorer.of_episodes(completed)

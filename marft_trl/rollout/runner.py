@@ -33,6 +33,11 @@ from .user_state import UserState
 Answering = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Completion | EndOfEpisode]]]
 
 
+def place_of(request: Request, key: tuple) -> tuple:
+    """Place of a turn in a run, the same for any number of processes. `key`: place of its episodes, see `next_key`."""
+    return (*key[:-1], key[-1] + request.episode.index, request.number)
+
+
 class EpisodeRunner:
     """
     Runs the workflow on dataset rows.
@@ -144,13 +149,21 @@ class EpisodeRunner:
         return await self._run(rows, answer, reruns, None, key)
 
     def next_key(self, first: int) -> tuple:
-        """Place of the next run. `first`: position of its first row among those of all processes."""
+        """
+        Place of the next run.
+
+        Args:
+            first (`int`): position of its first row among those of all processes, the last part of the place.
+        """
         self._runs += 1
         return (*self._key, self._runs - 1, first)
 
     async def _run_streams(self, rows, answer, reruns, failures, key) -> list[Episode]:
         async with self.connected():
             return await self._run(rows, answer, reruns, failures, key)
+
+    def _randomness_of(self, place: tuple) -> EpisodeRandomness:
+        return EpisodeRandomness(seed_of(("users", *place)), with_torch=not self._trains_beside)
 
     # ---- Episodes of servers, in an event loop of the caller's ----
 
@@ -204,9 +217,7 @@ class EpisodeRunner:
                 reruns,
                 self._patience,
                 failures,
-                around=lambda index: (
-                    EpisodeRandomness(seed_of(("users", *key, index)), with_torch=not self._trains_beside).active
-                ),
+                around=lambda index: self._randomness_of((*key[:-1], key[-1] + index)).active,
             )
 
         def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
@@ -320,7 +331,7 @@ class EpisodeRunner:
         async def sample(place: int, request: Request, observation: Observation) -> Sampled:
             if observation.problem is not None:
                 return Sampled([])
-            its_key = (*key, request.episode.index, request.number, place)
+            its_key = (*place_of(request, key), place)
             options = {**self.options, **({"by_reference": True} if request.by_reference else {})}
             return await generator.sample(request.agent, observation.ids, its_key, **options)
 
