@@ -5,7 +5,7 @@ import sys
 
 from safetensors.torch import save_file
 
-from tests.helpers import team_trainer
+from tests.helpers import moved, team_trainer, weights
 
 
 def main(model, folder, url, staleness):
@@ -18,9 +18,12 @@ def main(model, folder, url, staleness):
         "use_cpu": True,
         "max_completion_length": 24,
         "share_prefixes": False,
+        **{"optim": "sgd", "learning_rate": 0.1},  # Adam would amplify the rounding of gradients near 0
     }
     trainer = team_trainer(model, folder, settings=settings)
+    start = weights(trainer)
     trainer.train()
+    assert moved(start, weights(trainer))
     if trainer.is_world_process_zero():
         found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
         save_file(found, os.path.join(folder, "weights.safetensors"))
