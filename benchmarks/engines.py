@@ -7,7 +7,8 @@ Rollouts on vLLM servers: how much of a server's speed they reach, what waiting 
 - `efficiency`: tokens per second of rollouts, over those of a bare client that sends the recorded requests again, at
   the same concurrency and without waiting for the turns that they depend on. Both are run in turns.
 - `publishing`: share of a training step that publishing takes, if every adapter has changed.
-- `overlap`: steps per hour with `max_staleness` 1 over 0, where training takes about as long as rollouts.
+- `overlap`: steps per hour with `max_staleness` 1 over 0. It prints the share of rollouts without overlap; choose
+  `--iterations` so that it is about a half.
 - `barrier`: time of rollouts in waves over that of streams, for an engine with given delays that computes nothing.
   Beside it stands what an exact simulation of both gives.
 
@@ -91,6 +92,7 @@ def make_trainer(options, folder, **settings):
         folder,
         use_vllm=True,
         vllm_server_base_url=options.url,
+        vllm_max_inflight=options.inflight,
         per_device_train_batch_size=episodes,
         num_generations=4,
         max_completion_length=options.new_tokens,
@@ -199,13 +201,7 @@ def overlap(options):
             trainer.train()
             return steps / (time.monotonic() - start), sum(spent[1:]) / (steps - 1)
 
-    iterations, ratios = 1, []
-    for _ in range(4):  # as much training as rollouts
-        speed, rollouts = steps_per_second(0, iterations)
-        train = 1 / speed - rollouts
-        if train > 0.8 * rollouts:
-            break
-        iterations = max(iterations + 1, round(iterations * rollouts / max(train, 1e-3)))
+    iterations, ratios = options.iterations, []
     for _ in range(options.rounds):
         slow, rollouts = steps_per_second(0, iterations)
         fast, _ = steps_per_second(1, iterations)
@@ -366,6 +362,8 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--episodes", type=int, default=512)
     parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--inflight", type=int, default=256, help="turns at the server at the same time")
+    parser.add_argument("--iterations", type=int, default=3, help="updates on a batch, in the part `overlap`")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     logging.set_verbosity_error()

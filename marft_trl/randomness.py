@@ -158,7 +158,7 @@ class EpisodeRandomness:
             random.seed(self._seed)
             np.random.seed(self._seed)
             if self._with_torch:
-                torch.manual_seed(self._seed)
+                torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` takes 2 ms
         else:
             self._states.restore(self._own)
         try:

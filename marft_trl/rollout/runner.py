@@ -27,6 +27,7 @@ from .generator import Generator, Sampled, StreamGenerator, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
 from .user_state import UserState
+from .views import team_view
 
 
 # `await answering(requests, key)` turns requests into completions, in order
@@ -287,7 +288,9 @@ class EpisodeRunner:
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
         if self.streams:
-            with requests[0].episode.around():
+            views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
+            draws = any(view not in (None, team_view) for view in views)  # code of users may
+            with requests[0].episode.around() if draws else contextlib.nullcontext():
                 observations = self.observe(map(self.query, requests))
             completions = await self._stream_for(requests, observations, key)
         else:
