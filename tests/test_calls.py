@@ -422,7 +422,7 @@ def test_tools_run_side_by_side_where_their_users_say_so(parallel):
     seconds = time.monotonic() - start
     said = [episode.feedback[0].text for episode in episodes]
     assert [*said[:3], *said[4:]] == ["0", "10", "20", "40", "50"] and "three" in said[3]
-    assert max(most) == parallel and (seconds < 1.1) == (parallel > 1)
+    assert (max(most) > 1) == (parallel > 1) and max(most) <= parallel and (seconds > 1.2 or parallel > 1)
 
 
 def test_a_tool_that_hangs_beside_others_is_given_up():

@@ -168,7 +168,7 @@ def test_a_request_that_takes_too_long_is_given_up_and_sent_again():
 def test_a_server_gets_no_more_requests_than_it_can_take():
     with fake_servers(2) as servers:
         for server in servers:
-            server.delay = lambda body: 0.01
+            server.delay = lambda body: 0.1
         assert ids_of(generate(servers, orders(60), max_inflight=5)) == expected(orders(60))
         assert all(server.most == 5 for server in servers)  # and no fewer: both are used
 
