@@ -59,6 +59,7 @@ from marft_trl.seams.trl import (
     TrlSettings,
     TrlState,
     configure_parent,
+    constructing_parent,
     trl_log_probs,
     without_false_warning,
     without_printed_table,
@@ -332,6 +333,10 @@ def test_without_vllm_hides_it_from_the_constructor_alone(tmp_path):
     with without_vllm(args):
         assert not args.use_vllm
     assert args.use_vllm
+    args.beta = 0.1
+    with constructing_parent(args, has_adapters=True, model_was_named=True):
+        assert not args.use_vllm and args.beta == 0.0
+    assert args.use_vllm and args.beta == 0.1
 
 
 def test_EpochSampler_finds_the_order_of_its_epoch():

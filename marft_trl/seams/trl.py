@@ -97,6 +97,22 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
             raise
 
 
+@contextlib.contextmanager
+def constructing_parent(args: Any, has_adapters: bool, model_was_named: bool) -> Iterator[None]:
+    """
+    Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
+    [`without_false_warning`].
+
+    Args:
+        args ([`MARFTConfig`]): training arguments.
+        has_adapters (`bool`): whether the team has adapters.
+        model_was_named (`bool`): whether the model was passed by its name.
+    """
+    hidden = without_reference(args, if_=has_adapters), without_vllm(args)
+    with hidden[0], hidden[1], without_false_warning(model_was_named):
+        yield
+
+
 def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
     """
     Settings that `GRPOTrainer.__init__` (TRL 1.16) derives otherwise from the training arguments.

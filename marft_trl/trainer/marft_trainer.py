@@ -40,13 +40,7 @@ from ..seams.runs import (
     keeping_checkpoints,
     saving_only,
 )
-from ..seams.trl import (
-    configure_parent,
-    without_false_warning,
-    without_printed_table,
-    without_reference,
-    without_vllm,
-)
+from ..seams.trl import configure_parent, constructing_parent, without_printed_table
 from ..team import Team
 from ..weights.adapters import add_adapters
 from ..weights.policies import Policies
@@ -55,7 +49,7 @@ from ..workflows import EnvironmentLoop, Workflow
 from . import setup
 from .checkpointing import raise_failed_push
 from .engine import check_engine
-from .parts import Choices, Parts, assemble
+from .parts import Choices, assemble
 
 
 logger = get_logger(__name__)
@@ -179,11 +173,7 @@ class MARFTTrainer(GRPOTrainer):
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
         longest_turn = check_engine(args, self.policies, base, self.agents)
-        with (
-            without_reference(args, if_=self.policies.has_adapters),
-            without_vllm(args),
-            without_false_warning(isinstance(model, str)),
-        ):
+        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str)):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
@@ -204,7 +194,7 @@ class MARFTTrainer(GRPOTrainer):
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
         others = level, view, turn_rewards, eval_metrics, aliases, failures, longest_turn
-        self.parts: Parts = assemble(self, Choices(*team, *others))
+        self.parts = assemble(self, Choices(*team, *others))
         self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)
 
