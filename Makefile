@@ -31,12 +31,15 @@ test-slow: $(READY)  ## longer checks
 test-vllm: $(READY) .venv-vllm/.ready  ## teams on a real vLLM server on the CPU (AVX-512, 2 GB)
 	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and not slow"
 
-test-vllm-slow: $(READY) .venv-vllm/.ready  ## servers that are killed in the middle of a run
-	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and slow"
+test-vllm-slow: $(READY) .venv-vllm/.ready .venv-vllm/smollm2/config.json  ## servers that are killed; a pretrained team
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python MARFT_SMOLLM2=$(CURDIR)/.venv-vllm/smollm2 $(BIN)/python -m pytest -q -m "vllm and slow"
 
 .venv-vllm/.ready: tests/scripts/vllm_cpu.sh
 	PYTHON=$(PYTHON) bash tests/scripts/vllm_cpu.sh .venv-vllm
 	touch .venv-vllm/.ready
+
+.venv-vllm/smollm2/config.json: $(READY) .venv-vllm/.ready tests/scripts/smollm2.py
+	$(BIN)/python -W ignore tests/scripts/smollm2.py .venv-vllm/smollm2
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive

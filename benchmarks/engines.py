@@ -2,27 +2,31 @@
 Rollouts on vLLM servers: how much of a server's speed they reach, what waiting costs, and what overlap gains.
 
     MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py
-    python benchmarks/engines.py --parts barrier      # needs no server
+    python benchmarks/engines.py --parts barrier overlap      # need no vLLM
 
+- `parity`: mean and largest difference between log-probabilities of a server and of the trainer.
 - `efficiency`: tokens per second of rollouts, over those of a bare client that sends the recorded requests again, at
   the same concurrency and without waiting for the turns that they depend on. Both are run in turns.
 - `publishing`: share of a training step that publishing takes, if every adapter has changed.
-- `overlap`: steps per hour with `max_staleness` 1 over 0. It prints the share of rollouts without overlap; choose
-  `--iterations` so that it is about a half.
 - `barrier`: time of rollouts in waves over that of streams, for an engine with given delays that computes nothing.
   Beside it stands what an exact simulation of both gives.
+- `barrier-served`: the same on the server, with 4 turns whose lengths have a coefficient of variation of 1.
+- `overlap`: steps per hour with `max_staleness` 1 over 0, where rollouts take as long as training. The server only
+  waits, as one on hardware of its own would let the trainer do.
+- `overlap-served`: the same on the server. It prints the share of rollouts without overlap; choose `--iterations` so
+  that it is about a half.
 
 Each part prints ratios that were measured side by side. The server is started with the command that users are given,
-for a tiny model on the CPU; `--url` takes a server that runs, and `--model` its base.
+for a tiny model on the CPU.
 """
 
 import argparse
 import asyncio
-import os
-import shlex
+import contextlib
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,16 +35,19 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import torch
 from peft import LoraConfig
 from transformers.utils import logging
+from vllm_server import Server, tiny_base
+from waiting_server import Engine
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
-from marft_trl.engine.server import VLLMServer
+from marft_trl.engine.replicas import Replicas
+from marft_trl.engine.server import Order, VLLMServer
 from marft_trl.episodes.collector import collect, collect_streams
 from marft_trl.episodes.live import Setting
 from marft_trl.event_loop import run_coroutine
-from marft_trl.rollout import vllm_command
-from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.tiny import tiny_agents, tiny_dataset
 
 
 PEFT = LoraConfig(r=8, target_modules="all-linear")
@@ -50,65 +57,56 @@ def varied(completions, **kwargs):
     return [float(sum(map(ord, str(one))) % 7) for one in completions]
 
 
-# ---- A server ----
-
-
-class Server:
-    """A vLLM server for the tiny model, started here."""
-
-    def __init__(self, folder, port):
-        tokenizer = tiny_tokenizer()
-        tokenizer.save_pretrained(folder)
-        tiny_model(len(tokenizer)).save_pretrained(folder)
-        self.url, self.model = f"http://127.0.0.1:{port}", folder
-        command = vllm_command(folder, tiny_agents(), peft_config=PEFT, port=port, max_model_len=1024, device="cpu")
-        assignment, _, *flags = shlex.split(command)
-        name, value = assignment.split("=")
-        environment = {**os.environ, name: value, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-        self._log = Path(folder) / "server.log"
-        with open(self._log, "w") as log:
-            self._process = subprocess.Popen(
-                [os.environ["MARFT_VLLM_PYTHON"], *flags],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
-            except OSError:
-                assert self._process.poll() is None, self._log.read_text()[-3000:]
-                time.sleep(0.5)
-
-    def stop(self):
-        os.killpg(self._process.pid, signal.SIGKILL)
+# ---- Training ----
 
 
 def make_trainer(options, folder, **settings):
     episodes = settings.pop("episodes", options.episodes)
-    args = MARFTConfig(
-        folder,
-        use_vllm=True,
-        vllm_server_base_url=options.url,
-        vllm_max_inflight=options.inflight,
-        per_device_train_batch_size=episodes,
-        num_generations=4,
-        max_completion_length=options.new_tokens,
-        learning_rate=1e-3,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **{"max_steps": 10**6, **settings},
-    )
+    given = {
+        "use_vllm": True,
+        "vllm_server_base_url": options.url,
+        "vllm_max_inflight": options.inflight,
+        "per_device_train_batch_size": episodes,
+        "num_generations": 4,
+        "max_completion_length": options.new_tokens,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": 10**6,
+        **({"bf16": False} if options.device == "cpu" else {}),
+    }
+    args = MARFTConfig(folder, **{**given, **settings})
     agents = [type(agent)(agent.name, agent.system_prompt) for agent in tiny_agents()]
-    team = {"agents": agents, "peft_config": PEFT, "processing_class": tiny_tokenizer()}
-    return MARFTTrainer(options.model, varied, args, tiny_dataset(4096), **team)
+    return MARFTTrainer(options.model, varied, args, tiny_dataset(4096), agents=agents, peft_config=PEFT)
+
+
+def timed(obj, name):
+    """Replace a method by one that notes the seconds of its calls, and return the list of them."""
+    method, spent = getattr(obj, name), []
+
+    def noted(*arguments, **named):
+        start = time.monotonic()
+        found = method(*arguments, **named)
+        spent.append(time.monotonic() - start)
+        return found
+
+    setattr(obj, name, noted)
+    return spent
 
 
 # ---- Parts ----
+
+
+def parity(options):
+    """Differences between log-probabilities of a server and of the trainer, after the adapters have moved."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(options, folder, episodes=options.episodes // 4, max_steps=4, logging_steps=1)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "sampling/staleness" in log]
+    name = "sampling/sampling_logp_difference"
+    report("parity: mean difference of log-probabilities", [log[f"{name}/mean"] for log in logs], "{:.2g}")
+    report("parity: largest difference of log-probabilities", [log[f"{name}/max"] for log in logs], "{:.2g}")
 
 
 def efficiency(options):
@@ -136,7 +134,7 @@ def efficiency(options):
 
                 return sum(await asyncio.gather(*map(send, bodies)))
 
-        ratios, own = [], []
+        ratios, own, bare_own, rates = [], [], [], []
         for _ in range(options.rounds + 1):  # the first one warms up
             orders.clear()
             VLLMServer.generate = recorded
@@ -145,69 +143,92 @@ def efficiency(options):
             seconds, cpu = time.monotonic() - start, time.process_time() - cpu
             VLLMServer.generate = generate
             tokens = sum(len(turn.completion_ids) for episode in episodes for turn in episode.turns)
-            start = time.monotonic()
+            start, before = time.monotonic(), time.process_time()
             others = run_coroutine(replay, [order.body() for order in orders])
             bare = time.monotonic() - start
+            bare_own.append(1000 * (time.process_time() - before) / len(orders))
             ratios.append((tokens / seconds) / (others / bare))
             own.append(1000 * cpu / len(orders))
+            rates.append(tokens / seconds)
         runner.close()
     report("efficiency: rollouts / bare client", ratios[1:])
-    print(f"  own CPU per turn: {statistics.median(own[1:]):.2f} ms; {tokens / seconds:.0f} tokens/s")
+    report("efficiency: milliseconds of CPU per turn", own[1:], "{:.2f}")
+    report("efficiency: milliseconds of CPU per turn, bare client", bare_own[1:], "{:.2f}")
+    report("efficiency: tokens per second", rates[1:], "{:.0f}")
 
 
 def publishing(options):
     """Share of a step that publishing takes."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(options, folder, max_steps=options.rounds + 2)
-        library, spent = trainer.parts.runner.generator.library, []
-        publish = library.publish
-
-        def timed(*arguments):
-            start = time.monotonic()
-            found = publish(*arguments)
-            spent.append(time.monotonic() - start)
-            return found
-
-        library.publish = timed
+        spent = timed(trainer.parts.runner.generator.library, "publish")
         start = time.monotonic()
         trainer.train()
         step = (time.monotonic() - start) / (options.rounds + 2)
     report("publishing: share of a step", [one / step for one in spent[2:]])
 
 
-def overlap(options):
-    """Steps per hour with one batch ahead over those without."""
+def steps_per_second(options, staleness, iterations, steps=6, **settings):
+    """Steps per second of a training run, and the mean seconds of the rollouts of a step."""
+    sizes = {"episodes": options.episodes // 4, "max_steps": steps * iterations, "num_iterations": iterations}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(options, folder, max_staleness=staleness, **sizes, **settings)
+        spent = timed(trainer.parts.rollouts, "run")
+        start = time.monotonic()
+        trainer.train()
+        return steps / (time.monotonic() - start), statistics.fmean(spent[1:])
 
-    def steps_per_second(staleness, iterations, steps=6):
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = make_trainer(
-                options,
-                folder,
-                episodes=options.episodes // 4,
-                max_steps=steps * iterations,
-                num_iterations=iterations,
-                max_staleness=staleness,
-            )
-            spent, run = [], trainer.parts.rollouts.run
 
-            def timed(*arguments, **named):
-                start = time.monotonic()
-                found = run(*arguments, **named)
-                spent.append(time.monotonic() - start)
-                return found
-
-            trainer.parts.rollouts.run = timed
-            start = time.monotonic()
-            trainer.train()
-            return steps / (time.monotonic() - start), sum(spent[1:]) / (steps - 1)
-
-    iterations, ratios = options.iterations, []
+def compare_overlap(options, name, **settings):
+    ratios, shares = [], []
     for _ in range(options.rounds):
-        slow, rollouts = steps_per_second(0, iterations)
-        fast, _ = steps_per_second(1, iterations)
+        slow, rollouts = steps_per_second(options, 0, options.iterations, **settings)
+        fast, _ = steps_per_second(options, 1, options.iterations, **settings)
         ratios.append(fast / slow)
-    report("overlap: steps per hour, max_staleness 1 / 0", ratios)
-    print(f"  rollouts take {rollouts * slow:.0%} of a step without overlap")
+        shares.append(rollouts * slow)
+    report(f"{name}: steps per hour, max_staleness 1 / 0", ratios)
+    report(f"{name}: rollouts as a share of a step without overlap", shares, "{:.0%}")
+
+
+def overlap(options):
+    """Steps per hour with one batch ahead over those without, on a server that only waits."""
+    given = vars(options).copy()
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_base(folder)
+        options.model, options.device = model, "cpu"
+        foreign = {"fidelity_tolerance": 1e9}  # its numbers are no model's
+        with waiting(options, base=0.0, per_row=0.0):  # all that a step takes besides the engine
+            pace, rollouts = steps_per_second(options, 0, options.iterations, **foreign)
+        missing = max(0.0, 1 / pace - 2 * rollouts)  # then rollouts take half of a step
+        base = 1000 * missing / (2 * options.new_tokens)  # two turns, one after the other
+        with waiting(options, base=base, per_row=0.0):
+            compare_overlap(options, "overlap", **foreign)
+    vars(options).update(given)
+
+
+@contextlib.contextmanager
+def waiting(options, **delays):
+    """Context manager: a server that only waits."""
+    port = options.port + 10
+    flags = [text for name, value in delays.items() for text in (f"--{name}", str(value))]
+    script = str(Path(__file__).with_name("waiting_server.py"))
+    process = subprocess.Popen([sys.executable, script, "--port", str(port), "--vocabulary", "390", *flags])
+    options.url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(options.url + "/health", timeout=5).close()
+                break
+            time.sleep(0.5)
+        yield
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def overlap_served(options):
+    """Steps per hour with one batch ahead over those without."""
+    compare_overlap(options, "overlap on the server")
 
 
 class Turns(Workflow):
@@ -248,47 +269,17 @@ def simulated(table, in_waves, slots=256, base=10.0, per_row=0.02):
         left[more] = table[more, turn[more]]
 
 
-class Engine:
-    """The engine of [`simulated`], in real time: it sleeps, and computes nothing."""
-
-    def __init__(self, slots=256, base=10.0, per_row=0.02):
-        self._slots, self._base, self._per_row = slots, base, per_row
-        self._queue, self._running = [], None
-
-    @property
-    def is_running(self):
-        return self._running is not None
-
-    async def generate(self, length):
-        done = asyncio.get_running_loop().create_future()
-        self._queue.append([length, done])
-        if self._running is None:
-            self._running = asyncio.ensure_future(self._run())
-        await done
-
-    async def _run(self):
-        due = time.monotonic()
-        while self._queue:
-            active = self._queue[: self._slots]
-            steps = min(length for length, _ in active)
-            seconds = steps * (self._base + self._per_row * len(active)) / 1000
-            due = max(due, time.monotonic() - 0.01) + seconds
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            for entry in active:
-                entry[0] -= steps
-            for entry in [entry for entry in active if not entry[0]]:
-                self._queue.remove(entry)
-                entry[1].set_result(None)
-            for _ in range(12):  # episodes go on at once
-                await asyncio.sleep(0)
-        self._running = None
-
-
 class Timed:
-    """Rollouts whose turns take times of a table, by the [`Engine`]."""
+    """
+    Rollouts whose turns have lengths of a table.
 
-    def __init__(self, table):
-        self._table, self._count = table, table.shape[1]
+    Args:
+        table (`np.ndarray` of shape `(E, T)`): lengths of turns.
+        engine (`Callable`): an asynchronous context manager whose value has `await generate(length)`.
+    """
+
+    def __init__(self, table, engine):
+        self._table, self._count, self._engine = table, table.shape[1], engine
         self._rows = [{"prompt": str(index)} for index in range(len(table))]
         self._setting = Setting(("a",))
 
@@ -298,39 +289,55 @@ class Timed:
     def waves(self):
         """Seconds, if all episodes wait for one another."""
 
-        async def compute(asked):
-            engine = Engine()
+        async def compute(engine, asked):
             await asyncio.gather(*[engine.generate(self._length(one)) for one in asked])
-            while engine.is_running:
-                await asyncio.sleep(0)
+
+        loop, entered = asyncio.new_event_loop(), self._engine()
+        thread = threading.Thread(target=loop.run_forever)  # a generator that blocks
+        thread.start()
+
+        def wait(coroutine):
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+        engine = wait(entered.__aenter__())
 
         def answer(requests):
-            loop = asyncio.new_event_loop()  # of another thread: a generator that blocks
-            thread = threading.Thread(target=lambda: loop.run_until_complete(compute(requests)))
-            thread.start()
-            thread.join()
-            loop.close()
+            wait(compute(engine, requests))
             return [one.completed("x") for one in requests]
 
         start = time.monotonic()
         collect(Turns(self._count), self._rows, self._setting, answer)
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        wait(entered.__aexit__(None, None, None))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        return seconds
 
     def streams(self):
         """Seconds, if no episode waits."""
 
         async def run():
-            engine = Engine()
+            async with self._engine() as engine:
 
-            async def answer(requests):
-                await asyncio.gather(*[engine.generate(self._length(one)) for one in requests])
-                return [one.completed("x") for one in requests]
+                async def answer(requests):
+                    await asyncio.gather(*[engine.generate(self._length(one)) for one in requests])
+                    return [one.completed("x") for one in requests]
 
-            return await collect_streams(Turns(self._count), self._rows, self._setting, answer)
+                start = time.monotonic()
+                await collect_streams(Turns(self._count), self._rows, self._setting, answer)
+                return time.monotonic() - start
 
-        start = time.monotonic()
-        run_coroutine(run)
-        return time.monotonic() - start
+        return run_coroutine(run)
+
+
+@contextlib.asynccontextmanager
+async def delays():
+    """An engine that computes nothing, which has come to rest at the end."""
+    engine = Engine()
+    yield engine
+    while engine.is_running:
+        await asyncio.sleep(0)
 
 
 def barrier(options):
@@ -340,42 +347,83 @@ def barrier(options):
         for seed in range(options.rounds):
             table = lengths(np.random.default_rng(seed), (256, count), cv)
             expected.append(simulated(table, True) / simulated(table, False))
-            timed = Timed(table)
-            measured.append(timed.waves() / timed.streams())
+            rollouts = Timed(table, delays)
+            measured.append(rollouts.waves() / rollouts.streams())
         share = statistics.median(measured) / statistics.median(expected)
         report(f"barrier, {count} turns, cv {cv:g}: waves / streams", measured)
         print(f"  simulated {statistics.median(expected):.2f}; reached {share:.2f} of it")
 
 
-def report(name, ratios):
-    spread = f"{min(ratios):.3f} - {max(ratios):.3f}, {len(ratios)} rounds"
-    print(f"{name}: {statistics.median(ratios):.3f} ({spread})", flush=True)
+def barrier_served(options):
+    """Waves over streams, on the server."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(options, folder)
+        generator, draw = trainer.parts.runner.generator, np.random.default_rng(0)
+        name = generator.library.publish()["actor"].name
+        settings = {"temperature": 1.0, "ignore_eos": True, "seed": 0}
+
+        @contextlib.asynccontextmanager
+        async def served():
+            class Client:
+                async def generate(self, length):
+                    await replicas.generate(Order(name, [5, 6, 7], length, settings))
+
+            async with Replicas(generator.servers, generator.library.make_ready) as replicas:
+                yield Client()
+
+        ratios = []
+        for _ in range(options.rounds):
+            table = np.minimum(lengths(draw, (options.inflight, 4), 1.0, options.new_tokens), 900)
+            rollouts = Timed(table, served)
+            ratios.append(rollouts.waves() / rollouts.streams())
+        trainer.parts.runner.close()
+    report(f"barrier on the server, 4 turns, cv 1, {options.inflight} episodes: waves / streams", ratios)
 
 
-PARTS = {"efficiency": efficiency, "publishing": publishing, "overlap": overlap, "barrier": barrier}
+RESULTS = []  # what was reported: name, median, smallest, largest, number of rounds
 
-if __name__ == "__main__":
+
+def report(name, ratios, form="{:.3f}"):
+    values = [form.format(value) for value in (statistics.median(ratios), min(ratios), max(ratios))]
+    RESULTS.append((name, *values, len(ratios)))
+    print(f"{name}: {values[0]} ({values[1]} - {values[2]}, {len(ratios)} rounds)", flush=True)
+
+
+PARTS = {
+    **{"parity": parity, "efficiency": efficiency, "publishing": publishing, "barrier": barrier},
+    **{"barrier-served": barrier_served, "overlap": overlap, "overlap-served": overlap_served},
+}
+ALONE = {"barrier", "overlap"}  # parts that need no vLLM
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--url", help="address of a server that runs")
-    parser.add_argument("--model", help="its base")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--episodes", type=int, default=512)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--inflight", type=int, default=256, help="turns at the server at the same time")
-    parser.add_argument("--iterations", type=int, default=3, help="updates on a batch, in the part `overlap`")
+    parser.add_argument("--iterations", type=int, default=3, help="updates on a batch, in the parts of overlap")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    return parser
+
+
+def run_parts(options):
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        server = None
-        if set(options.parts) - {"barrier"} and options.url is None:
-            server = Server(folder, options.port)
-            options.url, options.model = server.url, server.model
-        try:
-            for part in options.parts:
-                PARTS[part](options)
-        finally:
-            if server is not None:
-                server.stop()
+    for part in options.parts:
+        PARTS[part](options)
+
+
+if __name__ == "__main__":
+    options = arguments().parse_args()
+    options.device = "cpu"
+    torch.set_num_threads(1)
+    if set(options.parts) <= ALONE:
+        run_parts(options)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            options.model = tiny_base(folder)
+            with Server(options.model, PEFT, folder, options.port) as server:
+                options.url = server.url
+                run_parts(options)

@@ -51,7 +51,9 @@ TUNED: dict[str, dict] = {
 SOLO = {"solo-ppo": "marft-t", "solo-grpo": "grpo"}
 
 
-def run(name: str, seed: int, batches: int, prompts: int, folder: str, changed: dict | None = None) -> dict:
+def run(
+    name: str, seed: int, batches: int, prompts: int, folder: str, changed: dict | None = None, held_out: int = 400
+) -> dict:
     """Run one training and return its metrics and the training reward of every generation batch."""
     logging.set_verbosity_error()
     preset = SOLO.get(name, name)
@@ -84,7 +86,7 @@ def run(name: str, seed: int, batches: int, prompts: int, folder: str, changed: 
         reward_funcs=exact_answer if name not in SOLO else last_number,
         args=args,
         train_dataset=tiny_dataset(4000, seed=0),
-        eval_dataset=tiny_dataset(400, seed=1),
+        eval_dataset=tiny_dataset(held_out, seed=1),
         eval_metrics=team_exact_match() if name not in SOLO else None,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )

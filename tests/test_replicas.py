@@ -109,7 +109,10 @@ def test_another_server_takes_over_with_the_same_turns(how):
                 servers[0].fault = lambda body: answered(500, "EngineCore encountered an issue")
 
         try:
-            found = generate(servers, orders(60), events={5: fails}, max_inflight=8, server_timeout=3.0)
+            start = time.monotonic()
+            limits = {"max_inflight": 8, "server_timeout": 3.0, "request_timeout": 40.0}
+            found = generate(servers, orders(60), events={5: fails}, **limits)
+            assert time.monotonic() - start < 30  # its requests do not wait until they are given up
         finally:
             if how == "dies":
                 servers[0].start()
@@ -204,3 +207,19 @@ def test_addresses_and_what_servers_tell():
         url = server.url
     with pytest.raises(EngineDownError, match=f"no vLLM server at {url}.*vllm_command"):
         longest_turn(ServerSettings((url,), server_timeout=0.3))
+
+
+def test_the_most_likely_tokens_are_those_without_the_sampled_one():
+    """A server adds the token that it sampled, which may be as unlikely as any of a large vocabulary."""
+    with fake_servers() as (server,):
+        server.loaded["a"] = "/somewhere"
+        server.logps = lambda adapter, ids, temperature: {
+            40_000: -25.0,
+            **{token: -1.0 - token for token in range(20)},
+        }
+
+        async def ask():
+            async with settings([server]).connected() as (one,):
+                return await one.next_token("a", [1, 2], 1.0, 5.0)
+
+        assert run_coroutine(ask) == {token: -1.0 - token for token in range(20)}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -35,6 +36,7 @@ from .test_distributed import launch
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
+SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by tests/scripts/smollm2.py
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="MARFT_VLLM_PYTHON names no interpreter with vLLM"),
@@ -46,11 +48,10 @@ PORT = 8170 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 class Server:
     """A vLLM server in a process of its own, started with the command that users are given."""
 
-    def __init__(self, model, port, log):
+    def __init__(self, model, port, log, max_model_len=512):
         self.url, self._log = f"http://127.0.0.1:{port}", log
-        command = vllm_command(
-            model, tiny_agents(), peft_config=lora(), port=port, max_model_len=512, device="cpu", extra=["--seed", "0"]
-        )
+        limits = {"port": port, "max_model_len": max_model_len, "device": "cpu", "extra": ["--seed", "0"]}
+        command = vllm_command(model, tiny_agents(), peft_config=lora(), **limits)
         variable, python, *rest = shlex.split(command)
         assert python == "python"
         name, value = variable.split("=")
@@ -210,6 +211,37 @@ def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, s
                 assert min(text.find(stop) % 1000 for stop in "1;") >= len(text) - 4
         assert max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in rows) < 1e-5
         trainer.parts.runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2, reason="MARFT_SMOLLM2 names no folder with the model")
+def test_a_pretrained_team_trains_three_steps(tmp_path):
+    """SmolLM2-135M: a real tokenizer, chat template and vocabulary of 49,152 tokens."""
+    server = Server(SMOLLM2, PORT + 2, tmp_path / "log", max_model_len=1024).start().wait()
+    agents = [
+        AgentSpec("planner", system_prompt="Plan the solution in one sentence. Do not solve it."),
+        AgentSpec("solver", system_prompt="Solve the problem with the plan. End with the number."),
+    ]
+    problems = [f"A box holds {i} red and {2 * i + 3} blue marbles — how many marbles?" for i in range(3, 19)]
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in problems])
+
+    def digits(completions, **columns):
+        return [float(sum(map(str.isdigit, answer[0]["content"]))) for answer in completions]
+
+    settings = {"per_device_train_batch_size": 8, "max_completion_length": 32, "gradient_checkpointing": False}
+    team = {"agents": agents, "train_dataset": dataset, "reward_funcs": digits, "settings": settings}
+    try:
+        trainer = served(SMOLLM2, tmp_path / "run", server, **team)
+        start = weights(trainer)
+        trainer.train()
+        changed = {name.split(".")[-2] for name, value in weights(trainer).items() if not value.equal(start[name])}
+    finally:
+        server.kill()
+    assert changed == {"planner", "solver"}
+    logs = trainer.state.log_history[:3]
+    assert [log["step"] for log in logs] == [1, 2, 3]
+    differences = [[log[f"sampling/sampling_logp_difference/{key}"] for key in ("mean", "max")] for log in logs]
+    assert all(mean < 1e-4 and most < 1e-3 for mean, most in differences), differences  # 30 layers in float32
 
 
 # ---- What is wrong is found ----

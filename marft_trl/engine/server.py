@@ -134,10 +134,12 @@ class VLLMServer:
         limits = {"logprobs": _MOST_LIKELY, "return_tokens_as_token_ids": True, "top_p": 1.0, "top_k": 0}
         answer = await self._post("/v1/completions", {**body, **limits}, timeout)
         try:
-            (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-            return {int(token.removeprefix("token_id:")): float(value) for token, value in found.items()}
+            (texts,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+            found = {int(token.removeprefix("token_id:")): float(value) for token, value in texts.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise AnswerError(f"{self.url} did not say how likely tokens are: {_brief(str(answer))}") from error
+        likely = sorted(found, key=found.__getitem__, reverse=True)[:_MOST_LIKELY]  # not the sampled one
+        return {token: found[token] for token in likely}
 
     async def load(self, name: str, folder: str, timeout: float) -> None:
         """

@@ -1,0 +1,126 @@
+"""
+Learning of the quickstart's team on turns of earlier weights: `max_staleness` 0, 1 and 4, and without any bound.
+
+    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/staleness.py
+
+Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
+policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
+1,000 held-out questions, sampled at temperature 1. The table has means over seeds and standard deviations between
+them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import learning
+import torch
+from peft import LoraConfig
+from vllm_server import Server
+
+from marft_trl.tiny import tiny_team_model
+
+
+UNBOUNDED = {
+    "vllm_importance_sampling_mode": "sequence_truncate",
+    "vllm_importance_sampling_clip_max": 1e30,
+    "epsilon": 1e9,
+}
+VARIANTS = {
+    "0": {"max_staleness": 0},
+    "1": {"max_staleness": 1},
+    "4": {"max_staleness": 4},
+    "4, unbounded": {"max_staleness": 4, **UNBOUNDED},
+}
+
+
+def one(name, seed, options):
+    settings = {
+        "use_vllm": True,
+        "vllm_server_base_url": options.url,
+        "num_iterations": options.updates,
+        "learning_rate": options.learning_rate,
+        "beta": 0.0,
+        **VARIANTS[name],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        found = learning.run("grpo", seed, options.batches, options.prompts, folder, settings, held_out=1000)
+    print(json.dumps({"variant": name, **found}))
+
+
+def in_process(job, options):
+    name, seed = job
+    values = {"url": options.url, "batches": options.batches, "prompts": options.prompts}
+    values |= {"updates": options.updates, "learning_rate": options.learning_rate}
+    flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    command = [sys.executable, "-W", "ignore", __file__, "--one", name, str(seed), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-3000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name}, seed {seed}: {result['start']:.3f} -> {result['end']:.3f}", file=sys.stderr, flush=True)
+    with open(options.output_dir / "staleness.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
+    return result
+
+
+def table(results):
+    lines = ["| `max_staleness` | start | end | last quarter of training |", "|---|---|---|---|"]
+    for name in dict.fromkeys(result["variant"] for result in results):
+        mine = [result for result in results if result["variant"] == name]
+        cells = [f"{statistics.fmean(result['start'] for result in mine):.1%}"]
+        quarters = [statistics.fmean(result["curve"][-max(1, len(result["curve"]) // 4) :]) for result in mine]
+        for values in ([result["end"] for result in mine], quarters):
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.fmean(values):.1%} ± {spread:.1%}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--updates", type=int, default=1, help="updates on a generation batch")
+    parser.add_argument("--learning_rate", type=float, default=1.5e-3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--port", type=int, default=8300)
+    parser.add_argument("--url", help="a server that runs with the quickstart's model")
+    parser.add_argument("--output_dir", type=Path, default=Path("staleness-output"))
+    parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if options.one:
+        one(options.one[0], int(options.one[1]), options)
+        return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    jobs = [(name, seed) for seed in range(options.seeds) for name in options.variants]
+
+    def run():
+        with ThreadPoolExecutor(options.jobs) as pool:
+            print(table(list(pool.map(lambda job: in_process(job, options), jobs))))
+
+    if options.url:
+        run()
+        return
+    model = tiny_team_model()
+    extra = ["--dtype", "float32"] if options.device == "cuda" else []
+    with tempfile.TemporaryDirectory() as folder:
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        with Server(str(model), config, folder, options.port, options.device, extra=extra) as server:
+            options.url = server.url
+            run()
+
+
+if __name__ == "__main__":
+    main()
