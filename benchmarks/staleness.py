@@ -1,12 +1,13 @@
 """
 Learning of the quickstart's team on turns of earlier weights: `max_staleness` 0, 1 and 4, and without any bound.
+Beside them stands generation by transformers.
 
     MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/staleness.py
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
-1,000 held-out questions, sampled at temperature 1. The table has means over seeds and standard deviations between
-them.
+1,000 held-out questions, sampled at temperature 1. The table has means over seeds, and standard deviations between
+seeds.
 """
 
 import argparse
@@ -33,6 +34,7 @@ UNBOUNDED = {
     "epsilon": 1e9,
 }
 VARIANTS = {
+    "0, transformers": {"use_vllm": False},
     "0": {"max_staleness": 0},
     "1": {"max_staleness": 1},
     "4": {"max_staleness": 4},

@@ -462,12 +462,7 @@ def check_vllm(args: Any) -> None:
     sequence = args.vllm_importance_sampling_mode.startswith("sequence")
     corrects = args.vllm_importance_sampling_correction
     refused = [
-        (
-            args.vllm_mode == "colocate",
-            "`vllm_mode='colocate'` is not supported: no version of vLLM can be installed beside this version of "
-            "transformers. Start a server in an environment of its own, with the command that "
-            "`marft_trl.rollout.vllm_command` gives, and set `vllm_mode='server'`.",
-        ),
+        *(_colocate_conflicts(args) if args.vllm_mode == "colocate" else []),
         (
             args.vllm_structured_outputs_regex is not None,
             "`vllm_structured_outputs_regex` is not supported: turns would be sampled from another distribution than "
@@ -488,6 +483,28 @@ def check_vllm(args: Any) -> None:
     for holds, message in refused:
         if holds:
             raise ValueError(message)
+
+
+def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with a server for each process."""
+    return [
+        (
+            args.vllm_server_base_url is not None,
+            "`vllm_server_base_url` names servers that run, and `vllm_mode='colocate'` starts its own. Leave it out, "
+            "or set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_tensor_parallel_size > 1,
+            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, and "
+            "with `vllm_mode='colocate'` each process has one. Start a server for them with "
+            "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_enable_sleep_mode and args.max_staleness > 0,
+            f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
+            "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.",
+        ),
+    ]
 
 
 def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:

@@ -202,8 +202,13 @@ class MARFTConfig(GRPOConfig):
             A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
             continues, with TRL's warning.
         vllm_mode (`str`, *optional*, defaults to `"server"`):
-            Where vLLM runs with `use_vllm=True`: on `"server"`s that you start with the command that
-            `marft_trl.rollout.vllm_command` gives. `"colocate"` is not supported.
+            Where vLLM runs with `use_vllm=True`. `"server"`: on servers that you start with the command that
+            `marft_trl.rollout.vllm_command` gives. `"colocate"`: every training process starts a server of its own, on
+            the device that it trains on, with TRL's `vllm_gpu_memory_utilization`, `vllm_max_model_length`,
+            `vllm_model_impl` and `vllm_enable_sleep_mode`. The server ends when the process does.
+        vllm_python (`str`, *optional*, defaults to `None`):
+            Interpreter of an environment with vLLM, such as `"/opt/vllm/bin/python"`, for `vllm_mode="colocate"`. If
+            `None`, it is the environment variable `MARFT_VLLM_PYTHON`, or else the interpreter that trains.
         vllm_server_base_url (`str` or `list[str]`, *optional*, defaults to `None`):
             Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
             of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
@@ -464,7 +469,11 @@ class MARFTConfig(GRPOConfig):
     )
     vllm_mode: str = field(
         default="server",
-        metadata={"help": "Where vLLM runs with use_vllm: on a 'server'."},
+        metadata={"help": "Where vLLM runs with use_vllm: on a 'server', or 'colocate' on the training device."},
+    )
+    vllm_python: str | None = field(
+        default=None,
+        metadata={"help": "Interpreter of an environment with vLLM, for vllm_mode='colocate'."},
     )
     vllm_server_base_url: list[str] | None = field(
         default=None,

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from marft_trl.engine.server import AnswerError, Order, RefusedError
 from marft_trl.event_loop import run_coroutine
 from marft_trl.learning.sampling_correction import FidelityError
 from marft_trl.rollout import vllm_command
-from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 from .helpers import lora, team_trainer, weights
 from .test_distributed import launch
@@ -244,6 +245,28 @@ def test_a_pretrained_team_trains_three_steps(tmp_path):
     assert all(mean < 1e-4 and most < 1e-3 for mean, most in differences), differences  # 30 layers in float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_team_of_the_quickstart_learns_on_a_server(tmp_path, staleness):
+    """`benchmarks/staleness.py` compares this with transformers, over five seeds."""
+    model = str(tiny_team_model())
+    server = Server(model, PORT + 3, tmp_path / "log").start().wait()
+    settings = {
+        **{"max_staleness": staleness, "max_steps": 16, "learning_rate": 1.5e-3, "per_device_train_batch_size": 64},
+        **{"num_generations": 8, "num_generations_eval": 1, "per_device_eval_batch_size": 200},
+        **{"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5, "gradient_checkpointing": False},
+    }
+    team = {"reward_funcs": exact_answer, "peft_config": lora(8), "train_dataset": tiny_dataset(1000, seed=0)}
+    try:
+        trainer = served(model, tmp_path, server, settings=settings, eval_dataset=tiny_dataset(400, seed=1), **team)
+        before = trainer.evaluate()["eval_reward"]
+        trainer.train()
+        after = trainer.evaluate()["eval_reward"]
+    finally:
+        server.kill()
+    assert after - before > 0.1, (before, after)  # three standard errors of the difference
+
+
 # ---- What is wrong is found ----
 
 
@@ -428,6 +451,19 @@ def test_a_server_that_is_lost_in_a_run_changes_nothing(model_folder, tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_server_of_its_own_gives_the_same_weights(model_folder, tmp_path, server, monkeypatch):
+    expected = trained(model_folder, tmp_path / "server", server)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "max_completion_length": 24}
+    trainer = team_trainer(model_folder, tmp_path / "own", settings={**settings, "max_steps": 2})
+    trainer.train()
+    found = weights(trainer)
+    assert all(found[name].equal(value) for name, value in expected.items())
+    with pytest.raises(urllib.error.HTTPError, match="401"):  # others have no key
+        urllib.request.urlopen(trainer.parts.runner.generator.servers.urls[0] + "/v1/models", timeout=10).close()
+
+
+@pytest.mark.slow
 def test_one_of_two_servers_dies(model_folder, tmp_path, server):
     expected = trained(model_folder, tmp_path / "one", server)
     other = Server(model_folder, PORT + 1, tmp_path / "log").start().wait()
@@ -440,11 +476,14 @@ def test_one_of_two_servers_dies(model_folder, tmp_path, server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", ["0", "1"])
-def test_two_processes_on_one_server_equal_one(model_folder, tmp_path, server, staleness):
+@pytest.mark.parametrize(("staleness", "own"), [("0", False), ("1", False), ("0", True)])
+def test_two_processes_equal_one(model_folder, tmp_path, server, staleness, own, monkeypatch):
+    """On one server, and on servers that the two start for themselves."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
-        arguments = [model_folder, str(tmp_path / str(processes)), server.url, staleness]
+        url = "colocate" if own and processes == 2 else server.url
+        arguments = [model_folder, str(tmp_path / str(processes)), url, staleness]
         launch(processes, "tests/scripts/train_served.py", *arguments)
     one, two = (load_file(tmp_path / name / "weights.safetensors") for name in "12")
     for name, value in one.items():

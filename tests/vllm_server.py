@@ -18,12 +18,13 @@ class FakeServer:
         loaded (`dict[str, str]`): folder of each adapter.
         requests (`list[dict]`): bodies of requests for turns.
         fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
+        calls (`list[str]`): what else was asked, in order.
         delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
         logps (`Callable`): `logps(adapter, ids, temperature)` returns log-probabilities of next tokens by their ids.
     """
 
     def __init__(self, port=0):
-        self.port, self.loaded, self.requests = port, {}, []
+        self.port, self.loaded, self.requests, self.calls = port, {}, [], []
         self.fault, self.delay = lambda body: None, lambda body: 0.0
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
         self.hangs = self.takes_adapters = False
@@ -55,6 +56,8 @@ class FakeServer:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._sleep)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -81,11 +84,17 @@ class FakeServer:
         body = await request.json()
         if not self.takes_adapters:
             return web.json_response({"detail": "Not Found"}, status=404)
+        self.calls.append("load")
         self.loaded[body["lora_name"]] = body["lora_path"]
         return web.Response(text="Success")
 
+    async def _sleep(self, request):
+        self.calls.append(request.path_qs)
+        return web.json_response({})
+
     async def _unload(self, request):
-        self.loaded.pop((await request.json())["lora_name"], None)
+        if self.loaded.pop((await request.json())["lora_name"], None) is not None:
+            self.calls.append("unload")
         return web.Response(text="Success")
 
     async def _complete(self, request):
@@ -98,6 +107,7 @@ class FakeServer:
             logprobs = {"top_logprobs": [{f"token_id:{token}": value for token, value in found.items()}]}
             return web.json_response({"choices": [{"logprobs": logprobs}]})
         self.requests.append(body)
+        self.calls.append("turn")
         self.running += 1
         self.most = max(self.most, self.running)
         try:

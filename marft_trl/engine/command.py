@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from peft import LoraConfig, PeftConfig
 
@@ -12,6 +13,9 @@ from ..agents import AgentSpec
 from ..configs import MARFTConfig
 
 
+_MODULE = "vllm.entrypoints.openai.api_server"
+# Environment variable under which a server takes adapters while it runs
+_UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # Ranks that vLLM has kernels for
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Flags of the CPU build, whose engine stops at a request with a seed if it may read a prompt in parts
@@ -56,10 +60,39 @@ def vllm_command(
 
     Returns: one line.
     """
-    args = args or MARFTConfig()
-    adapters = adapter_ranks(agents, peft_config)
+    ranks = adapter_ranks(agents, peft_config)
+    flags = server_flags(model, ranks, args or MARFTConfig(), port, host, max_model_len, device)
+    return f"{_UPDATES}=True python -m {_MODULE} {shlex.join([*flags, *extra])}"
+
+
+def server_arguments(*arguments: Any, **limits: Any) -> tuple[dict[str, str], list[str]]:
+    """Environment variables, and the arguments of an interpreter that start a server, see [`server_flags`]."""
+    return {_UPDATES: "True"}, ["-m", _MODULE, *server_flags(*arguments, **limits)]
+
+
+def server_flags(
+    model: str,
+    adapters: Mapping[str, int],
+    args: MARFTConfig,
+    port: int,
+    host: str = "127.0.0.1",
+    max_model_len: int | None = None,
+    device: str = "cuda",
+) -> list[str]:
+    """
+    Flags of a server.
+
+    Args:
+        model (`str`): name or folder of the base.
+        adapters (`Mapping[str, int]`): rank of each adapter.
+        args ([`MARFTConfig`]): training arguments.
+        port (`int`): port.
+        host (`str`): address to listen at.
+        max_model_len (`int`, *optional*): longest prompt and turn together.
+        device (`str`): `"cuda"` or `"cpu"`.
+    """
     most = max_loras(len(adapters))
-    flags = [
+    return [
         *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
         *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
         *("--max-lora-rank", str(next((rank for rank in _RANKS if rank >= max(adapters.values())), _RANKS[-1]))),
@@ -69,10 +102,7 @@ def vllm_command(
         *(("--revision", revision) if (revision := (args.model_init_kwargs or {}).get("revision")) else ()),
         *(("--trust-remote-code",) if args.trust_remote_code else ()),
         *(_ON_CPU if device == "cpu" else ()),
-        *extra,
     ]
-    variables = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-    return f"{variables} python -m vllm.entrypoints.openai.api_server {shlex.join(flags)}"
 
 
 def max_loras(num_adapters: int) -> int:

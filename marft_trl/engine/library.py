@@ -156,6 +156,13 @@ class AdapterLibrary:
         self._current = dict(current)
         self._live = {version.name: version for version in [*keep, *current.values()]}
 
+    def follow(self, current: Mapping[str, Version], keep: Iterable[Version] = ()) -> None:
+        """As `adopt`, for a process whose servers are its own: they get these states."""
+        before = dict(self._live)
+        self.adopt(current, keep)
+        run_coroutine(self._make_all_ready)
+        run_coroutine(self._unload, [version for name, version in before.items() if name not in self._live])
+
     # ---- Publishing ----
 
     def publish(self, keep: Iterable[Version] = ()) -> dict[str, Version]:
@@ -190,13 +197,19 @@ class AdapterLibrary:
         self._retired += old
         return self.current
 
-    def close(self) -> None:
-        """Take all adapters from the servers, and delete their files. Later requests publish them anew."""
+    def close(self, its_files: bool = True) -> None:
+        """
+        Take all adapters from the servers. Later requests publish them anew.
+
+        Args:
+            its_files (`bool`, *optional*, defaults to `True`): whether the files are deleted, which one process does.
+        """
         run_coroutine(self._unload, list(self._live.values()))
         self._current.clear()
         self._live.clear()
         self._retired.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if its_files:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write_if_changed(self, entry: str) -> None:
         known = self._current.get(entry)
@@ -312,6 +325,19 @@ class AdapterLibrary:
                 "`fidelity_tolerance`.",
                 version.entry,
             )
+
+    async def sleep(self) -> None:
+        """Let the servers give the memory of the device back. They forget the adapters."""
+        await self._unload(list(self._live.values()))
+        async with self._servers.connected() as servers:
+            for server in servers:
+                await server.sleep(self._servers.server_timeout)
+
+    async def wake(self) -> None:
+        """Let the servers take the memory of the device again. Adapters are loaded and compared when they are due."""
+        async with self._servers.connected() as servers:
+            for server in servers:
+                await server.wake(self._servers.server_timeout)
 
     async def _unload(self, versions: Sequence[Version]) -> None:
         async with self._servers.connected() as servers:

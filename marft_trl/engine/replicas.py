@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..event_loop import run_coroutine
-from .server import AnswerError, Generated, Order, RefusedError, ServerDownError, UnknownAdapterError, VLLMServer
+from .own_server import OwnServer
+from .server import (
+    AnswerError,
+    EngineDownError,
+    Generated,
+    Order,
+    RefusedError,
+    ServerDownError,
+    UnknownAdapterError,
+    VLLMServer,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -23,10 +33,6 @@ logger = logging.getLogger(__name__)
 _TRIES = 3
 # Seconds between two looks at a server that is down
 _PAUSE = 0.5
-
-
-class EngineDownError(RuntimeError):
-    """No server works. The message has the addresses, and what each answered last."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class ServerSettings:
         max_inflight (`int`): largest number of requests at a server at the same time.
         health_seconds (`float`): seconds between two looks at a server that has requests.
         health_timeout (`float`): seconds after which a server that does not say that it is well is down.
+        own ([`OwnServer`], *optional*): the only server, if this process has started it for itself.
+        sleep (`bool`): whether it gives the memory of the device back while nothing is generated.
     """
 
     urls: tuple[str, ...]
@@ -49,13 +57,15 @@ class ServerSettings:
     max_inflight: int = 256
     health_seconds: float = 5.0
     health_timeout: float = 20.0
+    own: OwnServer | None = None
+    sleep: bool = False
 
     @contextlib.asynccontextmanager
     async def connected(self):
         """Asynchronous context manager: the [`VLLMServer`] of each address, for the present event loop."""
         from aiohttp import ClientSession, TCPConnector
 
-        key = os.environ.get("VLLM_API_KEY")
+        key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
         async with ClientSession(connector=TCPConnector(limit=0)) as session:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 

@@ -18,6 +18,10 @@ _MOST_LIKELY = 20
 _MOST_SHOWN = 500
 
 
+class EngineDownError(RuntimeError):
+    """No server works. The message has the addresses, and what each answered last."""
+
+
 class ServerDownError(ConnectionError):
     """A server does not answer, or not as one that works. Another one may."""
 
@@ -158,6 +162,14 @@ class VLLMServer:
         """Forget the name of an adapter. A server that does not know it, or does not answer, is left alone."""
         with contextlib.suppress(RefusedError, ServerDownError):
             await self._post("/v1/unload_lora_adapter", {"lora_name": name}, timeout)
+
+    async def sleep(self, timeout: float) -> None:
+        """Give the memory of the device back. The weights of the base are kept in main memory."""
+        await self._request("POST", "/sleep?level=1", None, timeout)
+
+    async def wake(self, timeout: float) -> None:
+        """Take the memory of the device again."""
+        await self._request("POST", "/wake_up", None, timeout)
 
     async def models(self, timeout: float) -> dict[str, dict[str, Any]]:
         """The base and the adapters that the server has, by name."""

@@ -16,6 +16,7 @@ from ..engine.library import AdapterLibrary, Version
 from ..engine.replicas import Replicas, ServerSettings
 from ..engine.server import Order
 from ..episodes.records import SampledBy
+from ..event_loop import run_coroutine
 from ..processes import Processes
 from ..randomness import seed_of
 from ..weights.policies import Policies
@@ -82,6 +83,7 @@ class VLLMGenerator:
         self._requests = {agent: self._request(agent) for agent in samplings}
         self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
+        self._asleep = servers.sleep  # as they were started
 
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
@@ -105,15 +107,18 @@ class VLLMGenerator:
             alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this. Then it has
                 to be the first process, or nothing may have changed since the last time.
         """
+        with contextlib.nullcontext() if alone else self._processes.together():
+            run_coroutine(self._wake)
+            current = self.library.publish(self._kept()) if self._processes.is_main else None
         if alone:
-            if self._processes.is_main:
-                self.library.publish(self._kept())
             return
-        current = None
+        current = self._processes.broadcast(current)
+        if self.servers.own is None:
+            self.library.adopt(current, self._kept())
+            return
         with self._processes.together():
-            if self._processes.is_main:
-                current = self.library.publish(self._kept())
-        self.library.adopt(self._processes.broadcast(current), self._kept())
+            if not self._processes.is_main:
+                self.library.follow(current, self._kept())
 
     def pin(self) -> dict[str, Version]:
         """The present versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
@@ -143,12 +148,15 @@ class VLLMGenerator:
 
     def close(self) -> None:
         """Take the adapters from the servers."""
-        if self._processes.is_main:
-            self.library.close()
+        if self._processes.is_main or self.servers.own is not None:
+            run_coroutine(self._wake)
+            self.library.close(its_files=self._processes.is_main)
+            run_coroutine(self._sleep)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Asynchronous context manager: connections to the servers, for the present event loop."""
+        await self._wake()
         loop = asyncio.get_running_loop()
         async with Replicas(self.servers, self.library.make_ready) as replicas:
             self._open[loop] = replicas
@@ -156,6 +164,17 @@ class VLLMGenerator:
                 yield
             finally:
                 del self._open[loop]
+        await self._sleep()
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            await self.library.wake()
+            self._asleep = False
+
+    async def _sleep(self) -> None:
+        if self.servers.sleep:
+            await self.library.sleep()
+            self._asleep = True
 
     async def sample(
         self, agent: str, prompt_ids: list[int], key: tuple, by_reference: bool = False, greedy: bool = False

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
+from ..engine.command import server_arguments
 from ..engine.library import AdapterLibrary, Entry
+from ..engine.own_server import OwnServer
 from ..engine.replicas import ServerSettings, addresses, longest_turn
+from ..event_loop import run_coroutine
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..rollout.vllm_generator import BASE, VLLMGenerator
@@ -28,6 +35,8 @@ from ..weights.served import adapter_tensors, check_servable, served_config, zer
 
 logger = get_logger(__name__)
 
+# Seconds that the server of a process may need to start; large bases are read slowly
+_STARTS = 1800.0
 # Mean difference of log-probabilities: both sides in float32, or at least one of them less precise
 _EXACT, _ROUGH = 1e-3, 0.2
 
@@ -35,14 +44,18 @@ _EXACT, _ROUGH = 1e-3, 0.2
 NextToken = Callable[..., torch.Tensor]
 
 
-def server_settings(args: MARFTConfig) -> ServerSettings:
-    """The servers that training arguments name."""
-    return ServerSettings(
-        urls=addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port),
-        request_timeout=args.vllm_request_timeout,
-        server_timeout=args.vllm_server_timeout,
-        max_inflight=args.vllm_max_inflight,
-    )
+@dataclass(frozen=True)
+class Engine:
+    """
+    The servers that generate for a trainer.
+
+    Args:
+        servers ([`ServerSettings`]): addresses and limits.
+        longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn together, if they tell.
+    """
+
+    servers: ServerSettings
+    longest_turn: int | None
 
 
 def tolerance_of(args: MARFTConfig, is_exact: bool) -> float:
@@ -52,14 +65,12 @@ def tolerance_of(args: MARFTConfig, is_exact: bool) -> float:
     return _EXACT if is_exact else _ROUGH
 
 
-def check_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> int | None:
+def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> Engine | None:
     """
-    Check that servers can generate for a team, and wait until they run.
-
-    Returns: largest number of tokens of an observation and a turn together on the servers, if they tell.
+    Check that servers can generate for a team, start the one of this process if it has one, and wait until they run.
 
     Raises:
-        ImportError: the HTTP client is not installed.
+        ImportError: the HTTP client, or vLLM, is not installed.
         ValueError: the team cannot be served.
         EngineDownError: a server does not run.
     """
@@ -74,15 +85,34 @@ def check_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         )
     for agent in agents:
         check_servable(agent, model.peft_config[agent.adapter])
-    if getattr(model.get_base_model(), "is_quantized", False):
+    own = None
+    if args.vllm_mode == "colocate":
+        own = start_own_server(args, model, {agent.adapter: model.peft_config[agent.adapter].r for agent in agents})
+    elif is_quantized(model):
         logger.warning(
             "The base is quantized. If the servers have it in another precision, they sample from another "
             "distribution than is trained; `sampling/sampling_logp_difference/mean` tells how far it is off."
         )
-    return longest_turn(server_settings(args))
+    if own is None:
+        urls = addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+    else:
+        urls = (own.url,)
+    servers = ServerSettings(
+        urls=urls,
+        request_timeout=args.vllm_request_timeout,
+        server_timeout=args.vllm_server_timeout,
+        max_inflight=args.vllm_max_inflight,
+        own=own,
+        sleep=own is not None and args.vllm_enable_sleep_mode,
+    )
+    engine = Engine(servers, longest_turn(servers))
+    if servers.sleep:
+        run_coroutine(_put_to_sleep, servers)
+    return engine
 
 
 def make_vllm_generator(
+    servers: ServerSettings,
     args: MARFTConfig,
     agents: Sequence[AgentSpec],
     policies: Policies,
@@ -100,7 +130,8 @@ def make_vllm_generator(
     The generator of a team on vLLM servers.
 
     Args:
-        args ([`MARFTConfig`]): addresses and limits.
+        servers ([`ServerSettings`]): addresses and limits.
+        args ([`MARFTConfig`]): training arguments.
         agents (`Sequence[AgentSpec]`): the team.
         policies ([`Policies`]): its adapters.
         model ([`~peft.PeftModel`]): has them.
@@ -113,7 +144,6 @@ def make_vllm_generator(
         next_token (`Callable`): the trainer's log-probabilities.
         processes ([`Processes`]): the processes of the run.
     """
-    servers = server_settings(args)
     entries = _entries(args, agents, policies, model, next_token)
     library = AdapterLibrary(
         folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters",
@@ -162,3 +192,83 @@ def _entries(
 def _reference_tensors(policies: Policies, model: PeftModel, agent: AgentSpec) -> dict[str, Any]:
     with policies.reference(agent.name):
         return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
+
+
+# ---- The server of a process ----
+
+
+def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int]) -> OwnServer:
+    """
+    Start a server on the device of this process, and wait until it runs.
+
+    Args:
+        args ([`MARFTConfig`]): training arguments.
+        model ([`~peft.PeftModel`]): the base with its adapters.
+        adapters (`Mapping[str, int]`): rank of each adapter.
+    """
+    base, device = model.get_base_model(), args.device
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"`vllm_mode='colocate'` is not supported on {device.type!r}. Start a server with the command that "
+            "`marft_trl.rollout.vllm_command` gives, and set `vllm_mode='server'`."
+        )
+    if is_quantized(model):
+        raise ValueError(
+            "`vllm_mode='colocate'` cannot serve a quantized base: vLLM reads 4-bit weights only with a plugin. Start "
+            "a server that has the same base, with the command that `marft_trl.rollout.vllm_command` gives, and set "
+            "`vllm_mode='server'`."
+        )
+    name, dtype = str(base.name_or_path), str(base.dtype).removeprefix("torch.")
+    if not name:
+        raise ValueError(
+            "`vllm_mode='colocate'` starts a server with the same base, and this model has no name: it was not loaded "
+            "from the Hub or a folder. Save it with `save_pretrained`, and pass the folder as `model`."
+        )
+    limits = {"max_model_len": args.vllm_max_model_length, "device": device.type}
+    variables, _ = server_arguments(name, adapters, args, port=0, **limits)
+    if device.type == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = _visible(device.index or 0)
+    if args.vllm_enable_sleep_mode:
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # has the routes by which it sleeps and wakes
+    share = [] if device.type == "cpu" else ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    further = ["--dtype", dtype, *share, "--model-impl", args.vllm_model_impl]
+    further += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []
+
+    def flags(port: int) -> list[str]:
+        return [*server_arguments(name, adapters, args, port=port, **limits)[1], *further]
+
+    log = Path(args.output_dir or ".") / "_vllm" / f"server-{args.process_index}.log"
+    server = OwnServer(flags, _interpreter(args), log, variables)
+    server.wait(max(args.vllm_server_timeout, _STARTS))
+    return server
+
+
+def is_quantized(model: Any) -> bool:
+    """`True` if the base of a model has quantized weights."""
+    return bool(getattr(model.get_base_model(), "is_quantized", False))
+
+
+def _interpreter(args: MARFTConfig) -> str:
+    given = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
+    if given is None and importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "`vllm_mode='colocate'` starts vLLM, which is not installed here and cannot be beside this version of "
+            "transformers. Make an environment with vLLM, and set `vllm_python` to its interpreter, such as "
+            "'/opt/vllm/bin/python'."
+        )
+    found = shutil.which(given or sys.executable)
+    if found is None:
+        raise ValueError(f"`vllm_python` must be an interpreter, got {given!r}, which is no program.")
+    return found
+
+
+def _visible(index: int) -> str:
+    """The device of this process, as the servers' `CUDA_VISIBLE_DEVICES`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+async def _put_to_sleep(settings: ServerSettings) -> None:
+    async with settings.connected() as servers:
+        for server in servers:
+            await server.sleep(settings.server_timeout)

@@ -48,7 +48,7 @@ from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
 from . import setup
 from .checkpointing import raise_failed_push
-from .engine import check_engine
+from .engine import start_engine
 from .parts import Choices, assemble
 
 
@@ -172,7 +172,7 @@ class MARFTTrainer(GRPOTrainer):
         )
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
-        longest_turn = check_engine(args, self.policies, base, self.agents)
+        engine = start_engine(args, self.policies, base, self.agents)
         with constructing_parent(args, self.policies.has_adapters, isinstance(model, str)):
             super().__init__(
                 model=base,
@@ -193,7 +193,7 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        others = level, view, turn_rewards, eval_metrics, aliases, failures, longest_turn
+        others = level, view, turn_rewards, eval_metrics, aliases, failures, engine
         self.parts = assemble(self, Choices(*team, *others))
         self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)

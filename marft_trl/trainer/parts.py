@@ -58,7 +58,7 @@ from ..weights.policies import Policies
 from ..workflows import Workflow
 from . import setup
 from .checkpointing import Checkpoints, Stateful
-from .engine import make_vllm_generator, tolerance_of
+from .engine import Engine, make_vllm_generator, tolerance_of
 from .experience import Experience
 from .look_ahead import LookAhead
 from .run import Run
@@ -137,7 +137,7 @@ class Choices:
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         failures ([`Failures`]): what users' code has failed in.
-        longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn on servers.
+        engine ([`Engine`], *optional*): servers that generate.
     """
 
     args: MARFTConfig
@@ -153,7 +153,7 @@ class Choices:
     eval_metrics: Sequence[EvalMetric]
     aliases: Mapping[str, str]
     failures: Failures
-    longest_turn: int | None = None
+    engine: Engine | None = None
 
 
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
@@ -233,6 +233,8 @@ class _Builder:
         self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
         self._needs_old |= args.use_vllm  # what servers have sampled is compared with them
+        longest_turn = choices.engine.longest_turn if choices.engine is not None else None
+        self._window = setup.context_window(trainer.model, longest_turn)
         self._settings = TrlSettings(trainer)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
@@ -250,7 +252,7 @@ class _Builder:
             view=choices.view,
             chat_template_kwargs=trainer.chat_template_kwargs,
             plain=is_plain(choices.agents, self._uses_tools),
-            window=setup.context_window(trainer.model, choices.longest_turn),
+            window=self._window,
             reserved={name: sampling.max_completion_length for name, sampling in self._samplings.items()},
             overflow=args.context_overflow,
             chat_template=trainer.chat_template,
@@ -281,9 +283,10 @@ class _Builder:
         """What samples turns. A further generator gets its line here. `records`: keep log-probabilities."""
         trainer, choices, args = self._trainer, self._choices, self._args
         engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
-        if not args.use_vllm:
+        if choices.engine is None:
             return TransformersGenerator(engine, choices.policies, self._samplings, self.passes.share, records)
         return make_vllm_generator(
+            choices.engine.servers,
             args,
             choices.agents,
             choices.policies,
@@ -549,7 +552,7 @@ class _Builder:
             samplings=self._samplings,
             aliases=choices.aliases,
             args=args,
-            window=setup.context_window(trainer.model, choices.longest_turn),
+            window=self._window,
             share=self.passes.share,
             processes=self.processes,
             train_dataset=lambda: trainer.train_dataset,

@@ -40,7 +40,7 @@ _NOT_RECORDED_PREFIXES = (
     *("fsdp", "deepspeed", "torch", "run_", "debug", "auto_", "include", "metric", "greater", "load_best"),
     *("per_device_eval", "num_completions", "do_"),
     *("vllm_server", "vllm_request", "vllm_max", "vllm_adapter", "vllm_group", "vllm_gpu", "vllm_tensor"),
-    *("vllm_enable", "vllm_mode"),
+    *("vllm_enable", "vllm_mode", "vllm_python", "vllm_model_impl"),
 )
 _NOT_RECORDED = frozenset(
     {

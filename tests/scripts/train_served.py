@@ -12,7 +12,8 @@ def main(model, folder, url, staleness):
     world = int(os.environ.get("WORLD_SIZE", 1))
     settings = {
         "use_vllm": True,
-        "vllm_server_base_url": url,
+        **({"vllm_mode": "colocate"} if url == "colocate" else {"vllm_server_base_url": url}),
+        "vllm_max_model_length": 512,
         "max_staleness": int(staleness),
         "per_device_train_batch_size": 8 // world,
         "use_cpu": True,
