@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
 
 .PHONY: quickstart test test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
-.PHONY: benchmark-learning benchmark-import clean
+.PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,8 +76,14 @@ benchmark-scaling: $(READY)  ## how the cost of a step grows
 benchmark-learning: $(READY)  ## every preset on the embedded team, over five seeds
 	$(BIN)/python -W ignore benchmarks/learning.py
 
+benchmark-engines: $(READY) .venv-vllm/.ready  ## rollouts on a vLLM server
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/engines.py
+
+benchmark-staleness: $(READY) .venv-vllm/.ready  ## learning on turns of earlier weights, over five seeds
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/staleness.py
+
 benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output scaling-output
+	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output scaling-output staleness-output

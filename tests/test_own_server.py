@@ -23,9 +23,8 @@ ROOT = Path(__file__).parents[1]
 def python(tmp_path, monkeypatch):
     """An interpreter that seems to have vLLM."""
     path = tmp_path / "python"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.scripts.fake_vllm "$@"\n')
+    path.write_text(f'#!/bin/sh\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -m tests.scripts.fake_vllm "$@"\n')
     path.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "calls.json"))
     return str(path)
 
@@ -55,11 +54,13 @@ def own(python, tmp_path):
 def test_a_server_ends_with_all_its_processes(python, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
     server = own(python, tmp_path)
     server.wait(60)
     time.sleep(0.2)
     found = known(tmp_path)
     assert found["environment"]["VLLM_API_KEY"] == server.key and found["environment"]["MARFT_GIVEN"] == "1"
+    assert found["environment"]["PYTHONPATH"] == str(ROOT)  # which the interpreter sets itself
     assert not {"RANK", "TORCHELASTIC_RUN_ID"} & found["environment"].keys()
     assert is_alive(found["child"])
     server.close()

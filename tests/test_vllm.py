@@ -41,7 +41,7 @@ SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by tests/scripts/smol
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="MARFT_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 PORT = 8170 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 
@@ -69,7 +69,7 @@ class Server:
             )
         return self
 
-    def wait(self, seconds=240):
+    def wait(self, seconds=600):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:

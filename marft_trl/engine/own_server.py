@@ -20,6 +20,8 @@ from .server import EngineDownError, ServerDownError, VLLMServer
 # Variables by which launchers tell a process its place. The server is no process of the run.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "ROLE_", "ACCELERATE_", "FSDP_")
+# Packages of the interpreter that trains are not those of the server's
+_OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
 _KEEPER = Path(__file__).with_name("keeper.py")
 # Seconds that it has to say whether it is well
 _LOOK = 5.0
@@ -107,7 +109,7 @@ def _inherited() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in _OF_LAUNCHERS and not name.startswith(_PREFIXES)
+        if name not in (*_OF_LAUNCHERS, *_OF_PYTHON) and not name.startswith(_PREFIXES)
     }
 
 
