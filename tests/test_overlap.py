@@ -314,6 +314,45 @@ def test_servers_are_compared_before_they_are_used(tmp_path):
         assert not servers[1].loaded  # what was compared and is wrong is not left there
 
 
+def test_a_name_is_never_given_twice(tmp_path):
+    with fake_servers() as (server,):
+        server.logps = right
+        one = library(tmp_path, [server])
+        first = one.publish()["actor"]
+        one.close()
+        second = one.publish()["actor"]
+        assert second.name != first.name and second.folder != first.folder and second.number == first.number + 1
+        assert list(server.loaded) == [second.name]
+
+
+def test_what_was_loaded_but_not_compared_is_compared(tmp_path):
+    with fake_servers() as (server,):
+
+        def breaks(adapter, ids, temperature):
+            raise OSError
+
+        server.logps = breaks  # answers 500
+        one = library(tmp_path, [server])
+        version = one.publish()["actor"]
+        assert version.name in server.loaded
+        server.logps = lambda *asked: {token: value - 0.5 for token, value in right(*asked).items()}
+        with pytest.raises(MismatchError):
+            one.publish()
+        server.logps = right
+        assert one.publish()["actor"].name in server.loaded
+
+
+def test_a_server_that_comes_back_with_other_flags_is_refused(tmp_path):
+    with fake_servers() as (server,):
+        server.logps = right
+        one = library(tmp_path, [server])
+        one.publish()
+        server.loaded.clear()
+        server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)
+        with pytest.raises(RefusedError, match="--logprobs-mode processed_logprobs"):
+            one.publish()
+
+
 def test_flags_that_a_server_lacks_are_named(tmp_path, caplog):
     with fake_servers() as (server,):
         server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)

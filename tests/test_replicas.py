@@ -223,3 +223,38 @@ def test_the_most_likely_tokens_are_those_without_the_sampled_one():
                 return await one.next_token("a", [1, 2], 1.0, 5.0)
 
         assert run_coroutine(ask) == {token: -1.0 - token for token in range(20)}
+
+
+def test_a_server_that_is_away_ends_no_run_that_another_one_serves():
+    with fake_servers(2) as servers:
+        servers[1].delay = lambda body: 0.1
+        servers[0].stop()
+        try:
+            found = generate(servers, orders(30), max_inflight=1, server_timeout=1.0)
+        finally:
+            servers[0].start()
+        assert ids_of(found) == expected(orders(30)) and {url for _, url in found} == {servers[1].url}
+
+
+@pytest.mark.parametrize("how", ["slow", "answers 500"])
+def test_a_request_that_always_fails_harms_no_other_and_ends(how):
+    """The server is well, so its other requests go on."""
+    with fake_servers() as (server,):
+        server.delay = lambda body: 30.0 if how == "slow" and body["seed"] == 3 else 0.05
+        if how != "slow":
+            server.fault = lambda body: answered(500, "list index out of range") if body["seed"] == 3 else None
+        asked, results = orders(12), []
+
+        async def run():
+            async with Replicas(
+                settings([server], request_timeout=0.6), lambda one: one.load("a-v1", "/x", 5)
+            ) as them:
+                results.extend(await asyncio.gather(*map(them.generate, asked), return_exceptions=True))
+
+        run_coroutine(run)
+        failed = results.pop(3)
+        assert isinstance(failed, AnswerError) and "vllm_request_timeout" in str(failed), failed
+        del asked[3]
+        assert ids_of(results) == expected(asked)
+        assert sum(body["seed"] == 3 for body in server.requests) == 3
+        assert len(server.requests) == 14  # none of the others was sent twice

@@ -538,4 +538,6 @@ def test_the_command_has_what_a_team_needs():
     }.items():
         assert flags[flags.index(flag) + 1] == value
     assert "--enable-lora" in flags and "--enforce-eager" not in flags
+    stale = shlex.split(vllm_command("m", agents, MARFTConfig(use_vllm=True, max_staleness=2)))
+    assert stale[stale.index("--max-loras") + 1] == "7"  # two adapters in three versions each, and the base
     assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))

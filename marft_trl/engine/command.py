@@ -91,7 +91,7 @@ def server_flags(
         max_model_len (`int`, *optional*): longest prompt and turn together.
         device (`str`): `"cuda"` or `"cpu"`.
     """
-    most = max_loras(len(adapters))
+    most = max_loras(len(adapters), args.max_staleness)
     return [
         *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
         *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
@@ -105,9 +105,12 @@ def server_flags(
     ]
 
 
-def max_loras(num_adapters: int) -> int:
-    """Number of adapters that a server needs room for: those of the team, and the base as an adapter."""
-    return num_adapters + 1
+def max_loras(num_adapters: int, max_staleness: int = 0) -> int:
+    """
+    Number of adapters that a server needs room for: those of the team in all versions that are sampled from at a time,
+    and the base as an adapter.
+    """
+    return num_adapters * (max_staleness + 1) + 1
 
 
 def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:

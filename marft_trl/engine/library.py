@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import os
 import random
 import secrets
@@ -14,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate.logging import get_logger
 from peft import LoraConfig
 from safetensors.torch import save_file
 
@@ -23,7 +24,7 @@ from .replicas import ServerSettings
 from .server import AnswerError, RefusedError, ServerDownError, VLLMServer
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # Lengths of the texts after which a server and the trainer are compared
 _PROBE_LENGTHS = (3, 8, 17, 40)
@@ -144,7 +145,8 @@ class AdapterLibrary:
         self._current: dict[str, Version] = {}
         self._live: dict[str, Version] = {}  # by name: those that servers have
         self._retired: list[Version] = []
-        self._checked: set[str] = set()  # addresses of servers whose settings are known
+        self._numbers: dict[str, int] = {}  # of the latest state of each entry, also of those that were taken back
+        self._compared: set[tuple[str, str]] = set()  # servers' addresses, and names that were compared there
 
     @property
     def current(self) -> dict[str, Version]:
@@ -234,7 +236,7 @@ class AdapterLibrary:
                     "server's other adapters would suffer too. Go on from an earlier checkpoint with a lower learning "
                     "rate."
                 )
-        number = 0 if known is None else known.number + (not again)
+        number = self._numbers[entry] = self._numbers.get(entry, -1) + (not again)
         name = f"{known.name}-again" if known is not None and again else f"{self._run}-{entry}-v{number}"
         folder, partial = self._folder / name, self._folder / f".{name}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -273,14 +275,18 @@ class AdapterLibrary:
             MismatchError: it computes something else.
             RefusedError: it cannot load an adapter.
         """
-        known = await server.models(self._servers.health_timeout)
-        for version in list(self._live.values()):
+        known, live = await server.models(self._servers.health_timeout), list(self._live.values())
+        is_new = not any(version.name in known for version in live)
+        for version in live:
+            pair = server.url, version.name
             if version.name not in known:
+                self._compared.discard(pair)
                 await self._load(server, version)
+            if pair not in self._compared:  # also what another process has loaded, or what was interrupted
                 await self._compare(server, version)
-        if server.url not in self._checked and self._live:
-            self._checked.add(server.url)
-            await self._check_flags(server, next(iter(self._live.values())))
+                self._compared.add(pair)
+        if is_new and live:
+            await self._check_flags(server, live[0])
 
     async def _check_flags(self, server: VLLMServer, version: Version) -> None:
         """Look whether a server has settings under which turns would be wrong, or slow."""
@@ -340,10 +346,14 @@ class AdapterLibrary:
                 await server.wake(self._servers.server_timeout)
 
     async def _unload(self, versions: Sequence[Version]) -> None:
-        async with self._servers.connected() as servers:
-            for server in servers:
+        async def unload(server: VLLMServer) -> None:
+            with contextlib.suppress(ServerDownError):  # it has forgotten them when it is back, or keeps old ones
                 for version in versions:
-                    await server.unload(version.name, self._servers.server_timeout)
+                    self._compared.discard((server.url, version.name))
+                    await server.unload(version.name, self._servers.health_timeout)
+
+        async with self._servers.connected() as servers:
+            await asyncio.gather(*map(unload, servers))
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -9,9 +9,9 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ..event_loop import run_coroutine
 from .own_server import OwnServer
@@ -77,6 +77,7 @@ class _Replica:
         self.server = server
         self.running: set[asyncio.Task] = set()
         self.given_up: set[asyncio.Task] = set()
+        self.looks_at: asyncio.Task | None = None
         self.is_up = True
         self.problem = ""
 
@@ -113,11 +114,15 @@ class Replicas:
             await self.__aexit__()
             raise
         for replica in self._replicas:
+            if not replica.is_up:
+                self._help(self._revive(replica))
             self._help(self._watch(replica))
+        self._note_whether_all_are_down()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        tasks = [*self._helpers, *(task for replica in self._replicas for task in replica.running)]
+        looks = [replica.looks_at for replica in self._replicas if replica.looks_at is not None]
+        tasks = [*self._helpers, *looks, *(task for replica in self._replicas for task in replica.running)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,11 +137,13 @@ class Replicas:
         Raises:
             EngineDownError: no server has worked for `server_timeout` seconds.
             RefusedError: a server refused the request.
-            AnswerError: a server answered several times with something that is not a whole turn.
+            AnswerError: servers that are well answered several times with something that is not a whole turn, or not
+                in time.
         """
         bad: list[Exception] = []
+        tried: set[str] = set()
         while True:
-            replica = await self._free()
+            replica = await self._free(tried)
             task = asyncio.ensure_future(replica.server.generate(order))
             replica.running.add(task)
             try:
@@ -145,7 +152,10 @@ class Replicas:
                 if task not in replica.given_up:  # the episode is cancelled, not the server
                     raise
             except ServerDownError as error:
-                self._down(replica, error)
+                if await self._is_well(replica):  # it is this request that fails
+                    bad.append(error)
+                else:
+                    self._down(replica, error)
             except UnknownAdapterError as error:
                 bad.append(error)
                 self._down(replica, error)
@@ -156,15 +166,46 @@ class Replicas:
                 replica.running.discard(task)
                 replica.given_up.discard(task)
                 self._wake()
+            tried.add(replica.server.url)
             if len(bad) >= _TRIES:
-                raise bad[-1]
+                self._give_up(bad[-1])
 
-    async def _free(self) -> _Replica:
-        """A server that works and has room, the one with the fewest requests."""
+    def _give_up(self, error: Exception) -> NoReturn:
+        """
+        Raises:
+            AnswerError: requests for a turn have failed several times on servers that are well.
+        """
+        if not isinstance(error, ServerDownError):
+            raise error
+        raise AnswerError(
+            f"{error} This was the {_TRIES}rd try, and the server says that it is well. If turns need longer than "
+            f"{self._settings.request_timeout:g} seconds, with the time that they wait in the server, set a larger "
+            "`vllm_request_timeout`, or a smaller `vllm_max_inflight`."
+        ) from error
+
+    async def _is_well(self, replica: _Replica) -> bool:
+        """Whether a server that is up says that it is well. Requests that fail together ask once."""
+        if not replica.is_up:
+            return False
+        if replica.looks_at is None or replica.looks_at.done():
+            look = replica.server.check_health(self._settings.health_timeout)
+            replica.looks_at = asyncio.ensure_future(look)
+        try:
+            await asyncio.shield(replica.looks_at)
+        except ServerDownError:
+            return False
+        except RefusedError:  # a proxy that does not pass the question on
+            return True
+        return True
+
+    async def _free(self, tried: Collection[str] = ()) -> _Replica:
+        """A server that works and has room, the one with the fewest requests; if possible, none that was `tried`."""
         while True:
             if self._error is not None:
                 raise self._error
-            free = [one for one in self._replicas if one.is_up and len(one.running) < self._settings.max_inflight]
+            up = [one for one in self._replicas if one.is_up]
+            up = [one for one in up if one.server.url not in tried] or up
+            free = [one for one in up if len(one.running) < self._settings.max_inflight]
             if free:
                 return min(free, key=lambda replica: len(replica.running))
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -194,10 +235,11 @@ class Replicas:
     async def _first_look(self, replica: _Replica) -> None:
         try:
             await self._make_ready(replica.server)
-            replica.is_up = True
         except ServerDownError as error:
+            replica.problem = str(error)
+            logger.warning(f"{error} Its requests go to another server, or wait until it is back.")
+        else:
             replica.is_up = True
-            self._down(replica, error)
 
     async def _watch(self, replica: _Replica) -> None:
         """Look from time to time whether a server that has requests is well: one that hangs closes no connection."""
@@ -219,9 +261,14 @@ class Replicas:
         for task in replica.running:
             replica.given_up.add(task)
             task.cancel()
-        if not any(one.is_up for one in self._replicas):
-            self._all_down_since = time.monotonic()
+        self._note_whether_all_are_down()
         self._help(self._revive(replica))
+
+    def _note_whether_all_are_down(self) -> None:
+        if any(replica.is_up for replica in self._replicas):
+            self._all_down_since = None
+        elif self._all_down_since is None:
+            self._all_down_since = time.monotonic()
 
     async def _revive(self, replica: _Replica) -> None:
         while True:
@@ -234,7 +281,8 @@ class Replicas:
                 self._end(error)
                 return
             else:
-                replica.is_up, self._all_down_since = True, None
+                replica.is_up = True
+                self._note_whether_all_are_down()
                 logger.warning(f"{replica.server.url} works again.")
                 self._wake(all_of_them=True)
                 return

@@ -159,8 +159,8 @@ class VLLMServer:
                 raise
 
     async def unload(self, name: str, timeout: float) -> None:
-        """Forget the name of an adapter. A server that does not know it, or does not answer, is left alone."""
-        with contextlib.suppress(RefusedError, ServerDownError):
+        """Forget the name of an adapter. A server that does not know it is left alone."""
+        with contextlib.suppress(RefusedError):
             await self._post("/v1/unload_lora_adapter", {"lora_name": name}, timeout)
 
     async def sleep(self, timeout: float) -> None:

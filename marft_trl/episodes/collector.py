@@ -196,14 +196,11 @@ async def collect_streams(
     def watch() -> _Watch:
         return _Watch(workflow, patience, limit)
 
-    loop = asyncio.get_running_loop()
-    factory = loop.get_task_factory()
-    loop.set_task_factory(surrounding)
-    try:
-        collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
-        return await collection.run([[index] for index in range(len(rows))])
-    finally:
-        loop.set_task_factory(factory)
+    asyncio.get_running_loop().set_task_factory(
+        surrounding
+    )  # for good: other batches may still run when this one ends
+    collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
+    return await collection.run([[index] for index in range(len(rows))])
 
 
 @contextlib.asynccontextmanager

@@ -71,6 +71,11 @@ class Failures:
         self.last = str(error)
         logger.warning(f"{kind}: {_brief(self.last)}")
 
+    def add(self, others: Failures) -> None:
+        """Count what others have counted."""
+        self.counts.update(others.counts)
+        self.last = others.last or self.last
+
     def take(self) -> tuple[dict[str, int], str]:
         """Counts and the latest error since the last call."""
         taken = dict(self.counts), self.last

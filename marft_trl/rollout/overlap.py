@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ class _Job(NamedTuple):
         rows (`Sequence[dict]`): dataset rows of this process.
         key (`tuple`): its place in the run.
         pin (`Any`): weights that it is sampled from.
+        failures ([`Failures`]): those of its episodes.
         episodes (`concurrent.futures.Future`): gets its episodes.
     """
 
     rows: Sequence[dict[str, Any]]
     key: tuple
     pin: Any
+    failures: Failures
     episodes: concurrent.futures.Future[list[Episode]]
 
 
@@ -99,9 +102,9 @@ class Overlap:
         if number in self._jobs:
             return
         if self._worker is None:
-            self._worker = _Worker(self._runner.in_background(), self._policy, self._failures)
+            self._worker = _Worker(self._runner.in_background(), self._policy)
         key = self._runner.next_key(self._processes.index * len(rows))
-        job = self._jobs[number] = _Job(list(rows), key, self._runner.pin(), concurrent.futures.Future())
+        job = self._jobs[number] = _Job(list(rows), key, self._runner.pin(), Failures(), concurrent.futures.Future())
         self._worker.begin(job)
 
     def _take(self, number: int) -> list[Episode]:
@@ -111,6 +114,7 @@ class Overlap:
         finally:
             del self._jobs[number]
             self._runner.release(job.pin)
+            self._failures.add(job.failures)
             if self._worker is not None:
                 self._runner.dropped_turns += self._worker.take_dropped()
         return episodes
@@ -119,8 +123,8 @@ class Overlap:
 class _Worker:
     """A thread with an event loop, in which all batches under way run."""
 
-    def __init__(self, runner: EpisodeRunner, policy: OnFailure, failures: Failures):
-        self._runner, self._policy, self._failures = runner, policy, failures
+    def __init__(self, runner: EpisodeRunner, policy: OnFailure):
+        self._runner, self._policy = runner, policy
         self._loop = asyncio.new_event_loop()
         self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
@@ -172,12 +176,16 @@ class _Worker:
                 job = None
 
     async def _episodes(self, job: _Job) -> None:
-        async def run(rows, failures):
-            return await self._runner.stream(rows, failures, job.key)
+        tries = itertools.count()
+
+        async def run(rows, failures):  # a repeated episode is no copy of another one
+            number = next(tries)
+            key = job.key if number == 0 else (*job.key[:-1], f"try {number}", job.key[-1])
+            return await self._runner.stream(rows, failures, key)
 
         try:
             with self._runner.using(job.pin):
-                episodes = await run_episodes(run, job.rows, self._policy, self._failures)
+                episodes = await run_episodes(run, job.rows, self._policy, job.failures)
         except asyncio.CancelledError:
             job.episodes.cancel()
             raise

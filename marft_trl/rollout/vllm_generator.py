@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,12 @@ _ELSEWHERE = (
     *("max_new_tokens", "temperature", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("cache_implementation", "disable_compile"),
 )
+# Number of pins that staleness is counted over
+_REMEMBERED = 1000
 # Versions that turns are sampled from, where they are not the present ones
 _PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.ContextVar("marft_pinned", default=None)
-# Entry of the library that is the base without an adapter
-BASE = "base"
+# Entry of the library that is the base without an adapter. No agent can have such a name.
+BASE = "=base"
 
 
 class VLLMGenerator:
@@ -83,6 +86,7 @@ class VLLMGenerator:
         self._requests = {agent: self._request(agent) for agent in samplings}
         self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
+        self._pinned: deque[dict[str, int]] = deque(maxlen=_REMEMBERED)  # numbers of the latest pins
         self._asleep = servers.sleep  # as they were started
 
     def settings(self, agent: str) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class VLLMGenerator:
         """The present versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
         pin = self.library.current
         self._pins.append(pin)
+        self._pinned.append({entry: version.number for entry, version in pin.items()})
         return pin
 
     def release(self, pin: dict[str, Version]) -> None:
@@ -140,8 +145,8 @@ class VLLMGenerator:
             _PINNED.reset(before)
 
     def staleness(self, adapter: str, version: int) -> int:
-        """How often an adapter has been published since a version of it."""
-        return self.library.current[adapter].number - version
+        """How many of the states that [`~VLLMGenerator.pin`] has given are later ones of an adapter than a version."""
+        return sum(number > version for number in {pin[adapter] for pin in self._pinned})
 
     def _kept(self) -> list[Version]:
         return [version for pin in self._pins for version in pin.values()]
@@ -194,7 +199,7 @@ class VLLMGenerator:
     def reference_entry(self, agent: str) -> str:
         """Entry of the library that has the reference of an agent."""
         adapter = self._policies.adapter_of(agent)
-        return BASE if self._policies.starts_as_base(agent) else f"{adapter}-reference"
+        return BASE if self._policies.starts_as_base(agent) else reference_of(adapter)
 
     def _request(self, agent: str) -> dict[str, Any]:
         """What all requests for an agent have in common, under vLLM's names."""
@@ -213,3 +218,8 @@ class VLLMGenerator:
         stops = {"stop": list(sampling.stop)} if sampling.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": self._ends}
         return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **given, **ends, **stops}
+
+
+def reference_of(adapter: str) -> str:
+    """Entry of the library that has the reference of an adapter."""
+    return f"={adapter}-reference"

@@ -28,7 +28,7 @@ from ..engine.replicas import ServerSettings, addresses, longest_turn
 from ..event_loop import run_coroutine
 from ..processes import Processes
 from ..rollout.generator import Sampling
-from ..rollout.vllm_generator import BASE, VLLMGenerator
+from ..rollout.vllm_generator import BASE, VLLMGenerator, reference_of
 from ..weights.policies import Policies
 from ..weights.served import adapter_tensors, check_servable, served_config, zero_tensors
 
@@ -154,6 +154,14 @@ def make_vllm_generator(
     )
     generator = VLLMGenerator(library, servers, policies, samplings, settings, tokenizer, ends, processes)
     others = [agent.name for agent in agents if not generator.samples_what_is_scored(agent.name)]
+    trained = [agent.name for agent in agents if agent.name in others and agent.trainable]
+    if trained and args.max_staleness:
+        raise ValueError(
+            f"`max_staleness={args.max_staleness}` weighs turns by the ratio of the present to the earlier weights, "
+            f"which is not known for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, `repetition_penalty` "
+            "or `generation_kwargs` change the distribution that is sampled from. Leave them out, or set "
+            "`max_staleness=0`."
+        )
     if others:
         logger.warning(
             f"{', '.join(map(repr, others))} sample from a part of their distribution (`top_p`, `top_k`, `min_p` or "
@@ -185,7 +193,7 @@ def _entries(
             entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)
         else:
             tensors = functools.partial(_reference_tensors, policies, model, agent)
-            entries[f"{adapter}-reference"] = Entry(tensors, served_config(model, adapter), reference)
+            entries[reference_of(adapter)] = Entry(tensors, served_config(model, adapter), reference)
     return entries
 
 
