@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ class RandomStates:
         return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
 
 
+# Held while the states of the process are those of users' code. Episodes may run beside training, in another thread.
+_USERS = threading.RLock()
 # Added to the seed of users' code, so that it does not draw the same numbers as sampling
 _APART = 1_000_003
 
@@ -92,14 +95,15 @@ class UserRandomness:
 
     @contextlib.contextmanager
     def _switched(self, to_theirs: bool) -> Iterator[None]:
-        is_needed = self._is_theirs != to_theirs
-        if is_needed:
-            self._switch()
-        try:
-            yield
-        finally:
+        with _USERS:
+            is_needed = self._is_theirs != to_theirs
             if is_needed:
                 self._switch()
+            try:
+                yield
+            finally:
+                if is_needed:
+                    self._switch()
 
     def _switch(self) -> None:
         present = self._states.capture()
@@ -141,23 +145,29 @@ class EpisodeRandomness:
 
     Args:
         seed (`int`): seed of the initial states.
-        with_torch (`bool`, *optional*, defaults to `True`): whether torch has a state of the episode too. While
-            another thread trains, it must not.
+        is_beside (`bool`, *optional*, defaults to `False`): whether another thread trains meanwhile. Then torch has no
+            state of the episode, and the code waits while that thread runs users' code.
     """
 
-    def __init__(self, seed: int, with_torch: bool = True):
-        self._states, self._with_torch = RandomStates(torch.device("cpu"), with_torch), with_torch
+    def __init__(self, seed: int, is_beside: bool = False):
+        self._states, self._is_beside = RandomStates(torch.device("cpu"), not is_beside), is_beside
         self._seed = seed % 2**32
         self._own: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Context manager: the states of the process are those of the episode."""
+        # Otherwise the thread that waits for these episodes holds the lock already
+        with _USERS if self._is_beside else contextlib.nullcontext(), self._swapped():
+            yield
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
         before = self._states.capture()
         if self._own is None:
             random.seed(self._seed)
             np.random.seed(self._seed)
-            if self._with_torch:
+            if not self._is_beside:
                 torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` takes 2 ms
         else:
             self._states.restore(self._own)
@@ -166,6 +176,13 @@ class EpisodeRandomness:
         finally:
             self._own = self._states.capture()
             self._states.restore(before)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Context manager: no other thread runs users' code, so the random states of the process are those of training."""
+    with _USERS:
+        yield
 
 
 def seed_of(key: tuple) -> int:

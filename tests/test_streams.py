@@ -139,6 +139,29 @@ def test_what_users_code_draws_does_not_depend_on_timing(seed, delays):
     assert random.getstate() == state
 
 
+def test_batches_of_one_loop_leave_one_another_alone():
+    """What tasks of a batch draw does not depend on when another batch ends."""
+
+    async def batch(first, pause):
+        async def slowly(requests):
+            await asyncio.sleep(pause)
+            return echo()(requests)
+
+        def around(index):
+            return EpisodeRandomness(first + index).active
+
+        found = await collector.collect_streams(Draws(), ROWS[:3], SETTING, slowly, patience=60, around=around)
+        return [(facts(one), dict(one.counts)) for one in found]
+
+    async def beside(other):
+        async with collector.unblocked(Draws(), 60):
+            return (await asyncio.gather(batch(0, 0.001), batch(100, 0.05)) if other else [0, await batch(100, 0.05)])[
+                1
+            ]
+
+    assert run_coroutine(beside, True) == run_coroutine(beside, False)
+
+
 def test_no_episode_waits_for_another_one():
     """Episodes of 4 turns, one of which takes long: in waves, each wave takes as long as its slowest turn."""
 

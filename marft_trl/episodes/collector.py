@@ -196,9 +196,8 @@ async def collect_streams(
     def watch() -> _Watch:
         return _Watch(workflow, patience, limit)
 
-    asyncio.get_running_loop().set_task_factory(
-        surrounding
-    )  # for good: other batches may still run when this one ends
+    # For good: other batches of this loop may go on when this one has ended
+    asyncio.get_running_loop().set_task_factory(surrounding)
     collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
     return await collection.run([[index] for index in range(len(rows))])
 

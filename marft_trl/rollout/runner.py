@@ -164,7 +164,7 @@ class EpisodeRunner:
             return await self._run(rows, answer, reruns, failures, key)
 
     def _randomness_of(self, place: tuple) -> EpisodeRandomness:
-        return EpisodeRandomness(seed_of(("users", *place)), with_torch=not self._trains_beside)
+        return EpisodeRandomness(seed_of(("users", *place)), is_beside=self._trains_beside)
 
     # ---- Episodes of servers, in an event loop of the caller's ----
 

@@ -24,7 +24,7 @@ from ..learning.critic import Critic
 from ..learning.schedules import Schedule
 from ..manifest import TeamManifest
 from ..processes import Processes
-from ..randomness import RandomStates
+from ..randomness import RandomStates, undisturbed
 from ..seams.trl import TrlState
 from ..weights.adapters import load_adapter_weights
 from ..weights.policies import Policies
@@ -115,7 +115,7 @@ class Checkpoints:
                 if self._args.should_save:
                     run_folder.open(int(folder.name.rpartition("-")[2]))
                     is_open = True
-            with self._processes.together():
+            with self._processes.together(), undisturbed():
                 yield
             with self._processes.together():
                 if self._args.should_save:
@@ -176,13 +176,14 @@ class Checkpoints:
 
     def remember(self) -> None:
         """Keep what a checkpoint of this step would hold, besides weights and optimizer, which change at its end."""
-        self._remembered = {
-            "step": self._state.optimizer_step,
-            "random": self._random.capture(),
-            "tokens": self._state.num_tokens_seen,
-            "entropy": self._state.entropy,
-            **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
-        }
+        with undisturbed():
+            self._remembered = {
+                "step": self._state.optimizer_step,
+                "random": self._random.capture(),
+                "tokens": self._state.num_tokens_seen,
+                "entropy": self._state.entropy,
+                **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
+            }
 
     def remember_again(self) -> None:
         """Remember what a log of the present step has changed."""
