@@ -217,6 +217,8 @@ class VLLMServer:
             raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if answer.status >= down:
             raise ServerDownError(f"{self.url}{path} answered {answer.status}: {_message(text)}")
+        if answer.status == 401:
+            raise RefusedError(f"{self.url} wants an API key. Set the environment variable `VLLM_API_KEY`.", 401)
         if answer.status >= 400:
             raise RefusedError(f"{self.url}{path} answered {answer.status}: {_message(text)}", answer.status)
         return text
