@@ -51,7 +51,8 @@ class RandomStates:
         return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
 
 
-# Held while the states of the process are those of users' code. Episodes may run beside training, in another thread.
+# Held while the states of the process are those of users' code, if episodes run beside training in another thread.
+# Without such a thread it is not held: re-runs collect their episodes in another thread while the caller waits.
 _USERS = threading.RLock()
 # Added to the seed of users' code, so that it does not draw the same numbers as sampling
 _APART = 1_000_003
@@ -71,6 +72,7 @@ class UserRandomness:
         self.device = device
         self._states = RandomStates(device)
         self._is_theirs = False
+        self.shares = False  # whether episodes run beside training, in another thread
         ours = self._states.capture()
         try:
             start = (seed + _APART) % 2**32
@@ -95,7 +97,7 @@ class UserRandomness:
 
     @contextlib.contextmanager
     def _switched(self, to_theirs: bool) -> Iterator[None]:
-        with _USERS:
+        with _USERS if self.shares else contextlib.nullcontext():
             is_needed = self._is_theirs != to_theirs
             if is_needed:
                 self._switch()

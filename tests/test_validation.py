@@ -234,7 +234,6 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"temperature": 0.0}, "`temperature` must be a finite number above 0"),
         ({"max_completion_length": 0}, "`max_completion_length` must be"),
         ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "`vllm_mode='colocate'` is not supported.*vllm_command"),
         ({"use_vllm": True, "vllm_mode": "sever"}, "Did you mean 'server'"),
         (
             {"use_vllm": True, "vllm_structured_outputs_regex": "a*"},
@@ -289,9 +288,11 @@ def test_a_grpo_config_keeps_its_values():
     ours = as_marft_config(theirs)
     assert isinstance(ours, MARFTConfig) and ours.learning_rate == 3e-4 and ours.advantage == "group"
     assert ours.generation_batch_size == theirs.generation_batch_size
-    theirs.use_vllm = True
+    theirs.use_vllm, theirs.vllm_tensor_parallel_size = True, 2
     with pytest.raises(ValueError, match="vllm_mode='colocate'"):  # TRL's default
         as_marft_config(theirs)
+    theirs.vllm_tensor_parallel_size = 1
+    assert (as_marft_config(theirs).vllm_mode, as_marft_config(theirs).use_vllm) == ("colocate", True)
 
 
 def test_every_new_field_is_documented_with_its_default():

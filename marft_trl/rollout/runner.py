@@ -170,6 +170,7 @@ class EpisodeRunner:
 
     def in_background(self) -> EpisodeRunner:
         """A runner of the same team for another thread than the one that trains, whose random states it leaves."""
+        self.randomness.shares = True
         other = copy.copy(self)
         vars(other).update(options={}, dropped_turns=0, _trains_beside=True)
         return other
