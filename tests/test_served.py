@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -168,6 +169,31 @@ def test_an_agent_may_be_called_base(model_folder, tmp_path, server):
     current = library.publish()
     assert {"base", "reasoner"} < set(current) and len(current) == 3
     library.close()
+
+
+def test_reruns_are_the_same_for_any_number_of_processes(model_folder, tmp_path, server):
+    """They are numbered over all processes: no two of them draw the same turn."""
+    settings = {"credit": "counterfactual", "counterfactual_samples": 2}
+    trainer = served(model_folder, tmp_path, server, settings=settings)
+    rollouts = trainer.parts.rollouts
+    episodes = rollouts.run(tiny_dataset(3).to_list(), training=True).episodes
+    alternatives, runner = rollouts._alternatives, trainer.parts.runner
+
+    def asked(its, count, index):
+        """Seeds of the turns that re-runs of `its` ask for, as process `index` of those that have `count` re-runs."""
+        number = len(server.requests)
+        alternatives._processes = SimpleNamespace(gather=lambda counts: count or counts, index=index)
+        with runner.seeded(0):
+            rewards = alternatives.counterfactual_rewards(its)
+            assert runner.state_dict() == {"runs": 2}  # also where a process has no re-run
+        assert [tuple(one.shape) for one in rewards] == [(2, 2)] * len(its)
+        return sorted(body["seed"] for body in server.requests[number:])
+
+    one = asked(episodes, None, 0)
+    assert len(one) == len(set(one)) == 2 * 3 * (2 + 1)  # of two turns, the first one brings a new second one
+    two = asked(episodes[:1], [2, 4], 0) + asked(episodes[1:], [2, 4], 1)
+    assert sorted(two) == one
+    assert asked([], [0, 6], 0) == []
 
 
 class Slow(Workflow):

@@ -14,6 +14,7 @@ from ..configs import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun
+from ..processes import Processes
 from ..weights.policies import Policies
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner, place_of
@@ -44,10 +45,19 @@ class Alternatives:
         scorer ([`RewardScorer`]): scores re-runs and candidates.
         policies ([`Policies`]): which agents are trained.
         args ([`MARFTConfig`]): number of candidates and samples, and the rewards of candidates.
+        processes ([`Processes`]): processes of the run.
     """
 
-    def __init__(self, runner: EpisodeRunner, scorer: RewardScorer, policies: Policies, args: MARFTConfig):
-        self._runner, self._scorer, self._policies, self._args = runner, scorer, policies, args
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        scorer: RewardScorer,
+        policies: Policies,
+        args: MARFTConfig,
+        processes: Processes,
+    ):
+        self._runner, self._scorer, self._policies = runner, scorer, policies
+        self._args, self._processes = args, processes
         self._nodes: list[Node] = []
         self._generated: Counter[str] = Counter()
 
@@ -140,9 +150,12 @@ class Alternatives:
             for turn in episode.turns
             if self._policies.is_trained(turn.agent)
         ]
-        for sample in range(samples if jobs else 0):
+        counts = self._processes.gather([len(jobs)])
+        first = sum(counts[: self._processes.index])
+        for sample in range(samples if sum(counts) else 0):
             reruns = [Rerun(episodes[index], changed=k) for index, k in jobs]
-            completed = self._runner.run([episodes[index].row for index, _ in jobs], self._counted, reruns)
+            rows = [episodes[index].row for index, _ in jobs]
+            completed = self._runner.run(rows, self._counted, reruns, first=first)
             for (index, k), reward in zip(jobs, self._scorer.of_episodes(completed), strict=True):
                 rewards[index][k, sample] = reward
         return rewards

@@ -312,7 +312,7 @@ class _Builder:
             self.processes,
         )
         reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
-        alternatives = Alternatives(self.runner, scorer, choices.policies, args)
+        alternatives = Alternatives(self.runner, scorer, choices.policies, args, self.processes)
         rollouts = Rollouts(
             runner=self.runner,
             alternatives=alternatives,
