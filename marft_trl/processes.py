@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ class Processes:
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
         self._agreed: BaseException | None = None
+        self._wait: Callable[[], None] = lambda: None
 
     @property
     def count(self) -> int:
@@ -62,6 +63,10 @@ class Processes:
         """Device of this process."""
         return self._accelerator.device
 
+    def before_collectives(self, wait: Callable[[], None]) -> None:
+        """Call `wait()` before every collective: what processes do between two of them may need the others."""
+        self._wait = wait
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over processes, in double precision on the CPU."""
         return tensor if self.count == 1 else self._everywhere(tensor).sum(dim=0)
@@ -72,11 +77,15 @@ class Processes:
 
     def gather(self, items: list[Any]) -> list[Any]:
         """The lists of all processes, joined in the order of the processes. Items are pickled."""
+        self._wait()
         return gather_object(items)
 
     def join(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all processes, in their order. All processes have equally many."""
-        return tensor if self.count == 1 else self._accelerator.gather(tensor.to(self.device))
+        if self.count == 1:
+            return tensor
+        self._wait()
+        return self._accelerator.gather(tensor.to(self.device))
 
     def broadcast(self, item: Any) -> Any:
         """An item of the main process, on all processes. It is pickled."""
@@ -178,6 +187,7 @@ class Processes:
         )
 
     def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._wait()
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # sums of squares need the digits
         return self._accelerator.gather(tensor.to(self.device, dtype).unsqueeze(0)).cpu()
 

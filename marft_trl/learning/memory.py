@@ -13,6 +13,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from ..seams.sharding import local
 from ..shared_prefix.forward import hidden_states, scored_at_once
 
 
@@ -126,7 +127,7 @@ def measure_activations(model: PreTrainedModel, length: int, share: bool = True)
 
 def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
     """Bytes of the tensors that autograd keeps in a pass, without the model's own parameters and buffers."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

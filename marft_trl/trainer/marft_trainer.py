@@ -40,13 +40,14 @@ from ..seams.runs import (
     keeping_checkpoints,
     saving_only,
 )
+from ..seams.sharding import as_if_not_sharded
 from ..seams.trl import configure_parent, constructing_parent, without_printed_table
 from ..team import Team
 from ..weights.adapters import add_adapters
 from ..weights.policies import Policies
 from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
-from . import setup
+from . import setup, sharding
 from .checkpointing import raise_failed_push
 from .engine import start_engine
 from .parts import Choices, assemble
@@ -165,6 +166,7 @@ class MARFTTrainer(GRPOTrainer):
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents)
         setup.check_learning(args, self.policies)
+        sharding.check_team(args, self.policies.has_adapters)
         level = level_of(args)
         schedule = Schedule.of(args, self.policies.trained_in_order)
         self.critic = setup.make_critic(
@@ -187,6 +189,7 @@ class MARFTTrainer(GRPOTrainer):
             )
         self.args: MARFTConfig = args
         configure_parent(self, args.beta, level.ratio)
+        sharding.keep_adapters_whole(self, self.policies)
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
@@ -195,6 +198,7 @@ class MARFTTrainer(GRPOTrainer):
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
         others = level, view, turn_rewards, eval_metrics, aliases, failures, engine
         self.parts = assemble(self, Choices(*team, *others))
+        sharding.keep_in_step(self, self.parts.processes)
         self.add_callback(self.parts.health)
         self.add_callback(self.parts.run)
 
@@ -338,6 +342,10 @@ class MARFTTrainer(GRPOTrainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with as_if_not_sharded(self):
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with published():
             super()._save(output_dir, state_dict)
@@ -346,7 +354,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = checkpoint_folder(self, trial)
-        with self.parts.checkpoints.saving(folder), saving_only(self):
+        with self.parts.checkpoints.saving(folder), saving_only(self), as_if_not_sharded(self):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -364,7 +372,8 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.source_of):
+            loading = self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.source_of)
+            with loading, as_if_not_sharded(self):
                 super()._load_optimizer_and_scheduler(checkpoint)
             self.parts.checkpoints.load(checkpoint)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,11 +42,11 @@ from ..tools import ToolLimits, tool_name
 from ..weights.adapters import check_adapter_config
 from ..weights.policies import Policies
 from ..workflows import EnvironmentLoop, Sequential, Workflow
+from .sharding import check_launcher
 
 
 logger = get_logger(__name__)
 
-_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:
@@ -159,15 +158,7 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
-    sharded = args.distributed_state.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    # Under `accelerate launch`, the type is still plain data parallelism at this point, so read the environment
-    sharded |= any(os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("true", "1") for kind in _SHARDING)
-    if sharded or args.deepspeed or args.fsdp:
-        raise ValueError(
-            "MARFTTrainer does not run under DeepSpeed or FSDP: gradients of agents "
-            "are reduced by the trainer itself. Launch with plain data parallelism (`accelerate launch --multi_gpu`); "
-            "the base can be 4-bit (`quantization_config=`) to save memory."
-        )
+    check_launcher(args)
     check_timeouts(args, args.world_size, timeout_of_processes())
 
 

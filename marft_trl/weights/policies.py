@@ -71,6 +71,10 @@ class Policies:
             return adapter_parameters(self._model, adapter)
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
+    def all_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of all adapters, frozen ones and those of the critic included."""
+        return [parameter for name in [*self.names, *self._critics] for parameter in self.parameters(name).values()]
+
     def add_critic(self, name: str, config: PeftConfig) -> None:
         """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
         self._model.add_adapter(name, copy.deepcopy(config))

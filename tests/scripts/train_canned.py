@@ -7,6 +7,8 @@ import random
 import sys
 from collections import Counter
 
+from tests import shard_on_cpu  # before anything asks accelerate for its state
+
 import torch
 from safetensors.torch import save_file
 from trl.chat_template_utils import qwen3_chat_template
@@ -101,7 +103,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             "loss_type": loss_type,
             "entropy_coef": 0.01,
             "beta": 0.05,
-            "use_cpu": True,
+            "use_cpu": not shard_on_cpu.IS_ON,
             "num_generations_eval": 1,
             "per_device_eval_batch_size": 4 // world_size,
             "weight_decay": 0.1,

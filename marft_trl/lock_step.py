@@ -1,0 +1,128 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+Passes through a sharded base, in lock-step over processes.
+
+Every pass gathers the weights of the base from all processes, layer by layer. Processes of a team run different
+numbers of passes: their episodes differ in turns, and their rows in agents. A process that ran one pass less would
+take part in the gathering of another layer than the others, which hangs or, worse, mixes weights.
+
+So before each forward and each backward pass, the processes tell one another what they are about to do. All of them
+then do the same: who wanted something else, or has nothing to do, lends itself with a pass of one token. A process
+without passes reaches the next collective, where it lends itself until all others have reached it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from .seams.sharding import gather_in_one_order, is_sharded
+
+
+# What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they come
+# first. A backward pass comes last: when no process wants a forward pass, whoever has no pass of its own to go back
+# through has lent all of those that are open, so it can go back through one of them.
+_FORWARD, _FORWARD_WITH_GRADIENTS, _BACKWARD, _NOTHING = range(4)
+
+
+class LockStep:
+    """
+    Keeps the passes of the processes in step.
+
+    Args:
+        model (`nn.Module`): the model as it is trained; it may be sharded later.
+        backbone (`nn.Module`): its transformer without the head, through which every pass goes once.
+        timeout (`float`, *optional*): seconds that a process waits for the others; `None` for the default of torch.
+
+    Attributes:
+        num_lent (`int`): number of passes, forward or backward, that this process has lent.
+    """
+
+    def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
+        self._model, self._backbone = model, backbone
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        # A group of its own: its messages are small and meant for the CPU, whatever the device
+        self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
+        self._is_ready = self._is_lending = False
+        self._open: list[tuple[torch.Tensor, torch.Tensor]] = []  # lent forward passes without their backward pass
+        self.num_lent = 0
+        backbone.register_forward_pre_hook(self._before_forward)
+        backbone.register_forward_hook(self._after_forward)
+
+    def wait(self) -> None:
+        """Lend passes until no process wants one. All processes call this, before every collective."""
+        if is_sharded(self._model):
+            self._until(_NOTHING)
+            self._open.clear()
+
+    # ---- Agreement ----
+
+    def _until(self, wanted: int) -> None:
+        """Return when all processes are about to do what this one wants."""
+        while (chosen := self._first(wanted)) != wanted:
+            self._lend(chosen)
+
+    def _first(self, wanted: int) -> int:
+        """What comes next, of what the processes want."""
+        first = torch.tensor(wanted)
+        torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN, self._group)
+        return int(first)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_lending or not is_sharded(self._model):
+            return
+        self._get_ready()
+        self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output.last_hidden_state
+        if is_sharded(self._model) and not self._is_lending and hidden.requires_grad:
+            hidden.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self._until(_BACKWARD)
+
+    def _get_ready(self) -> None:
+        """FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within."""
+        if self._is_ready:
+            return
+        self._is_ready = True
+        gather_in_one_order(self._model)
+        with self._lending(), torch.no_grad():
+            self._model(input_ids=self._token(), use_cache=False)
+
+    # ---- Lending ----
+
+    @contextlib.contextmanager
+    def _lending(self) -> Iterator[None]:
+        self._is_lending = True
+        try:
+            yield
+        finally:
+            self._is_lending = False
+
+    def _token(self) -> torch.Tensor:
+        return torch.zeros(1, 1, dtype=torch.long, device=next(self._model.parameters()).device)
+
+    def _lend(self, what: int) -> None:
+        self.num_lent += 1
+        with self._lending():
+            if what == _BACKWARD:
+                hidden, start = self._open.pop()
+                torch.autograd.grad(hidden.sum(), start)  # gradients of no parameter
+                return
+            with torch.set_grad_enabled(what == _FORWARD_WITH_GRADIENTS):
+                start: list[torch.Tensor] = []
+                embeddings = self._backbone.get_input_embeddings()
+                handle = embeddings.register_forward_hook(lambda module, args, output: start.append(output))
+                try:
+                    hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
+                finally:
+                    handle.remove()
+            if what == _FORWARD_WITH_GRADIENTS:
+                self._open.append((hidden, start[0]))

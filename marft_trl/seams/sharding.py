@@ -1,0 +1,132 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The seams of FSDP2: accelerate and transformers shard the base, and leave the adapters whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from trl import GRPOTrainer
+
+from .swapping import swapped
+
+
+class WholeAdapters:
+    """
+    `Accelerator.prepare` (1.15) for a model whose adapters stay whole on every process, while the rest is sharded.
+
+    - The modules of the adapters are left out of the shards. So is the little that belongs to no layer and is no
+      embedding, such as the last norm: upstream does not find it under the wrapper of PEFT and makes it a part of the
+      unit of the whole model, which is gathered only by a pass that begins there.
+    - Upstream replaces the parameters in the optimizer by their shards, which it finds by address. Here no parameter
+      that is trained is sharded, and value heads are not part of the model, so the optimizer is left alone.
+    - Upstream refuses a model without an optimizer. An evaluation before training has none.
+    - With `fsdp_cpu_ram_efficient_loading`, transformers (5.23) loads the weights on the first process alone, and
+      accelerate sends them while it shards, which fails for parameters that are not sharded. Here they are sent first.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): its methods are replaced.
+        model (`nn.Module`): the model with its adapters.
+        adapters (`Iterable[nn.Parameter]`): parameters that stay whole.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, adapters: Iterable[nn.Parameter]):
+        self._accelerator, plugin = accelerator, accelerator.state.fsdp_plugin
+        plugin.ignored_modules = _owners(model, [*adapters, *_between_layers(model)])
+        if plugin.cpu_ram_efficient_loading:
+            _send(model)
+            plugin.cpu_ram_efficient_loading = False
+        for module in plugin.ignored_modules:
+            module.to(accelerator.device)  # upstream moves what it shards, and no more
+        self._shard, self._prepare = accelerator._prepare_fsdp2, accelerator.prepare
+        accelerator._prepare_fsdp2, accelerator.prepare = self._prepare_fsdp2, self.prepare
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of `Accelerator.prepare`."""
+        if len(args) == 1 and isinstance(args[0], nn.Module):
+            return self._prepare_fsdp2(*args)[0]
+        return self._prepare(*args, **kwargs)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        kept = [[group["params"] for group in one.param_groups] for one in optimizers]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = []
+        try:
+            return tuple(self._shard(*args))
+        finally:
+            for optimizer, groups in zip(optimizers, kept, strict=True):
+                for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                    group["params"] = parameters
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, which become units of their own."""
+    names = set(model._no_split_modules)
+    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+
+
+def _between_layers(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that belong neither to a layer nor to an embedding."""
+    units = [*_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    within = {id(parameter) for unit in units if unit is not None for parameter in unit.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in within]
+
+
+def _owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
+    """The modules that hold parameters themselves."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        module
+        for module in model.modules()
+        if any(id(parameter) in wanted for parameter in module.parameters(recurse=False))
+    ]
+
+
+@torch.no_grad()
+def _send(model: nn.Module) -> None:
+    """Give all processes the weights and buffers of the first one, in place."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        torch.distributed.broadcast(tensor.data, src=0)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """`True` if FSDP2 (torch 2.13) has sharded the model."""
+    return isinstance(model, FSDPModule)
+
+
+def gather_in_one_order(model: nn.Module) -> None:
+    """
+    Let the backward pass gather the units of a sharded model (torch 2.13) in an order that depends on the model alone:
+    every layer also gathers the one before it. By default, a unit gathers the one that was used before it in whatever
+    pass came last; processes whose passes differ in what they read of the head would gather different units then.
+
+    Args:
+        model (`nn.Module`): a sharded model.
+    """
+    layers = [layer for layer in _layers(model) if isinstance(layer, FSDPModule)]
+    before = dict(zip(layers[1:], layers, strict=False))
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_modules_to_backward_prefetch([before.get(unit, unit)])
+
+
+@contextlib.contextmanager
+def as_if_not_sharded(trainer: GRPOTrainer) -> Iterator[None]:
+    """
+    Context manager: `Trainer` (transformers 5.23) saves and loads adapters and optimizer as without FSDP. Upstream
+    saves shards of one adapter; here every process has all adapters as a whole.
+    """
+    with swapped(trainer, {"is_fsdp_enabled": False}):
+        yield
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: a shard of one that FSDP2 (torch 2.13) has sharded, or all of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
