@@ -6,7 +6,8 @@ Beside them stands generation by transformers.
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
-1,000 held-out questions, sampled at temperature 1. The table has means over seeds, and standard deviations between
+500 held-out questions, sampled at temperature 1. Runs
+that `--output_dir` has already are not repeated. The table has means over seeds, and standard deviations between
 seeds.
 """
 
@@ -48,18 +49,27 @@ def one(name, seed, options):
         "vllm_server_base_url": options.url,
         "num_iterations": options.updates,
         "learning_rate": options.learning_rate,
+        "lr_scheduler_type": options.schedule,
         "beta": 0.0,
         **VARIANTS[name],
     }
     with tempfile.TemporaryDirectory() as folder:
-        found = learning.run("grpo", seed, options.batches, options.prompts, folder, settings, held_out=1000)
+        found = learning.run("grpo", seed, options.batches, options.prompts, folder, settings, held_out=500)
     print(json.dumps({"variant": name, **found}))
+
+
+def known(path):
+    """Results that an earlier call has written, by variant and seed."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(found["variant"], found["seed"]): found for found in map(json.loads, lines)}
 
 
 def in_process(job, options):
     name, seed = job
+    if job in (done := known(options.output_dir / "staleness.jsonl")):
+        return done[job]
     values = {"url": options.url, "batches": options.batches, "prompts": options.prompts}
-    values |= {"updates": options.updates, "learning_rate": options.learning_rate}
+    values |= {"updates": options.updates, "learning_rate": options.learning_rate, "schedule": options.schedule}
     flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     command = [sys.executable, "-W", "ignore", __file__, "--one", name, str(seed), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -93,6 +103,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--updates", type=int, default=1, help="updates on a generation batch")
     parser.add_argument("--learning_rate", type=float, default=1.5e-3)
+    parser.add_argument("--schedule", default="linear", help="of the learning rate; it ends at 0, so weights settle")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--port", type=int, default=8300)

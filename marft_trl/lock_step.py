@@ -14,7 +14,8 @@ without passes reaches the next collective, where it lends itself until all othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch import nn
 from .seams.sharding import gather_in_one_order, is_sharded
 
 
-# What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they come
-# first. A backward pass comes last: when no process wants a forward pass, whoever has no pass of its own to go back
-# through has lent all of those that are open, so it can go back through one of them.
+# What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they
+# come first. A backward pass comes last: when no process wants a forward pass, whoever has none of its own to go back
+# through has lent those that are open, so it can go back through one of them.
 _FORWARD, _FORWARD_WITH_GRADIENTS, _BACKWARD, _NOTHING = range(4)
 
 
@@ -49,16 +50,30 @@ class LockStep:
         # A group of its own: its messages are small and meant for the CPU, whatever the device
         self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._is_ready = self._is_lending = False
-        self._open: list[tuple[torch.Tensor, torch.Tensor]] = []  # lent forward passes without their backward pass
+        self._is_open = False  # whether a forward pass of its own waits for its backward pass
+        self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
         self.num_lent = 0
         backbone.register_forward_pre_hook(self._before_forward)
-        backbone.register_forward_hook(self._after_forward)
 
     def wait(self) -> None:
         """Lend passes until no process wants one. All processes call this, before every collective."""
         if is_sharded(self._model):
             self._until(_NOTHING)
-            self._open.clear()
+            self._lent.clear()
+            self._is_open = False
+
+    def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """A function that runs backward passes, in step with those of the other processes."""
+
+        @functools.wraps(backward)
+        def in_step(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            # Not in a hook: within a backward pass, FSDP2 would keep the weights of a lent forward pass
+            if self._is_open:
+                self._until(_BACKWARD)
+                self._is_open = False
+            backward(loss, *args, **kwargs)
+
+        return in_step
 
     # ---- Agreement ----
 
@@ -78,14 +93,7 @@ class LockStep:
             return
         self._get_ready()
         self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output.last_hidden_state
-        if is_sharded(self._model) and not self._is_lending and hidden.requires_grad:
-            hidden.register_hook(self._before_backward)
-
-    def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._until(_BACKWARD)
+        self._is_open |= torch.is_grad_enabled()
 
     def _get_ready(self) -> None:
         """FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within."""
@@ -113,16 +121,14 @@ class LockStep:
         self.num_lent += 1
         with self._lending():
             if what == _BACKWARD:
-                hidden, start = self._open.pop()
+                hidden, start = self._lent.pop()
                 torch.autograd.grad(hidden.sum(), start)  # gradients of no parameter
                 return
+            starts: list[torch.Tensor] = []
+            embeddings = self._backbone.get_input_embeddings()
+            handle = embeddings.register_forward_hook(lambda module, args, output: starts.append(output))
             with torch.set_grad_enabled(what == _FORWARD_WITH_GRADIENTS):
-                start: list[torch.Tensor] = []
-                embeddings = self._backbone.get_input_embeddings()
-                handle = embeddings.register_forward_hook(lambda module, args, output: start.append(output))
-                try:
-                    hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
-                finally:
-                    handle.remove()
+                hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
+            handle.remove()
             if what == _FORWARD_WITH_GRADIENTS:
-                self._open.append((hidden, start[0]))
+                self._lent.append((hidden, starts[0]))

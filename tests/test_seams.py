@@ -233,7 +233,8 @@ def test_TrlSettings_are_read_when_they_are_used(model_folder, tmp_path):
 
 def test_configure_parent_sets_what_the_constructor_derives_otherwise(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"beta": 0.1, "level": "action"})
-    assert trainer.beta == trainer.args.beta == 0.1 and trainer.args.ddp_broadcast_buffers is False
+    assert trainer.beta == trainer.args.beta == 0.1
+    assert trainer.accelerator.ddp_handler.broadcast_buffers is False  # not only in `args`, which are read before
     assert trainer.importance_sampling_level == "sequence"
     configure_parent(trainer, 0.2, None)
     assert trainer.beta == 0.2 and trainer.importance_sampling_level == "sequence"

@@ -17,14 +17,14 @@ SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
 # Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
 PACKAGES = [
-    *("seams", "hints", "redaction", "event_loop", "watchdog", "functional", "processes"),
+    *("seams", "hints", "redaction", "event_loop", "watchdog", "functional", "processes", "lock_step"),
     *("randomness", "checkpoints"),
     *("run_metrics", "tools", "shared_prefix", "episodes", "agents", "anonymity", "manifest", "workflows"),
     *("weights", "rewards", "metrics", "dataset_checks", "presets"),
     # What a user chooses by name, which the configuration checks
     *("advantages.baselines", "advantages.credit_rules", "learning.data", "learning.levels", "learning.critic"),
     *("config_checks", "configs", "engine", "rollout", "learning", "advantages", "reporting", "tiny"),
-    *("trainer.setup", "team", "trainer"),
+    *("trainer.sharding", "trainer.setup", "team", "trainer"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.
 PUBLIC = {"__init__", "plan", "memory_plan", "manifest", "team", "view", "workflow"}

@@ -44,15 +44,15 @@ class WholeAdapters:
         for module in plugin.ignored_modules:
             module.to(accelerator.device)  # upstream moves what it shards, and no more
         self._shard, self._prepare = accelerator._prepare_fsdp2, accelerator.prepare
-        accelerator._prepare_fsdp2, accelerator.prepare = self._prepare_fsdp2, self.prepare
+        accelerator._prepare_fsdp2, accelerator.prepare = self._shard_model, self.prepare
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """In place of `Accelerator.prepare`."""
         if len(args) == 1 and isinstance(args[0], nn.Module):
-            return self._prepare_fsdp2(*args)[0]
+            return self._shard_model(*args)[0]
         return self._prepare(*args, **kwargs)
 
-    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+    def _shard_model(self, *args: Any) -> tuple[Any, ...]:
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         kept = [[group["params"] for group in one.param_groups] for one in optimizers]
         for optimizer in optimizers:

@@ -101,13 +101,15 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 def constructing_parent(args: Any, has_adapters: bool, model_was_named: bool) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`].
+    [`without_false_warning`]. Data parallelism does not broadcast buffers, unless that is set.
 
     Args:
         args ([`MARFTConfig`]): training arguments.
         has_adapters (`bool`): whether the team has adapters.
         model_was_named (`bool`): whether the model was passed by its name.
     """
+    if args.ddp_broadcast_buffers is None:
+        args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
     hidden = without_reference(args, if_=has_adapters), without_vllm(args)
     with hidden[0], hidden[1], without_false_warning(model_was_named):
         yield
@@ -125,8 +127,6 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     trainer.beta = beta
     if ratio is not None:
         trainer.importance_sampling_level = ratio
-    if trainer.args.ddp_broadcast_buffers is None:
-        trainer.args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
 
 
 # ---- TRL: the state of a run ----
@@ -349,7 +349,8 @@ class TrlEngine:
     """
     Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
     attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
-    put there for the time of a call.
+    put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
+    over processes, though they call it unequally often; [`~marft_trl.lock_step.LockStep`] keeps passes in step.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): does the generation.
@@ -384,7 +385,7 @@ class TrlEngine:
         trainer.generation_kwargs = dict(settings)
         trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
         try:
-            with _generating_with(self.model, options):
+            with _generating_with(self.model, {"synced_gpus": False, **options}):
                 return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
         finally:
             trainer.generation_config, trainer.generation_kwargs = config, kwargs

@@ -105,6 +105,8 @@ class RunSettings:
         self._model, self._base, self._rewards, self._view = model, base, rewards, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
+        # Now, because no process may have whole weights later
+        self._base_weights = hash_of_weights(model) if policies.has_adapters else None
 
     def collect(self) -> dict[str, Any]:
         """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.checkpoints.changes`]."""
@@ -129,9 +131,8 @@ class RunSettings:
 
     def _of_base_and_data(self) -> dict[str, Any]:
         base = self._base()
-        weights = hash_of_weights(self._model) if self._policies.has_adapters else None
         return {
-            "base": {"config": base.config_hash, "quantization": base.quantization, "weights": weights},
+            "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
             "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
             "dataset": _dataset_hash(self._dataset),
         }

@@ -48,7 +48,6 @@ from .sharding import check_launcher
 logger = get_logger(__name__)
 
 
-
 def as_marft_config(args: GRPOConfig) -> MARFTConfig:
     """
     Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only

@@ -46,15 +46,15 @@ def check_launcher(args: MARFTConfig) -> None:
         )
     if not wants_sharding(args):
         return
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    for holds, message in _refused(plugin, args):
+        if holds:
+            raise ValueError(message)
     if args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise ValueError(
             "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
             "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
         )
-    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
-    for holds, message in _refused(plugin, args):
-        if holds:
-            raise ValueError(message)
 
 
 def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[tuple[bool, str]]:
@@ -120,4 +120,6 @@ def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     """
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
         backbone = trainer.model.get_base_model().base_model
-        processes.before_collectives(LockStep(trainer.model, backbone, timeout_of_processes()).wait)
+        steps = LockStep(trainer.model, backbone, timeout_of_processes())
+        processes.before_collectives(steps.wait)
+        trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)

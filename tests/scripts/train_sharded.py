@@ -1,0 +1,104 @@
+"""Trains a team with real generation, on a sharded base if `SHARD_ON_CPU` is set, and saves its weights."""
+
+import json
+import os
+import sys
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig
+
+from marft_trl import AgentSpec, Workflow
+from marft_trl.seams.sharding import local
+from marft_trl.tiny import tiny_dataset
+from tests import shard_on_cpu  # before anything asks accelerate for its state
+from tests.helpers import lora, team_trainer, varied_reward
+
+
+class Lopsided(Workflow):
+    """On the second process, an agent that is not trained takes all the turns."""
+
+    async def run(self, episode):
+        for name in ["critic"] * 3 if os.environ.get("RANK") == "1" else ["reasoner", "actor"]:
+            await episode.turn(name)
+
+
+def share(parameters) -> float:
+    """Share of their elements that this process holds."""
+    return sum(local(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+
+
+def failing(completions, **columns):
+    if os.environ.get("RANK") == "1":
+        raise KeyError("a reward that is lost")
+    return varied_reward(completions)
+
+
+def main(model: str, folder: str, options: str) -> None:
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    given = json.loads(options)
+    resume, evaluates = given.pop("resume", None), given.pop("evaluates", False)
+    more = {"workflow": Lopsided()} if given.pop("lopsided", False) else {}
+    more |= {"reward_funcs": failing} if given.pop("fails", False) else {}
+    storage = given.pop("four_bit", None)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage) if storage else None
+    agents = [
+        AgentSpec(
+            "reasoner",
+            system_prompt="Write the steps.",
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]),
+        ),
+        AgentSpec("actor", system_prompt="Answer."),
+        AgentSpec("critic", system_prompt="Check.", trainable=False),
+        AgentSpec("second", system_prompt="Answer again.", adapter="actor"),
+    ]
+    settings = {
+        "use_cpu": not shard_on_cpu.IS_ON,
+        "per_device_train_batch_size": 8 // world,
+        "max_completion_length": 16,
+        "share_prefixes": False,
+        "max_steps": 5,
+        "beta": 0.05,
+        "learning_rate": 1e-2,
+        **given,
+    }
+    evaluation = {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
+    trainer = team_trainer(
+        model,
+        folder,
+        agents=agents,
+        settings=settings,
+        peft_config=lora(),
+        quantization_config=four_bit,
+        **evaluation,
+        **more,
+    )
+    if evaluates:
+        print(
+            "EVALUATED",
+            json.dumps({k: v for k, v in trainer.evaluate().items() if "time" not in k and "per_s" not in k}),
+        )
+    trainer.train(resume_from_checkpoint=resume)
+    base = [p for name, p in trainer.model.named_parameters() if ".layers." in name and "lora_" not in name]
+    base = [p for p in base if p.dim() > 1]  # norms are small
+    held = {"layers": share(base), "adapters": share(trainer.policies.all_parameters())}
+    print("HELD", json.dumps(held), flush=True)
+    trainer.save_model(os.path.join(folder, "final"))
+    if trainer.is_world_process_zero():
+        found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+        heads = trainer.critic.heads.named_parameters() if trainer.critic is not None else ()
+        save_file(
+            {**found, **{f"heads.{name}": p.detach() for name, p in heads}},
+            os.path.join(folder, "weights.safetensors"),
+        )
+        with open(os.path.join(folder, "log.json"), "w", encoding="utf-8") as file:
+            json.dump(trainer.state.log_history, file)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,250 @@
+"""Two gloo processes with the base in shards (FSDP2) train what two with the whole base train, to the bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+
+from marft_trl.seams.sharding import WholeAdapters, as_if_not_sharded
+from marft_trl.trainer.sharding import check_launcher, check_team
+
+from .helpers import config, team_trainer
+from .test_distributed import ROOT, launch
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+SCRIPT = "tests/scripts/train_sharded.py"
+
+
+def train(model, folder, *, sharded, processes=2, environment=(), **options):
+    Path(folder).mkdir(exist_ok=True)
+    given = {"PYTHONHASHSEED": "0", **dict(environment)}
+    given |= {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"} if sharded else {}
+    done = launch(processes, SCRIPT, model, str(folder), json.dumps(options), environment=given)
+    return load_file(folder / "weights.safetensors"), done
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    different = {name: (found[name] - its).abs().max().item() for name, its in expected.items()}
+    assert not any(different.values()), {name: value for name, value in different.items() if value}
+
+
+PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
+BATCHES = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
+SETTINGS = {
+    "lopsided": {"lopsided": True, "max_steps": 2},
+    "batches": {**BATCHES, "per_device_train_batch_size": 2, "max_steps": 4, "gradient_checkpointing": True},
+    "shared": {**PPO, "critic": "shared", "num_iterations": 2, "max_steps": 3},
+    "per_agent": {**PPO, "critic": "per_agent", "level": "action", "max_steps": 3},
+    "frozen": {**PPO, "critic": "frozen", "max_steps": 3, "evaluates": True},
+    "sequential": {"update_order": "sequential", "num_iterations": 2, "max_steps": 4, "sync_ref_model": True},
+    "4-bit": {"four_bit": "bfloat16", "max_steps": 2},
+    "4-bit, whole": {"four_bit": "uint8", "max_steps": 2},
+    "five steps": {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 2, "evaluates": True},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "lopsided")) for kind in SETTINGS]
+)
+def test_a_sharded_base_trains_as_a_whole_one(model_folder, tmp_path, kind):
+    """
+    Generation, references, critics and evaluations included; `is_sharded` and `gather_in_one_order` are tried by it.
+    "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
+    """
+    expected, _ = train(model_folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
+    found, done = train(model_folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
+    assert_same(found, expected)
+    held = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("HELD")).removeprefix("HELD"))
+    is_whole = kind == "4-bit, whole"  # bytes are no numbers of a shard: accelerate says so, and leaves them
+    assert (held["layers"] < 0.51) != is_whole and held["adapters"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "loss_type"),
+    [
+        ("ppo", "dapo"),
+        ("uneven", "dapo"),
+        ("sequential", "grpo"),
+        ("orchestrated", "dapo"),
+        ("counterfactual", "dapo"),
+        ("candidates", "grpo"),
+        ("tools", "dapo"),
+    ],
+)
+def test_two_processes_with_shards_equal_one_without(model_folder, tmp_path, kind, loss_type):
+    """On the same episodes, whose rows fall on different agents and differ in number."""
+    script = "tests/scripts/train_canned.py"
+    launch(1, script, model_folder, str(tmp_path / "one"), kind, loss_type)
+    sharded = {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"}
+    launch(2, script, model_folder, str(tmp_path / "two"), kind, loss_type, environment=sharded)
+    one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
+    """Checkpoints of a sharded run are those of a whole one, and each goes on from the other's, to the bit."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    expected, _ = train(model_folder, tmp_path / "whole", sharded=False, **settings)
+    found, _ = train(model_folder, tmp_path / "sharded", sharded=True, **settings)
+    assert_same(found, expected)
+    for path in sorted((tmp_path / "whole").rglob("*")):
+        timed = path.name in ("training_args.bin", "trainer_state.json", "marft_commit.json", "log.json")
+        if path.is_file() and not timed and path.parent != tmp_path / "whole":
+            twin = tmp_path / "sharded" / path.relative_to(tmp_path / "whole")
+            assert twin.read_bytes() == path.read_bytes(), path.name
+    for written_by, sharded in (("sharded", True), ("sharded", False), ("whole", True)):
+        folder = tmp_path / f"{written_by}-{sharded}"
+        shutil.copytree(tmp_path / written_by, folder)
+        shutil.rmtree(folder / "checkpoint-4")
+        again, _ = train(model_folder, folder, sharded=sharded, **settings, resume=True)
+        log = json.loads((folder / "log.json").read_text())
+        assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
+        assert_same(again, expected)
+
+
+@pytest.mark.slow
+def test_weights_that_one_process_has_loaded_reach_the_others(model_folder, tmp_path):
+    """`fsdp_cpu_ram_efficient_loading`: transformers leaves the weights of all other processes uninitialized."""
+    expected, _ = train(model_folder, tmp_path / "whole", sharded=False, max_steps=2)
+    environment = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    found, _ = train(model_folder, tmp_path / "sharded", sharded=True, max_steps=2, environment=environment)
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_all_with_its_error(model_folder, tmp_path):
+    with pytest.raises(AssertionError, match="a reward that is lost") as error:
+        train(model_folder, tmp_path / "sharded", sharded=True, fails=True)
+    assert "Process 1 of the run failed" in str(error.value)
+
+
+@pytest.mark.slow
+def test_an_example_under_accelerate_with_a_config_file(model_folder, tmp_path):
+    """What a user types, with two processes in place of eight."""
+    (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")
+    environment = {**os.environ, "SHARD_ON_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment.pop("ACCELERATE_USE_CPU", None)
+    arguments = ["--model_name_or_path", model_folder, "--output_dir", str(tmp_path / "out"), "--use_peft", "--bf16"]
+    arguments += ["false", "--dataset_file", str(ROOT / "tests" / "data" / "gsm8k_sample.jsonl"), "--eval_size", "4"]
+    arguments += [
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "--max_steps",
+        "2",
+        "--per_device_train_batch_size",
+        "4",
+    ]
+    arguments += ["--num_generations", "4", "--max_completion_length", "8", "--report_to", "none"]
+    launcher = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "examples/fsdp2.yaml",
+    ]
+    launcher += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", "examples/math_duo.py"]
+    done = subprocess.run(
+        [*launcher, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 2/2" in done.stdout and "eval_reward" in done.stdout
+    assert (tmp_path / "out" / "actor" / "adapter_model.safetensors").exists()
+
+
+# ---- The parts ----
+
+
+def accelerator_of(prepare):
+    plugin = SimpleNamespace(ignored_modules=None, cpu_ram_efficient_loading=False)
+    one = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), prepare=None)
+    one._prepare_fsdp2 = prepare
+    return one
+
+
+def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_the_optimizer(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    optimizer = trainer.create_optimizer()
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    sizes = []
+
+    def prepare(*args):
+        sizes.append([len(group["params"]) for group in optimizer.param_groups])
+        return args
+
+    one = accelerator_of(prepare)
+    WholeAdapters(one, trainer.model, trainer.policies.all_parameters())
+    left_out = {id(p) for module in one.state.fsdp_plugin.ignored_modules for p in module.parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        is_whole = "lora_" in name or name.endswith("model.norm.weight")
+        assert (id(parameter) in left_out) == is_whole, name
+    one._prepare_fsdp2(trainer.model, optimizer)
+    assert sizes == [[0, 0]] and [group["params"] for group in optimizer.param_groups] == before
+    assert one.prepare(trainer.model) is trainer.model  # an evaluation has no optimizer
+
+
+def test_as_if_not_sharded_is_for_a_while():
+    trainer = SimpleNamespace(is_fsdp_enabled=True)
+    with as_if_not_sharded(trainer):
+        assert not trainer.is_fsdp_enabled
+    assert trainer.is_fsdp_enabled
+
+
+# ---- What does not go with it ----
+
+
+def on_gpus(tmp_path, monkeypatch, environment, **settings):
+    args = config(tmp_path, **settings)
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", environment.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "FSDP1 is not supported.*`fsdp_version: 2`"),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "Set it to false, and `MARFTConfig.gradient_checkpointing=True."),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "does not run under DeepSpeed.*--use_fsdp --fsdp_version 2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not run under DeepSpeed or Megatron"),
+    ],
+)
+def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, message):
+    args = on_gpus(tmp_path, monkeypatch, environment)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_launcher(args)
+
+
+def test_fsdp2_on_gpus_is_accepted_for_teams_with_adapters(tmp_path, monkeypatch):
+    args = on_gpus(tmp_path, monkeypatch, {})
+    check_launcher(args)
+    check_team(args, has_adapters=True)
+    with pytest.raises(ValueError, match="This team has none: pass `peft_config="):
+        check_team(args, has_adapters=False)
+
+
+def test_fsdp_on_a_cpu_is_refused(tmp_path, monkeypatch):
+    args = on_gpus(tmp_path, monkeypatch, {})
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    with pytest.raises(ValueError, match="there is no device that accelerate shards a model on"):
+        check_launcher(args)
