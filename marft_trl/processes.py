@@ -63,6 +63,11 @@ class Processes:
         """Device of this process."""
         return self._accelerator.device
 
+    @property
+    def have_shards(self) -> bool:
+        """`True` if the base is, or will be, in shards over the processes."""
+        return self._accelerator.is_fsdp2
+
     def before_collectives(self, wait: Callable[[], None]) -> None:
         """Call `wait()` before every collective: what processes do between two of them may need the others."""
         self._wait = wait

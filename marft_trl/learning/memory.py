@@ -23,7 +23,8 @@ class MemoryPlan:
     Memory that a team needs on one process, in bytes.
 
     Args:
-        base (`int`): model that all agents share, as stored. A 4-bit model takes half a byte per weight.
+        base (`int`): model that all agents share, as stored. A 4-bit model takes half a byte per weight. Of a sharded
+            one, the shards of this process and the layers that are gathered at once.
         adapters (`int`): LoRAs of the agents, or 0 if the base itself is trained.
         critic (`int`): LoRAs and value heads of the critic.
         gradients (`int`): gradients of all trained parameters.
@@ -49,7 +50,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        return "\n".join(f"{name:12}{_readable(size):>12}" for name, size in [*parts, ("at once", self.total)])
+        return "\n".join(f"{name:12}{readable(size):>12}" for name, size in [*parts, ("at once", self.total)])
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -175,7 +176,8 @@ def cache_size(config, rows: int, tokens: int, width: int) -> int:
     return 2 * config.num_hidden_layers * rows * tokens * heads * head_dim * width
 
 
-def _readable(size: float) -> str:
+def readable(size: float) -> str:
+    """A number of bytes with a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

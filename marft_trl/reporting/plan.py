@@ -19,12 +19,13 @@ from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
 from ..learning.levels import Level
-from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
+from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, readable, size_of
 from ..learning.micro_batcher import MicroBatcher
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
+from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
 from ..weights.policies import Policies
 from ..workflows import Workflow
@@ -115,7 +116,7 @@ class Planner:
             "Team": [self._describe(agent) for agent in self._agents],
             f"Workflow: {type(self._workflow).__name__}": links or ["(nobody is shown another's words)"],
             "Batches": self._describe_batches(rehearsal),
-            "Memory of a process, with every turn as long as it may be": str(self.memory_plan()).splitlines(),
+            "Memory of a process, with every turn as long as it may be": self._describe_memory(),
         }
         lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
         for agent in self._agents:
@@ -123,6 +124,20 @@ class Planner:
             lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
             lines += textwrap.indent(messages_as_text(shown[agent.name].content), "  ").splitlines()
         return "\n".join(lines[1:])
+
+    def _describe_memory(self) -> list[str]:
+        lines = str(self.memory_plan()).splitlines()
+        if self._processes.have_shards:
+            sizes = self._shards()
+            held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
+            lines.append(f"The base is in shards over {count} processes (FSDP2): {held} on each, and up to {gathered}")
+            lines.append("gathered at once. Adapters and critics are whole on each.")
+        return lines
+
+    def _shards(self) -> ShardSizes:
+        is_half = self._args.bf16 or self._args.fp16
+        whole = self._policies.all_parameters()
+        return shard_sizes(self._model, whole, self._processes.count, 2 if is_half else None)
 
     def memory_plan(self) -> MemoryPlan:
         """
@@ -143,7 +158,7 @@ class Planner:
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
         return MemoryPlan(
-            base=size_of(base),
+            base=sum(self._shards()) if self._processes.have_shards else size_of(base),
             adapters=size_of(adapters),
             critic=size_of(of_critic),
             gradients=size_of(trained),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -94,6 +94,54 @@ def _send(model: nn.Module) -> None:
     """Give all processes the weights and buffers of the first one, in place."""
     for tensor in [*model.parameters(), *model.buffers()]:
         torch.distributed.broadcast(tensor.data, src=0)
+
+
+class ShardSizes(NamedTuple):
+    """
+    Memory that a process needs for the weights of a sharded base, in bytes.
+
+    Args:
+        held (`int`): shards, and what is whole on every process.
+        gathered (`int`): what is gathered at once in a backward pass: two layers, and the embeddings of the head.
+    """
+
+    held: int
+    gathered: int
+
+
+def shard_sizes(
+    model: nn.Module, adapters: Iterable[nn.Parameter], world: int, width: int | None = None
+) -> ShardSizes:
+    """
+    Sizes of a base that FSDP2 (torch 2.13) shards, or has sharded, as [`WholeAdapters`] lets it. FSDP2 cuts a tensor
+    along its first dimension, and pads the last shards.
+
+    Args:
+        model (`nn.Module`): the model with its adapters.
+        adapters (`Iterable[nn.Parameter]`): their parameters, which do not count.
+        world (`int`): number of processes.
+        width (`int`, *optional*): bytes of a gathered element, if mixed precision changes it.
+    """
+    apart = {id(parameter) for parameter in adapters}
+    whole = apart | {id(parameter) for parameter in _between_layers(model)}
+
+    def is_cut(parameter: nn.Parameter) -> bool:  # accelerate leaves 4-bit weights that are stored as bytes
+        return id(parameter) not in whole and parameter.is_floating_point()
+
+    def held(parameter: nn.Parameter) -> int:
+        rows = -(-parameter.shape[0] // world) if is_cut(parameter) else parameter.shape[0]
+        return rows * parameter[:1].numel() * parameter.element_size()
+
+    def gathered(unit: nn.Module | None) -> int:
+        cut = [p for p in unit.parameters() if is_cut(p)] if unit is not None else []
+        return sum(p.numel() * (width or p.element_size()) for p in cut)
+
+    layers = sorted((gathered(layer) for layer in _layers(model)), reverse=True)
+    parameters = [p for p in model.parameters() if id(p) not in apart]
+    return ShardSizes(
+        sum(held(p) if p.dim() else p.element_size() for p in parameters),
+        sum(layers[:2]) + gathered(model.get_output_embeddings()),
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.seams.sharding import local
+from marft_trl.seams.sharding import local, shard_sizes
 from marft_trl.tiny import tiny_dataset
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import lora, team_trainer, varied_reward
@@ -75,16 +76,21 @@ def main(model: str, folder: str, options: str) -> None:
         **evaluation,
         **more,
     )
-    if evaluates:
-        print(
-            "EVALUATED",
-            json.dumps({k: v for k, v in trainer.evaluate().items() if "time" not in k and "per_s" not in k}),
-        )
+    if evaluates:  # before anything is prepared for training
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
-    base = [p for name, p in trainer.model.named_parameters() if ".layers." in name and "lora_" not in name]
-    base = [p for p in base if p.dim() > 1]  # norms are small
-    held = {"layers": share(base), "adapters": share(trainer.policies.all_parameters())}
-    print("HELD", json.dumps(held), flush=True)
+    adapters = trainer.policies.all_parameters()
+    own = {id(p) for p in adapters}
+    base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
+    matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
+    held = {
+        "bytes": sum(local(p).numel() * p.element_size() for p in base.values()),
+        "expected": shard_sizes(trainer.model, adapters, world).held,
+        "layers": share(matrices),
+        "adapters": share(adapters),
+        "plan": trainer.plan(),
+    }
+    Path(folder, f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(held), encoding="utf-8")
     trainer.save_model(os.path.join(folder, "final"))
     if trainer.is_world_process_zero():
         found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
