@@ -449,3 +449,13 @@ def test_names_that_do_not_add_up_are_refused(changes, present, message):
 def test_changes_that_make_no_sense(changes, error, message):
     with pytest.raises(error, match=message):
         ResumeChanges.of(changes)
+
+
+def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("marft_trl.checkpoints.run_folder._SEEN_WITHIN", 0.0)
+    mine, other = RunFolder(tmp_path), RunFolder(tmp_path / "of-another-node")
+    with mine.marked() as mark:
+        RunFolder(tmp_path).check_mark(mark)
+        with pytest.raises(CheckpointError, match="is not the one that the first process of the run writes to"):
+            other.check_mark(mark)
+    assert not list(tmp_path.iterdir())

@@ -135,6 +135,14 @@ def test_a_process_that_fails_ends_all_with_its_error(model_folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(model_folder, tmp_path):
+    """Also without shards. Every process writes its part of a checkpoint."""
+    with pytest.raises(AssertionError, match="is not the one that the first process of the run writes to") as error:
+        train(model_folder, tmp_path / "node", sharded=False, apart=True, save_strategy="steps", save_steps=1)
+    assert "set `output_dir` to a file system that all nodes share" in str(error.value)
+
+
+@pytest.mark.slow
 def test_an_example_under_accelerate_with_a_config_file(model_folder, tmp_path):
     """What a user types, with two processes in place of eight."""
     (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")

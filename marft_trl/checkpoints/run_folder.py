@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Names that begin with `_` are not uploaded to the Hub
 RUN_NAME = "_marft_run.json"
 LOCK_NAME = "_marft_run.lock"
+# Seconds after which a file that one node has written is seen by another, on slow network file systems
+_SEEN_WITHIN = 10.0
 _PREFIX = "checkpoint-"
 # A checkpoint that is written again keeps the folder of before under this name until the new one stands
 _KEPT = "_previous-checkpoint-"
@@ -103,6 +105,29 @@ class RunFolder:
                 f"The output folder {self.path} cannot be written to: {error}. Nothing has been trained. Free the "
                 "disk or set another `output_dir`."
             ) from error
+
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[str]:
+        """Context manager: a file with this name is in the folder."""
+        with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe") as file:
+            yield Path(file.name).name
+
+    def check_mark(self, name: str) -> None:
+        """
+        Check that this process sees a file of [`~RunFolder.marked`], which another one has made.
+
+        Raises:
+            CheckpointError: it sees another folder.
+        """
+        end = time.monotonic() + _SEEN_WITHIN
+        while not any(entry.name == name for entry in self.path.glob("_marft_probe*")):
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"The output folder {self.path} on {socket.gethostname()} is not the one that the first process of "
+                    "the run writes to. All processes write their part of a checkpoint into one folder: set "
+                    "`output_dir` to a file system that all nodes share."
+                )
+            time.sleep(0.1)
 
     def check_space(self, needed: int) -> None:
         """Warn if the disk has no room for two checkpoints of `needed` bytes: one that stands and a new one."""

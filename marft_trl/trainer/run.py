@@ -136,6 +136,7 @@ class Run(TrainerCallback):
                 if self._args.should_save:
                     stack.enter_context(folder.held())
                     folder.check_space(self._checkpoint_size())
+            self._check_shared()
             checkpoint = self._checkpoints.choose(resume_from_checkpoint)
             stack.enter_context(self._signals.watched())
             try:
@@ -145,6 +146,16 @@ class Run(TrainerCallback):
                 if self._processes.have_agreed(error):
                     self._save_after(error)
                 raise
+
+    def _check_shared(self) -> None:
+        """Nodes may have file systems of their own; a checkpoint has parts of all processes."""
+        folder, processes = self._checkpoints.folder, self._processes
+        if processes.count == 1 or not self._saves:
+            return
+        with folder.marked() if processes.is_main else contextlib.nullcontext() as mark:
+            name = processes.broadcast(mark)
+            with processes.together():
+                folder.check_mark(name)
 
     def _end_after_all(self) -> None:
         """A signal that came when no step was left, for instance while a checkpoint was pushed."""

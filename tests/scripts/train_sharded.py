@@ -43,6 +43,8 @@ def main(model: str, folder: str, options: str) -> None:
     resume, evaluates = given.pop("resume", None), given.pop("evaluates", False)
     more = {"workflow": Lopsided()} if given.pop("lopsided", False) else {}
     more |= {"reward_funcs": failing} if given.pop("fails", False) else {}
+    apart = given.pop("apart", False) and os.environ.get("RANK") == "1"
+    output = folder + "-of-another-node" if apart else folder
     storage = given.pop("four_bit", None)
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage) if storage else None
     agents = [
@@ -68,7 +70,7 @@ def main(model: str, folder: str, options: str) -> None:
     evaluation = {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
     trainer = team_trainer(
         model,
-        folder,
+        output,
         agents=agents,
         settings=settings,
         peft_config=lora(),
