@@ -1,6 +1,7 @@
 """Two gloo processes with the base in shards (FSDP2) train what two with the whole base train, to the bit."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from marft_trl.trainer.sharding import check_launcher, check_team
 
 from .helpers import config, team_trainer
 from .test_distributed import ROOT, launch
+from .vllm_server import as_text, fake_servers, turn
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -116,6 +118,20 @@ def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
         log = json.loads((folder / "log.json").read_text())
         assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
         assert_same(again, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
+    """The first process compares the adapters on the server with its own weights, which the others help it to."""
+    settings = {"max_steps": 3, "max_staleness": staleness}
+    with fake_servers() as (server,):
+        flat = -math.log(len(tokenizer))  # as an untrained model
+        server.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
+        server.fault = lambda body: as_text(turn({**body, "model": ""}))
+        expected = train(model_folder, tmp_path / "whole", sharded=False, server=server.url, **settings)
+        found = train(model_folder, tmp_path / "sharded", sharded=True, server=server.url, **settings)
+    assert_same(found, expected)
 
 
 @pytest.mark.slow

@@ -123,8 +123,8 @@ class RunFolder:
         while not any(entry.name == name for entry in self.path.glob("_marft_probe*")):
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"The output folder {self.path} on {socket.gethostname()} is not the one that the first process of "
-                    "the run writes to. All processes write their part of a checkpoint into one folder: set "
+                    f"The output folder {self.path} on {socket.gethostname()} is not the one that the first process "
+                    "of the run writes to. All processes write their part of a checkpoint into one folder: set "
                     "`output_dir` to a file system that all nodes share."
                 )
             time.sleep(0.1)

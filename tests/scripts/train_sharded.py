@@ -57,6 +57,9 @@ def main(model: str, folder: str, options: str) -> None:
         AgentSpec("critic", system_prompt="Check.", trainable=False),
         AgentSpec("second", system_prompt="Answer again.", adapter="actor"),
     ]
+    if url := given.pop("server", None):  # a server without a model, whose turns depend on seeds and texts alone
+        given |= {"use_vllm": True, "vllm_server_base_url": url, "fidelity_tolerance": 1e9}
+        given |= {"vllm_importance_sampling_mode": "token_truncate"}
     settings = {
         "use_cpu": not shard_on_cpu.IS_ON,
         "per_device_train_batch_size": 8 // world,
