@@ -58,6 +58,7 @@ class LockStep:
     def wait(self) -> None:
         """Lend passes until no process wants one. All processes call this, before every collective."""
         if is_sharded(self._model):
+            self._get_ready()
             self._until(_NOTHING)
             self._lent.clear()
             self._is_open = False
@@ -96,7 +97,10 @@ class LockStep:
         self._is_open |= torch.is_grad_enabled()
 
     def _get_ready(self) -> None:
-        """FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within."""
+        """
+        FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within. All
+        processes do this when they first have a pass or wait for those of others, whichever comes first.
+        """
         if self._is_ready:
             return
         self._is_ready = True
