@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .seams.sharding import gather_in_one_order, is_sharded
+from .seams.sharding import gather_in_one_order, is_sharded, keep_what_is_gathered
 
 
 # What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they
@@ -107,6 +107,7 @@ class LockStep:
         gather_in_one_order(self._model)
         with self._lending(), torch.no_grad():
             self._model(input_ids=self._token(), use_cache=False)
+        keep_what_is_gathered(self._model)
 
     # ---- Lending ----
 

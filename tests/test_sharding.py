@@ -51,7 +51,14 @@ SETTINGS = {
     "sequential": {"update_order": "sequential", "num_iterations": 2, "max_steps": 4, "sync_ref_model": True},
     "4-bit": {"four_bit": "bfloat16", "max_steps": 2},
     "4-bit, whole": {"four_bit": "uint8", "max_steps": 2},
-    "five steps": {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 2, "evaluates": True},
+    "five steps": {
+        "max_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "evaluates": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    },
 }
 
 
@@ -123,7 +130,10 @@ def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
-    """The first process compares the adapters on the server with its own weights, which the others help it to."""
+    """
+    The first process compares the adapters on the server with its own weights, which the others help it to. It alone
+    reads the weights of the adapters (`keep_what_is_gathered`).
+    """
     settings = {"max_steps": 3, "max_staleness": staleness}
     with fake_servers() as (server,):
         flat = -math.log(len(tokenizer))  # as an untrained model

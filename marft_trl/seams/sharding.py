@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from trl import GRPOTrainer
 
 from .swapping import swapped
@@ -163,6 +164,22 @@ def gather_in_one_order(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch([before.get(unit, unit)])
+
+
+def keep_what_is_gathered(model: nn.Module) -> None:
+    """
+    Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are. By default, they
+    free gathered weights on the process that calls them. Adapters are saved and compared by one process alone, which
+    would gather more than the others in its next pass.
+
+    Args:
+        model (`nn.Module`): a sharded model that a pass has gone through.
+    """
+    for module in model.modules():
+        for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "hook", hook).__qualname__.startswith(FSDPParamGroup.__name__):
+                    del hooks[key]
 
 
 @contextlib.contextmanager
