@@ -13,8 +13,9 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from marft_trl.seams.sharding import WholeAdapters, as_if_not_sharded
+from marft_trl.seams.sharding import ShardSizes, WholeAdapters, as_if_not_sharded, shard_sizes
 from marft_trl.trainer.sharding import check_launcher, check_team
 
 from .helpers import config, team_trainer
@@ -233,6 +234,25 @@ def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_
     one._prepare_fsdp2(trainer.model, optimizer)
     assert sizes == [[0, 0]] and [group["params"] for group in optimizer.param_groups] == before
     assert one.prepare(trainer.model) is trainer.model  # an evaluation has no optimizer
+
+
+def test_shard_sizes_of_a_small_model():
+    """By hand: three rows over two processes are two and one; two layers and the head are gathered at once."""
+    config = Qwen3Config(
+        hidden_size=4, intermediate_size=3, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=4, vocab_size=5, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    square, gate, down, norms = 16, 12, 12, (4 + 4) + (4 + 4)  # of a layer; norms of queries and keys have 4 each
+    layer = 4 * square + 2 * gate + down + norms
+    half = 4 * 8 + 2 * (2 * 4) + 2 * 3 + 4 * 2  # two of the three rows of gate and up
+    whole = 4  # the last norm
+    assert shard_sizes(model, [], 2) == ShardSizes(4 * (3 * half + 2 * 3 * 4 + whole), 4 * (2 * layer + 5 * 4))
+    assert shard_sizes(model, [], 1).held == 4 * sum(p.numel() for p in model.parameters())
+    assert shard_sizes(model, [], 2, width=2).gathered == 2 * (2 * layer + 5 * 4)
+    assert shard_sizes(model, model.model.layers[0].mlp.parameters(), 2).held == 4 * (
+        3 * half + 2 * 3 * 4 + whole - (2 * 8 + 6)
+    )
 
 
 def test_as_if_not_sharded_is_for_a_while():

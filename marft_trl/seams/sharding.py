@@ -168,9 +168,9 @@ def gather_in_one_order(model: nn.Module) -> None:
 
 def keep_what_is_gathered(model: nn.Module) -> None:
     """
-    Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are. By default, they
-    free gathered weights on the process that calls them. Adapters are saved and compared by one process alone, which
-    would gather more than the others in its next pass.
+    Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are. By default,
+    they free gathered weights on the process that calls them. Adapters are saved and compared by one process alone,
+    which would gather more than the others in its next pass.
 
     Args:
         model (`nn.Module`): a sharded model that a pass has gone through.
