@@ -6,8 +6,7 @@ Beside them stands generation by transformers.
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
-500 held-out questions, sampled at temperature 1. Runs
-that `--output_dir` has already are not repeated. The table has means over seeds, and standard deviations between
+500 held-out questions, sampled at temperature 1. Runs that `--output_dir` has already are not repeated. The table has means over seeds, and standard deviations between
 seeds.
 """
 
@@ -83,10 +82,10 @@ def in_process(job, options):
 
 
 def table(results):
-    lines = ["| `max_staleness` | start | end | last quarter of training |", "|---|---|---|---|"]
+    lines = ["| `max_staleness` | start | training reward | end | last quarter of training |", "|---|---|---|---|---|"]
     for name in dict.fromkeys(result["variant"] for result in results):
         mine = [result for result in results if result["variant"] == name]
-        cells = [f"{statistics.fmean(result['start'] for result in mine):.1%}"]
+        cells = [f"{statistics.fmean(result[part] for result in mine):.1%}" for part in ("start", "area")]
         quarters = [statistics.fmean(result["curve"][-max(1, len(result["curve"]) // 4) :]) for result in mine]
         for values in ([result["end"] for result in mine], quarters):
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
