@@ -6,8 +6,8 @@ Beside them stands generation by transformers.
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
-500 held-out questions, sampled at temperature 1. Runs that `--output_dir` has already are not repeated. The table has means over seeds, and standard deviations between
-seeds.
+500 held-out questions, sampled at temperature 1. Runs that `--output_dir` has already are not repeated. The table has
+means over seeds, and standard deviations between seeds.
 """
 
 import argparse
