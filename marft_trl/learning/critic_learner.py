@@ -88,10 +88,11 @@ class CriticLearner:
         """
         Whether the update of the critic may reuse the passes that gave `old_values`. If rows serve one update, the
         weights are then still the same, so a second pass would give the same values. Passes are not kept if memory is
-        short, or if turns are generated or scored between the values and the update.
+        short, or if turns are generated or scored between the values and the update, or if the base is sharded: a pass
+        would then wait for its backward pass on some of the processes only.
         """
         rule = CREDITS[self._args.credit]
-        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing:
+        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.have_shards:
             return False
         return self._schedule.generate_every == 1 and not (rule.reruns or rule.scores_turns)
 
