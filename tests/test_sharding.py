@@ -35,8 +35,12 @@ def train(model, folder, *, sharded, processes=2, environment=(), **options):
     return load_file(folder / "weights.safetensors")
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, is_exact=True):
     assert found.keys() == expected.keys()
+    if not is_exact:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        return
     different = {name: (found[name] - its).abs().max().item() for name, its in expected.items()}
     assert not any(different.values()), {name: value for name, value in different.items() if value}
 
@@ -73,7 +77,8 @@ def test_a_sharded_base_trains_as_a_whole_one(model_folder, tmp_path, kind):
     """
     expected = train(model_folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
     found = train(model_folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
-    assert_same(found, expected)
+    # Passes that a critic keeps for its update are cut otherwise; on a sharded base it keeps none
+    assert_same(found, expected, is_exact=kind != "per_agent")
     held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
     assert max(held["bytes"], other["bytes"]) == held["expected"]  # the last shards may be smaller
     assert "The base is in shards over 2 processes (FSDP2)" in held["plan"]
