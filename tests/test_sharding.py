@@ -65,10 +65,11 @@ SETTINGS = {
         "save_steps": 2,
     },
 }
+MARKS = {"lopsided": [], "shared": pytest.mark.slow, "batches": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "lopsided")) for kind in SETTINGS]
+    "kind", [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.exhaustive)) for kind in SETTINGS]
 )
 def test_a_sharded_base_trains_as_a_whole_one(model_folder, tmp_path, kind):
     """
@@ -86,7 +87,7 @@ def test_a_sharded_base_trains_as_a_whole_one(model_folder, tmp_path, kind):
     assert (held["layers"] < 0.51) != is_whole and held["adapters"] == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
@@ -111,7 +112,7 @@ def test_two_processes_with_shards_equal_one_without(model_folder, tmp_path, kin
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
     """Checkpoints of a sharded run are those of a whole one, and each goes on from the other's, to the bit."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -133,7 +134,7 @@ def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
         assert_same(again, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
     """
@@ -150,7 +151,7 @@ def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
     assert_same(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_that_one_process_has_loaded_reach_the_others(model_folder, tmp_path):
     """`fsdp_cpu_ram_efficient_loading`: transformers leaves the weights of all other processes uninitialized."""
     expected = train(model_folder, tmp_path / "whole", sharded=False, max_steps=2)
@@ -159,14 +160,14 @@ def test_weights_that_one_process_has_loaded_reach_the_others(model_folder, tmp_
     assert_same(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_fails_ends_all_with_its_error(model_folder, tmp_path):
     with pytest.raises(AssertionError, match="a reward that is lost") as error:
         train(model_folder, tmp_path / "sharded", sharded=True, fails=True)
     assert "Process 1 of the run failed" in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nodes_that_do_not_share_the_output_folder_are_told_so(model_folder, tmp_path):
     """Also without shards. Every process writes its part of a checkpoint."""
     with pytest.raises(AssertionError, match="is not the one that the first process of the run writes to") as error:
@@ -174,7 +175,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_told_so(model_folder, tmp
     assert "set `output_dir` to a file system that all nodes share" in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_example_under_accelerate_with_a_config_file(model_folder, tmp_path):
     """What a user types, with two processes in place of eight."""
     (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")
