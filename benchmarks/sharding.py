@@ -63,8 +63,8 @@ def row(setup, options):
     base = total - of_adapter
     quantized = (width - 2.0) * in_layers  # only layers are quantized
     held = sizes.held + quantized / world
-    largest = 2 * in_layers / config.num_hidden_layers * width  # two layers at once in a backward pass
-    gathered = 0 if world == 1 else largest + config.vocab_size * config.hidden_size * 2
+    layer, embeddings = in_layers / config.num_hidden_layers * width, config.vocab_size * config.hidden_size * 2
+    gathered = 0 if world == 1 else max(2 * layer, embeddings + layer)
     adapters = options.agents * of_adapter * 16  # fp32: weights, gradients, two moments
     kept = tokens * config.num_hidden_layers * config.hidden_size * 2
     within = tokens * 2 * (8 * config.hidden_size + 3 * config.intermediate_size)

@@ -9,6 +9,9 @@ take part in the gathering of another layer than the others, which hangs or, wor
 So before each forward and each backward pass, the processes tell one another what they are about to do. All of them
 then do the same: who wanted something else, or has nothing to do, lends itself with a pass of one token. A process
 without passes reaches the next collective, where it lends itself until all others have reached it too.
+
+Rows that share a prefix take two forward passes and one backward pass through both. A process whose backward pass
+goes through fewer forward passes than that of another one lends the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class LockStep:
         # A group of its own: its messages are small and meant for the CPU, whatever the device
         self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._is_ready = self._is_lending = False
-        self._is_open = False  # whether a forward pass of its own waits for its backward pass
+        self._num_open = 0  # forward passes of its own that wait for their backward pass
         self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
         self.num_lent = 0
         backbone.register_forward_pre_hook(self._before_forward)
@@ -61,7 +64,7 @@ class LockStep:
             self._get_ready()
             self._until(_NOTHING)
             self._lent.clear()
-            self._is_open = False
+            self._num_open = 0
 
     def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         """A function that runs backward passes, in step with those of the other processes."""
@@ -69,32 +72,42 @@ class LockStep:
         @functools.wraps(backward)
         def in_step(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             # Not in a hook: within a backward pass, FSDP2 would keep the weights of a lent forward pass
-            if self._is_open:
-                self._until(_BACKWARD)
-                self._is_open = False
+            own, self._num_open = self._num_open, 0
+            most = self._until(_BACKWARD, own) if own else 0
             backward(loss, *args, **kwargs)
+            self._lend_backward(most - own)
 
         return in_step
 
     # ---- Agreement ----
 
-    def _until(self, wanted: int) -> None:
-        """Return when all processes are about to do what this one wants."""
-        while (chosen := self._first(wanted)) != wanted:
-            self._lend(chosen)
+    def _until(self, wanted: int, passes: int = 0) -> int:
+        """
+        Return when all processes are about to do what this one wants.
 
-    def _first(self, wanted: int) -> int:
-        """What comes next, of what the processes want."""
-        first = torch.tensor(wanted)
-        torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN, self._group)
-        return int(first)
+        Args:
+            wanted (`int`): what that is.
+            passes (`int`, *optional*, defaults to 0): forward passes that its backward pass goes through.
+
+        Returns: the largest number of forward passes that the backward pass of a process goes through.
+        """
+        while True:
+            first = torch.tensor([wanted, -passes])
+            torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN, self._group)
+            chosen, most = int(first[0]), -int(first[1])
+            if chosen == wanted:
+                return most
+            if chosen == _BACKWARD:
+                self._lend_backward(most)
+            else:
+                self._lend_forward(with_gradients=chosen == _FORWARD_WITH_GRADIENTS)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._is_lending or not is_sharded(self._model):
             return
         self._get_ready()
         self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
-        self._is_open |= torch.is_grad_enabled()
+        self._num_open += torch.is_grad_enabled()
 
     def _get_ready(self) -> None:
         """
@@ -122,18 +135,21 @@ class LockStep:
     def _token(self) -> torch.Tensor:
         return torch.zeros(1, 1, dtype=torch.long, device=next(self._model.parameters()).device)
 
-    def _lend(self, what: int) -> None:
-        self.num_lent += 1
+    def _lend_backward(self, passes: int) -> None:
+        """Go back through forward passes that were lent."""
+        self.num_lent += passes
         with self._lending():
-            if what == _BACKWARD:
+            for _ in range(passes):
                 hidden, start = self._lent.pop()
                 torch.autograd.grad(hidden.sum(), start)  # gradients of no parameter
-                return
-            starts: list[torch.Tensor] = []
-            embeddings = self._backbone.get_input_embeddings()
-            handle = embeddings.register_forward_hook(lambda module, args, output: starts.append(output))
-            with torch.set_grad_enabled(what == _FORWARD_WITH_GRADIENTS):
-                hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
-            handle.remove()
-            if what == _FORWARD_WITH_GRADIENTS:
-                self._lent.append((hidden, starts[0]))
+
+    def _lend_forward(self, with_gradients: bool) -> None:
+        self.num_lent += 1
+        starts: list[torch.Tensor] = []
+        embeddings = self._backbone.get_input_embeddings()
+        handle = embeddings.register_forward_hook(lambda module, args, output: starts.append(output))
+        with self._lending(), torch.set_grad_enabled(with_gradients):
+            hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
+        handle.remove()
+        if with_gradients:
+            self._lent.append((hidden, starts[0]))

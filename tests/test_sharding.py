@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from marft_trl.seams.sharding import ShardSizes, WholeAdapters, as_if_not_sharded, shard_sizes
 from marft_trl.trainer.sharding import check_launcher, check_team
@@ -35,6 +35,18 @@ def train(model, folder, *, sharded, processes=2, environment=(), **options):
     return load_file(folder / "weights.safetensors")
 
 
+@pytest.fixture(scope="module")
+def untied_folder(model_folder, tmp_path_factory):
+    """The tiny model with a head of its own, as most models from 7B on have."""
+    folder = tmp_path_factory.mktemp("untied")
+    shutil.copytree(model_folder, folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(model_folder)
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
 def assert_same(found, expected, is_exact=True):
     assert found.keys() == expected.keys()
     if not is_exact:
@@ -49,7 +61,9 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
 BATCHES = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
 SETTINGS = {
     "lopsided": {"lopsided": True, "max_steps": 2},
+    "lopsided, one matrix for embeddings and head": {"lopsided": True, "max_steps": 2},
     "batches": {**BATCHES, "per_device_train_batch_size": 2, "max_steps": 4, "gradient_checkpointing": True},
+    "no prefixes": {"lopsided": True, "max_steps": 2, "share_prefixes": False, "gradient_checkpointing": True},
     "shared": {**PPO, "critic": "shared", "num_iterations": 2, "max_steps": 3},
     "per_agent": {**PPO, "critic": "per_agent", "level": "action", "max_steps": 3},
     "frozen": {**PPO, "critic": "frozen", "max_steps": 3, "evaluates": True},
@@ -71,13 +85,14 @@ MARKS = {"lopsided": [], "shared": pytest.mark.slow, "batches": pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.exhaustive)) for kind in SETTINGS]
 )
-def test_a_sharded_base_trains_as_a_whole_one(model_folder, tmp_path, kind):
+def test_a_sharded_base_trains_as_a_whole_one(model_folder, untied_folder, tmp_path, kind):
     """
-    Generation, references, critics and evaluations included; `is_sharded` and `gather_in_one_order` are tried by it.
-    "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
+    Generation, references, critics and evaluations included; `is_sharded`, `gather_in_one_order` and `with_all_layers`
+    are tried by it. "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
     """
-    expected = train(model_folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
-    found = train(model_folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
+    folder = untied_folder if kind in ("lopsided", "no prefixes") else model_folder
+    expected = train(folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
+    found = train(folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
     # Passes that a critic keeps for its update are cut otherwise; on a sharded base it keeps none
     assert_same(found, expected, is_exact=kind != "per_agent")
     held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
@@ -242,22 +257,31 @@ def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_
     assert one.prepare(trainer.model) is trainer.model  # an evaluation has no optimizer
 
 
-def test_shard_sizes_of_a_small_model():
-    """By hand: three rows over two processes are two and one; two layers and the head are gathered at once."""
+def small_model(vocab_size=5, is_tied=False):
     config = Qwen3Config(
         hidden_size=4, intermediate_size=3, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=4, vocab_size=5, tie_word_embeddings=False,
+        head_dim=4, vocab_size=vocab_size, tie_word_embeddings=is_tied,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)
+
+
+def test_shard_sizes_of_a_small_model():
+    """By hand: three rows over two processes are two and one; two layers are gathered at once."""
+    model = small_model()
     square, gate, down, norms = 16, 12, 12, (4 + 4) + (4 + 4)  # of a layer; norms of queries and keys have 4 each
     layer = 4 * square + 2 * gate + down + norms
     half = 4 * 8 + 2 * (2 * 4) + 2 * 3 + 4 * 2  # two of the three rows of gate and up
-    whole = 4  # the last norm
-    assert shard_sizes(model, [], 2) == ShardSizes(4 * (3 * half + 2 * 3 * 4 + whole), 4 * (2 * layer + 5 * 4))
+    whole = 4 + 5 * 4  # the last norm and the head
+    assert shard_sizes(model, [], 2) == ShardSizes(4 * (3 * half + 3 * 4 + whole), 4 * 2 * layer)
+    # Embeddings that the head reads too are gathered with the layers; others before the layers
+    assert shard_sizes(small_model(is_tied=True), [], 2) == ShardSizes(
+        4 * (3 * half + 3 * 4 + 4), 4 * (2 * layer + 5 * 4)
+    )
+    assert shard_sizes(small_model(vocab_size=200), [], 2).gathered == 4 * (200 * 4 + layer)
     assert shard_sizes(model, [], 1).held == 4 * sum(p.numel() for p in model.parameters())
-    assert shard_sizes(model, [], 2, width=2).gathered == 2 * (2 * layer + 5 * 4)
+    assert shard_sizes(model, [], 2, width=2).gathered == 2 * 2 * layer
     assert shard_sizes(model, model.model.layers[0].mlp.parameters(), 2).held == 4 * (
-        3 * half + 2 * 3 * 4 + whole - (2 * 8 + 6)
+        3 * half + 3 * 4 + whole - (2 * 8 + 6)
     )
 
 
@@ -287,12 +311,27 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
         ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "Set it to false, and `MARFTConfig.gradient_checkpointing=True."),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "does not run under DeepSpeed.*--use_fsdp --fsdp_version 2"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not run under DeepSpeed or Megatron"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "under DeepSpeed: .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not run under Megatron: "),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, message):
     args = on_gpus(tmp_path, monkeypatch, environment)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_launcher(args)
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (1, "DeepSpeed ZeRO 1: .*shard nothing of a frozen base. Use plain data parallelism"),
+        (2, "DeepSpeed ZeRO 2: .*shard nothing of a frozen base"),
+        (3, "DeepSpeed ZeRO 3: .*ZeRO 3 shards the base. Its counterpart here is FSDP2"),
+    ],
+)
+def test_stages_of_deepspeed_are_refused_with_what_to_use(tmp_path, monkeypatch, stage, message):
+    args = on_gpus(tmp_path, monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true"})
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_launcher(args)
 

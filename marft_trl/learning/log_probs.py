@@ -284,8 +284,6 @@ class Passes:
         reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         if reentrant and args.gradient_checkpointing is not False:
             why: str | None = "reentrant checkpointing takes no gradient to keys and values that were computed before"
-        elif self._accelerator.is_fsdp2:
-            why = "the base is sharded, and its layers are gathered for what they give out, not for keys and values"
         elif has_aux_loss:
             why = "the routers' outputs of a mixture of experts are part of the loss"
         else:

@@ -72,7 +72,7 @@ class ScoringTemperature:
 def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
     """
     Output of TRL's fused LM head (1.16) for known hidden states. The head runs the backbone itself, so for the time of
-    a call the backbone returns the states that were computed before.
+    a call the backbone returns the states that were computed before. This is no pass, so hooks before one do not run.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
@@ -81,7 +81,8 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
     """
     backbone = model.base_model
     known = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-    with swapped(backbone, {"forward": lambda *args, **kwargs: known}):
+    bent = {"forward": lambda *args, **kwargs: known, "_forward_pre_hooks": {}}
+    with swapped(backbone, bent):
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
 
 

@@ -21,9 +21,10 @@ class WholeAdapters:
     """
     `Accelerator.prepare` (1.15) for a model whose adapters stay whole on every process, while the rest is sharded.
 
-    - The modules of the adapters are left out of the shards. So is the little that belongs to no layer and is no
-      embedding, such as the last norm: upstream does not find it under the wrapper of PEFT and makes it a part of the
-      unit of the whole model, which is gathered only by a pass that begins there.
+    - The modules of the adapters are left out of the shards. So is what belongs to no layer and is no embedding of
+      the input, such as the last norm: upstream does not find it under the wrapper of PEFT and makes it a part of the
+      unit of the whole model, which is gathered only by a pass that begins there. A head with weights of its own would
+      be gathered by those processes alone that read it, and for as long as all the layers take.
     - Upstream replaces the parameters in the optimizer by their shards, which it finds by address. Here no parameter
       that is trained is sharded, and value heads are not part of the model, so the optimizer is left alone.
     - Upstream refuses a model without an optimizer. An evaluation before training has none.
@@ -74,9 +75,9 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _between_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that belong neither to a layer nor to an embedding."""
-    units = [*_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
-    within = {id(parameter) for unit in units if unit is not None for parameter in unit.parameters()}
+    """Parameters that belong neither to a layer nor to the embedding of the input."""
+    units = [*_layers(model), model.get_input_embeddings()]
+    within = {id(parameter) for unit in units for parameter in unit.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
 
 
@@ -103,7 +104,7 @@ class ShardSizes(NamedTuple):
 
     Args:
         held (`int`): shards, and what is whole on every process.
-        gathered (`int`): what is gathered at once in a backward pass: two layers, and the embeddings of the head.
+        gathered (`int`): what is gathered at once: two layers, and the embeddings if the head reads them.
     """
 
     held: int
@@ -138,10 +139,11 @@ def shard_sizes(
         return sum(p.numel() * (width or p.element_size()) for p in cut)
 
     layers = sorted((gathered(layer) for layer in _layers(model)), reverse=True)
+    before_layers, of_head = (gathered(one()) for one in (model.get_input_embeddings, model.get_output_embeddings))
     parameters = [p for p in model.parameters() if id(p) not in apart]
     return ShardSizes(
         sum(held(p) if p.dim() else p.element_size() for p in parameters),
-        sum(layers[:2]) + gathered(model.get_output_embeddings()),
+        max(sum(layers[:2]) + of_head, before_layers + layers[0]),
     )
 
 
@@ -150,11 +152,41 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def with_all_layers(hidden: torch.Tensor, earlier: torch.Tensor, backbone: nn.Module) -> torch.Tensor:
+    """
+    Hidden states of a pass that reads the keys and values of an earlier one, so that the backward pass goes through
+    all layers of both. FSDP2 (torch 2.13) gathers a layer when a gradient of its output arrives. The last layer of
+    the earlier pass gets gradients of its keys and values alone; here, also zeros for its output. Nothing changes
+    where the layers are not sharded.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(B, S, H)`): last hidden states of the pass.
+        earlier (`torch.Tensor` of shape `(G, W, H)`): last hidden states of the earlier pass.
+        backbone (`nn.Module`): the transformer.
+    """
+    if not any(isinstance(module, FSDPModule) for module in backbone.modules()):
+        return hidden
+    return _WithZeros.apply(hidden, earlier)
+
+
+class _WithZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, earlier):
+        ctx.save_for_backward(earlier)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (earlier,) = ctx.saved_tensors
+        return gradient, torch.zeros_like(earlier)
+
+
 def gather_in_one_order(model: nn.Module) -> None:
     """
     Let the backward pass gather the units of a sharded model (torch 2.13) in an order that depends on the model alone:
     every layer also gathers the one before it. By default, a unit gathers the one that was used before it in whatever
     pass came last; processes whose passes differ in what they read of the head would gather different units then.
+    Embeddings that the head does not read are not gathered: no backward pass reads them.
 
     Args:
         model (`nn.Module`): a sharded model.
@@ -164,6 +196,9 @@ def gather_in_one_order(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch([before.get(unit, unit)])
+    embeddings = model.get_input_embeddings()
+    if isinstance(embeddings, FSDPModule):  # of their own; a head that reads them too would be the unit
+        embeddings.set_unshard_in_backward(False)
 
 
 def keep_what_is_gathered(model: nn.Module) -> None:

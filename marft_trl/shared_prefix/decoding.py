@@ -224,7 +224,7 @@ def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int) -> Cach
         return cache
     groups = plan_passes([*prompts], [0] * len(prompts))
     if not groups:
-        kept, _ = prefill(model.base_model, [prompt[:-1] for prompt in prompts])
+        kept, *_ = prefill(model.base_model, [prompt[:-1] for prompt in prompts])
         found = [(layer.keys, layer.values) for layer in kept.layers]
     else:
         found = _shared(model, prompts, groups, width)
@@ -240,7 +240,7 @@ def _shared(
     rows = [prompt[:-1] for prompt in prompts]
     rest = [len(rows[row]) - group.length for group in groups for row in group.rows]
     if not any(rest):
-        kept, _ = prefill(model.base_model, [rows[group.rows[0]] for group in groups])
+        kept, *_ = prefill(model.base_model, [rows[group.rows[0]] for group in groups])
         which = torch.empty(len(rows), dtype=torch.long)
         for number, group in enumerate(groups):
             which[list(group.rows)] = number

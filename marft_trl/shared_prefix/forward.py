@@ -26,6 +26,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..seams.models import checkpointing_with_caches, fused_head
+from ..seams.sharding import with_all_layers
 from .prefixes import Cluster, plan_passes
 
 
@@ -129,7 +130,7 @@ def shared_pass(
     for number, group in enumerate(groups):
         for row in group.rows:
             starts[row], index[row] = group.length, number
-    kept, kept_mask = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
+    kept, kept_mask, of_prefixes = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
     which = torch.tensor(index, device=device)
     cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
     ids, mask = padded([row[start:] for row, start in zip(rows, starts, strict=True)], device)
@@ -140,16 +141,20 @@ def shared_pass(
         past_key_values=cache,
         use_cache=False,  # the model must not create another cache
     )
-    return SharedPass(output.last_hidden_state, starts, kept_mask.size(1), cache)
+    hidden = with_all_layers(output.last_hidden_state, of_prefixes, backbone)
+    return SharedPass(hidden, starts, kept_mask.size(1), cache)
 
 
-def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cache, torch.Tensor]:
-    """Compute the keys and values of prefixes, padded on the left, and the mask `(G, W)`: 0 for padding, else 1."""
+def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cache, torch.Tensor, torch.Tensor]:
+    """
+    Compute the keys and values of prefixes, padded on the left, their mask `(G, W)`, which is 0 for padding and 1
+    elsewhere, and their last hidden states `(G, W, H)`.
+    """
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
     cache = Cache(layer_class_to_replicate=KeptLayer)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    backbone(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=False)
-    return cache, mask
+    given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    return cache, mask, backbone(input_ids=ids, use_cache=False, **given).last_hidden_state
 
 
 def padded(

@@ -37,13 +37,7 @@ def check_launcher(args: MARFTConfig) -> None:
     Raises:
         ValueError: in a way that does not go with several adapters. The message names what does.
     """
-    if args.deepspeed or _is_on("ACCELERATE_USE_DEEPSPEED") or _is_on("ACCELERATE_USE_MEGATRON_LM"):
-        raise ValueError(
-            "MARFTTrainer does not run under DeepSpeed or Megatron: gradients of agents are reduced by the trainer "
-            "itself. To shard the base, launch with FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2 "
-            "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP`); otherwise use plain data parallelism "
-            "(`accelerate launch --multi_gpu`)."
-        )
+    _check_engine(args)
     if not wants_sharding(args):
         return
     plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
@@ -55,6 +49,33 @@ def check_launcher(args: MARFTConfig) -> None:
             "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
             "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
         )
+
+
+def _check_engine(args: MARFTConfig) -> None:
+    """DeepSpeed and Megatron reduce gradients themselves, by position (`benchmarks/zero.py`)."""
+    stage = None
+    if args.deepspeed or _is_on("ACCELERATE_USE_DEEPSPEED"):
+        stage = getattr(args.deepspeed_plugin, "zero_stage", None)
+        name = "DeepSpeed" if stage is None else f"DeepSpeed ZeRO {stage}"
+    elif _is_on("ACCELERATE_USE_MEGATRON_LM"):
+        name = "Megatron"
+    else:
+        return
+    data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
+    fsdp2 = (
+        "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
+        "(docs/sharding.md)"
+    )
+    if stage == 3:
+        advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."
+    elif stage is not None:
+        advice = f"Stages below 3 shard nothing of a frozen base. Use {data_parallel}; to shard the base, {fsdp2}."
+    else:
+        advice = f"Use {data_parallel}, or to shard the base {fsdp2}."
+    raise ValueError(
+        f"MARFTTrainer does not run under {name}: it reduces gradients itself, as if all processes trained the same "
+        f"parameters in a pass. Here, each of them may train another agent's adapter. {advice}"
+    )
 
 
 def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[tuple[bool, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import BitsAndBytesConfig
 
 from marft_trl import AgentSpec, Workflow
@@ -64,7 +65,6 @@ def main(model: str, folder: str, options: str) -> None:
         "use_cpu": not shard_on_cpu.IS_ON,
         "per_device_train_batch_size": 8 // world,
         "max_completion_length": 16,
-        "share_prefixes": False,
         "max_steps": 5,
         "beta": 0.05,
         "learning_rate": 1e-2,
@@ -85,6 +85,9 @@ def main(model: str, folder: str, options: str) -> None:
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     adapters = trainer.policies.all_parameters()
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the embeddings of a head stay gathered from one pass to the next
     own = {id(p) for p in adapters}
     base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
