@@ -150,6 +150,22 @@ def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_runs_resume_on_another_number_of_processes(model_folder, tmp_path):
+    """Two with shards, then one without, then two again: the adapters go on, with other random numbers."""
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    other = {"resume": True, "resume_changes": {"accept": ["processes", "batch"]}}
+    folder = tmp_path / "run"
+    first = train(model_folder, folder, sharded=True, max_steps=2, **settings)
+    second = train(model_folder, folder, sharded=False, processes=1, max_steps=4, **settings, **other)
+    third = train(model_folder, folder, sharded=True, max_steps=6, **settings, **other)
+    log = json.loads((folder / "log.json").read_text())
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    for before, after in ((first, second), (second, third)):  # as far as two steps of Adam lead
+        moved = [(after[name] - before[name]).abs().max().item() for name in before]
+        assert 0 < max(moved) <= 2 * 1e-2 * 1.5
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
     """

@@ -87,7 +87,8 @@ def main(model: str, folder: str, options: str) -> None:
     adapters = trainer.policies.all_parameters()
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # the embeddings of a head stay gathered from one pass to the next
+            module.set_reshard_after_forward(True, recurse=False)  # embeddings of a head stay gathered after a pass
+            module.reshard()
     own = {id(p) for p in adapters}
     base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
