@@ -32,7 +32,7 @@ def launch(
     command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments]
     whole = {**os.environ, **own}
     done = subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-20000:]  # of all processes
     return done
 
 
