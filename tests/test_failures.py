@@ -308,6 +308,7 @@ def test_no_timeout_of_many_ends_the_process():
             time.sleep(20)
 
 
+@pytest.mark.slow
 def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
     """Within the limits of a trainer, in a process without another timer."""
     code = (

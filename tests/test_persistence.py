@@ -167,7 +167,9 @@ PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
             {**PPO, "critic": "frozen", "level": "action", "num_iterations": 3, "target_kl": 0.5},
             marks=pytest.mark.slow,
         ),
-        {"use_adaptive_entropy": True, "entropy_target": 0.4, "update_order": "resampled"},
+        pytest.param(
+            {"use_adaptive_entropy": True, "entropy_target": 0.4, "update_order": "resampled"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -58,6 +58,7 @@ class Drawing(Workflow):
         episode.earn(turn, drawn)
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_step(model_folder, tmp_path, server):
     """And the run that goes on from it is the one whose server stayed."""
     whole = served(model_folder, tmp_path / "whole", server)

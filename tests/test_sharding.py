@@ -79,7 +79,7 @@ SETTINGS = {
         "save_steps": 2,
     },
 }
-MARKS = {"lopsided": [], "shared": pytest.mark.slow, "batches": pytest.mark.slow}
+MARKS = {"lopsided": pytest.mark.slow, "shared": pytest.mark.slow, "batches": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,12 @@ def four_bit():
         {},
         {"agents": [AgentSpec("first", adapter="both"), AgentSpec("second", adapter="both", system_prompt="x")]},
         {"quantization_config": four_bit()},
-        {"peft_config": None},
+        pytest.param({"peft_config": None}, marks=pytest.mark.slow),
         {"agents": [AgentSpec("a")], "settings": {**QUICK, "share_prefixes": False}},
-        {"settings": {**QUICK, "bf16": True, "use_cpu": True}, "peft_config": None},
-        {"anonymous": True, "workflow": Sequential(rounds=2)},
+        pytest.param(
+            {"settings": {**QUICK, "bf16": True, "use_cpu": True}, "peft_config": None}, marks=pytest.mark.slow
+        ),
+        pytest.param({"anonymous": True, "workflow": Sequential(rounds=2)}, marks=pytest.mark.slow),
     ],
     ids=["own adapters", "shared adapters", "4-bit", "one policy", "lone agent, plain path", "bf16", "anonymous"],
 )
