@@ -17,6 +17,7 @@ from .learning.levels import LEVELS
 
 ACTION_LOGPROBS = ("sum", "token", "word")
 CREDIT_KINDS = ("rewards", "returns")
+RETURNS = ("team", "agent")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
@@ -49,6 +50,7 @@ _ABOVE_ZERO = (
 )
 _SHARES = (
     *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
+    "rae_decay",
     "max_skipped_share",
 )
 _INTEGERS = (
@@ -107,6 +109,7 @@ _DEPENDENT: list[tuple[str, str, str, Callable[[Any], bool]]] = [
         (name, "advantage", "turn", uses_candidates)
         for name in ("turn_candidates", "continue_from", "candidate_reward")
     ),
+    *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
     *(
         (name, "advantage", "gae", lambda args: args.advantage == "gae")
         for name in (
@@ -177,6 +180,7 @@ def check_choices(args: Any) -> None:
         "critic": (None, *CRITICS),
         "credit": tuple(CREDITS),
         "credit_kind": CREDIT_KINDS,
+        "returns": (None, *RETURNS),
         "normalize_advantages": NORMALIZATIONS,
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,

@@ -19,6 +19,7 @@ from .config_checks import (
     CREDIT_KINDS,
     NORMALIZATIONS,
     ON_EPISODE_ERROR,
+    RETURNS,
     UPDATE_ORDERS,
     VALUE_LOSSES,
     check_choice,
@@ -30,16 +31,17 @@ from .config_checks import (
     check_vllm,
     has_turn_ratio,
 )
+from .config_copies import Copies
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
-from .redaction import is_published, without_paths, without_secrets
+from .redaction import without_secrets
 from .seams.runs import timeout_also_on_cpu
 from .seams.trl import accepting_one_generation
 
 
 @dataclass
-class MARFTConfig(GRPOConfig):
+class MARFTConfig(Copies, GRPOConfig):
     r"""
     Configuration class for the [`MARFTTrainer`].
 
@@ -66,7 +68,16 @@ class MARFTConfig(GRPOConfig):
             Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
             the turns of the same agent in these episodes; `"turn"`: the other candidates for the same turn;
             `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all episodes of the generation batch;
-            `"none"`: no baseline; `"gae"`: the values of a critic.
+            `"rae"`: the mean of earlier batches; `"none"`: no baseline; `"gae"`: the values of a critic.
+        returns (`str`, *optional*, defaults to `None`):
+            Rewards that an agent learns from. `"agent"`: those that it receives itself, which are rewards for all, and
+            rewards by its name (a mapping from an environment or from `episode.earn`). Turns are then compared with
+            turns of the same agent, and GAE runs over the agent's own turns. `"team"`: the sum of all rewards. If
+            `None`, it is `"agent"` from the first batch on in which an agent is rewarded by name, and `"team"` before.
+        rae_decay (`float`, *optional*, defaults to `0.95`):
+            Decay per generation batch of the running means of `advantage="rae"`, in `[0, 1]`.
+        rae_column (`str`, *optional*, defaults to `None`):
+            Dataset column, such as the name of a game, whose values have running means of their own.
         level (`str`, *optional*, defaults to `"token"`):
             Unit that the policy ratio (and, with `advantage="gae"`, the advantage) is computed for: each `"token"`
             (MARFT-T), or each turn as a single `"action"` (MARFT-A).
@@ -263,6 +274,21 @@ class MARFTConfig(GRPOConfig):
             "choices": [*BASELINES, "gae"],
         },
     )
+    returns: str | None = field(
+        default=None,
+        metadata={
+            "help": "Rewards an agent learns from: the sum of the 'team', or each 'agent' its own.",
+            "choices": list(RETURNS),
+        },
+    )
+    rae_decay: float = field(
+        default=0.95,
+        metadata={"help": "Decay per generation batch of the running means of advantage='rae'."},
+    )
+    rae_column: str | None = field(
+        default=None,
+        metadata={"help": "Dataset column whose values have running means of their own with advantage='rae'."},
+    )
     level: str = field(
         default="token",
         metadata={
@@ -329,17 +355,11 @@ class MARFTConfig(GRPOConfig):
     )
     value_loss: str = field(
         default="huber",
-        metadata={
-            "help": "Loss of the critic.",
-            "choices": list(VALUE_LOSSES),
-        },
+        metadata={"help": "Loss of the critic.", "choices": list(VALUE_LOSSES)},
     )
     credit: str = field(
         default="equal",
-        metadata={
-            "help": "Rule that assigns the team's reward to turns.",
-            "choices": list(CREDITS),
-        },
+        metadata={"help": "Rule that assigns the team's reward to turns.", "choices": list(CREDITS)},
     )
     credit_discount: float = field(
         default=1.0,
@@ -575,24 +595,3 @@ class MARFTConfig(GRPOConfig):
         return "\n".join([*lines, text])
 
     __repr__ = __str__
-
-    def __getstate__(self):
-        # The Trainer pickles its arguments into `training_args.bin`, which is uploaded, so secrets are removed.
-        state = {name: without_secrets(value) for name, value in self.__dict__.items()}
-        return {**(without_paths(state) if is_published.get() else state), "hub_token": None}
-
-    def to_dict(self):
-        # Trackers log this dictionary, so secrets are removed
-        return {name: without_secrets(value) for name, value in super().to_dict().items()}
-
-    def __deepcopy__(self, memo):
-        # By default, `copy` uses `__getstate__`, which would remove the token from the copy.
-        clone = object.__new__(type(self))
-        memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return clone
-
-    def __copy__(self):
-        clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__)
-        return clone

@@ -136,11 +136,11 @@ def returning(outcome):
         (("x", 1.0), r"has to return feedback, reward and done"),
         (("x", 1.0, "False"), r"has to return True or False as third value \(done\), got 'False'"),
         (("x", 1.0, None), r"as third value \(done\), got None"),
-        ((3, 1.0, True), r"has to return a text or None as feedback, got 3"),
+        ((3, 1.0, True), r"has to return a text, texts by agent name or None as feedback, got 3"),
         (("x", None, True), r"returned None as reward"),
         (("x", float("nan"), True), r"A reward has to be finite, got nan for the turn of 'a'"),
         (("x", "much", True), r"A reward has to be a number, got 'much'"),
-        (("x", {"b": 1.0}, True), r"The environment rewards 'b', which did not act: 'a' did"),
+        (("x", {"b": 1.0}, True), r"`episode.earn` names the agent 'b', but the team has 'a'"),
     ],
 )
 def test_what_an_environment_must_not_do(outcome, message):

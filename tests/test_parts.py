@@ -12,6 +12,7 @@ from torch import nn
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
 from marft_trl.advantages.credit import CreditAssigner
 from marft_trl.advantages.estimators import BaselineEstimator
+from marft_trl.advantages.running import RunningBaselines
 from marft_trl.learning.adapter_updates import AdapterUpdates
 from marft_trl.learning.data import Row, Slice
 from marft_trl.learning.levels import ActionLevel, TokenLevel
@@ -20,6 +21,7 @@ from marft_trl.processes import Processes
 from marft_trl.randomness import UserRandomness
 from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.failures import Failures
+from marft_trl.rollout.own_returns import OwnReturns
 from marft_trl.rollout.reach import RewardReach
 from marft_trl.rollout.rollouts import Rollout, Rollouts
 from marft_trl.run_metrics import Metrics
@@ -93,7 +95,8 @@ TRAINED = SimpleNamespace(is_trained=lambda agent: agent == "planner")
 
 
 def credit_of(args, processes, board, scorer=None, earns=False):
-    return CreditAssigner(None, scorer, REWARDS, earns, args, board.metrics(), processes)
+    own = OwnReturns(args.returns, REWARDS, processes)
+    return CreditAssigner(None, scorer, REWARDS, own, earns, args, board.metrics(), processes)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,8 @@ def estimator(args, processes, board):
         multi_objective_aggregation="sum_then_normalize",
         group_size=lambda training: 2 if training else 1,
     )
-    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, settings, processes)
+    running = RunningBaselines(args.rae_decay)
+    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, settings, processes, running)
 
 
 def test_one_advantage_for_all_turns_of_an_episode(tmp_path, processes):
@@ -233,8 +237,9 @@ def rollouts(args, processes, board, per_func, counts=None):
     )
     workflow = SimpleNamespace(earns=False)
     reach = RewardReach(["planner"])
+    own, metrics = OwnReturns(args.returns, REWARDS, processes), board.metrics()
     return Rollouts(
-        runner, branches, scorer, REWARDS, workflow, reach, args, False, False, board.metrics(), processes, Failures()
+        runner, branches, scorer, REWARDS, workflow, own, reach, args, False, False, metrics, processes, Failures()
     )
 
 

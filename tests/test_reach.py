@@ -36,7 +36,7 @@ TEAM = [AgentSpec("left", system_prompt="Left.", max_completion_length=8), Agent
 def test_opposed_rewards_that_cancel_are_an_error(model_folder, tmp_path, settings):
     trainer = team_trainer(
         model_folder, tmp_path, agents=TEAM, workflow=EnvironmentLoop(Duel, horizon=3), reward_funcs=None,
-        settings=settings,
+        settings={**settings, "returns": "team"},
     )  # fmt: skip
     with pytest.raises(ValueError, match="agents 'left', 'right' cancel in their sum in all of the last 8 episodes"):
         trainer.train()
@@ -44,7 +44,9 @@ def test_opposed_rewards_that_cancel_are_an_error(model_folder, tmp_path, settin
 
 def test_opposed_rewards_that_nearly_cancel_are_said_once_and_loudly(model_folder, tmp_path, caplog):
     workflow = EnvironmentLoop(lambda: Duel(-0.8), horizon=3)
-    trainer = team_trainer(model_folder, tmp_path, agents=TEAM, workflow=workflow, reward_funcs=None)
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=TEAM, workflow=workflow, reward_funcs=None, settings={"returns": "team"}
+    )
     trainer.train()
     said = [record.message for record in caplog.records if "ARE OPPOSED" in record.message]
     assert len(said) == 1 and "'left' AND 'right' ARE OPPOSED (correlation -1.00" in said[0]
@@ -62,6 +64,21 @@ def test_an_agent_that_no_reward_reaches_is_named(model_folder, tmp_path, caplog
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
     said = [record.message for record in caplog.records if "NO REWARD REACHES" in record.message]
     assert len(said) == 1 and "THE AGENT 'actor'" in said[0]
+
+
+def test_an_agent_that_is_never_rewarded_by_name_is_named_at_the_first_batch(model_folder, tmp_path, caplog):
+    class OneSided(Duel):
+        def step(self, turns):
+            feedback, reward, is_done = super().step(turns)
+            return feedback, {"left": reward["left"] if is_done else 0.0}, is_done
+
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=TEAM, workflow=EnvironmentLoop(OneSided, horizon=3), reward_funcs=None,
+        settings={"max_steps": 2},
+    )  # fmt: skip
+    trainer.train()
+    said = [record.message for record in caplog.records if "NO REWARD CAN REACH" in record.message]
+    assert len(said) == 1 and "THE AGENT 'right'" in said[0] and "(only 'left')" in said[0]
 
 
 def test_what_is_told_by_hand(caplog):

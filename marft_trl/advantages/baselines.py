@@ -27,6 +27,9 @@ class Samples:
         returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
         group_size (`int`): `G`, episodes of a prompt; groups are consecutive episodes.
         num_agents (`int`): number of agents of the team.
+        by_agent (`bool`, *optional*, defaults to `False`): whether every agent has its own return, so that the turns
+            of different agents are not compared.
+        running (`torch.Tensor` of shape `(N,)`, *optional*): running baseline of each turn.
     """
 
     episodes: torch.Tensor
@@ -35,17 +38,27 @@ class Samples:
     returns: torch.Tensor
     group_size: int
     num_agents: int
+    by_agent: bool = False
+    running: torch.Tensor | None = None
+
+    def _apart(self, index: torch.Tensor) -> torch.Tensor:
+        return index * self.num_agents + self.agents if self.by_agent else index
 
     @property
     def prompts(self) -> torch.Tensor:
-        """Index of the prompt of each turn, `(N,)`."""
-        return self.episodes // self.group_size
+        """Index of the prompt of each turn, or of the prompt and its agent, `(N,)`."""
+        return self._apart(self.episodes // self.group_size)
+
+    @property
+    def runs(self) -> torch.Tensor:
+        """Index of the episode of each turn, or of the episode and its agent, `(N,)`."""
+        return self._apart(self.episodes)
 
     @property
     def per_episode(self) -> torch.Tensor:
         """Weights by which every episode counts once, whatever its number of scored turns, `(N,)`."""
-        scored = torch.bincount(self.episodes[~self.returns.isnan()], minlength=int(self.episodes.max()) + 1)
-        return 1 / scored.clamp(min=1)[self.episodes].float()
+        scored = torch.bincount(self.runs[~self.returns.isnan()], minlength=int(self.runs.max()) + 1)
+        return 1 / scored.clamp(min=1)[self.runs].float()
 
     @property
     def per_turn(self) -> torch.Tensor:
@@ -54,8 +67,8 @@ class Samples:
 
     @property
     def all_alike(self) -> torch.Tensor:
-        """One index for all turns, `(N,)`."""
-        return torch.zeros_like(self.episodes)
+        """One index for all turns, or for those of each agent, `(N,)`."""
+        return self._apart(torch.zeros_like(self.episodes))
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ class Baseline:
             Whether it compares candidates for one turn, which the trainer then samples.
         takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
             Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
+        is_running (`bool`, *optional*, defaults to `False`):
+            Whether it compares with the running baselines of earlier batches.
         by_episode (`Callable`, *optional*):
             `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole episodes, for
             turns that all have the return of their episode. Without it the function is asked turn by turn.
@@ -90,6 +105,7 @@ class Baseline:
     scales: bool = False
     uses_candidates: bool = False
     takes_normalized_objectives: bool = False
+    is_running: bool = False
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
     in_evaluation: str | None = None
 
@@ -117,11 +133,15 @@ def _turn(samples: Samples, scale: str) -> torch.Tensor:
 
 
 def _leave_one_out(samples: Samples, scale: str) -> torch.Tensor:
-    return functional.leave_one_out_advantages(samples.returns, samples.episodes, samples.prompts, samples.per_episode)
+    return functional.leave_one_out_advantages(samples.returns, samples.runs, samples.prompts, samples.per_episode)
 
 
 def _batch(samples: Samples, scale: str) -> torch.Tensor:
     return functional.cell_advantages(samples.returns, samples.all_alike, samples.per_episode, samples.all_alike)
+
+
+def _rae(samples: Samples, scale: str) -> torch.Tensor:
+    return torch.nan_to_num(samples.returns - samples.running, nan=0.0)
 
 
 def _none(samples: Samples, scale: str) -> torch.Tensor:
@@ -143,6 +163,7 @@ BASELINES: dict[str, Baseline] = {
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),
+        Baseline("rae", _rae, is_running=True),
         Baseline("none", _none),
     )
 }

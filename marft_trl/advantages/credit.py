@@ -13,6 +13,7 @@ from ..episodes.records import Episode
 from ..processes import Processes
 from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives
+from ..rollout.own_returns import OwnReturns
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
@@ -28,6 +29,7 @@ class CreditAssigner:
         alternatives ([`Alternatives`]): re-runs of counterfactual credit.
         scorer ([`RewardScorer`]): rewards of single turns.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
+        own ([`OwnReturns`]): what agents received by name.
         earns (`bool`): whether turns earn rewards in the workflow.
         args ([`MARFTConfig`]): the credit and its settings.
         metrics ([`Metrics`]): get the mean of the turns' own rewards.
@@ -39,13 +41,14 @@ class CreditAssigner:
         alternatives: Alternatives,
         scorer: RewardScorer,
         rewards: TrlRewards,
+        own: OwnReturns,
         earns: bool,
         args: MARFTConfig,
         metrics: Metrics,
         processes: Processes,
     ):
         self._alternatives, self._scorer, self._rewards, self._earns = alternatives, scorer, rewards, earns
-        self._args, self._metrics, self._processes = args, metrics, processes
+        self._args, self._metrics, self._processes, self._own = args, metrics, processes, own
         self._own_rewards: list[list[float]] = []
 
     def take_own_rewards(self) -> list[list[float]]:
@@ -66,7 +69,8 @@ class CreditAssigner:
         rule = CREDITS[credit]
         if rule.reruns:
             others = self._alternatives.counterfactual_rewards(episodes)
-            return [functional.counterfactual_credit(r, other) for r, other in zip(rewards, others, strict=True)]
+            pairs = zip(rewards, others, episodes, strict=True)
+            return [functional.counterfactual_credit(self._by_turn(r, one), other) for r, other, one in pairs]
         # As rewards, or with a rule that scores turns, earned rewards stay with the turns that earned them
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
         if as_rewards or rule.scores_turns:
@@ -81,6 +85,66 @@ class CreditAssigner:
             own = self._of_turns(episodes, as_rewards or self._earns)
             team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
         return [its + gained for its, gained in zip(team, earned, strict=True)]
+
+    def streams(self, rollout: Rollout, credit: str) -> list[dict[str, torch.Tensor]]:
+        """
+        For each episode of this process and each of its agents, the rewards that the agent received after every turn
+        `(K,)`, whoever took it: rewards of all by a rule of credit, and the agent's own.
+
+        Args:
+            rollout ([`Rollout`]): episodes with rewards.
+            credit (`str`): name of a rule in `CREDITS` that needs no re-runs.
+        """
+        rule, args, found = CREDITS[credit], self._args, []
+        scores = self._of_turns(rollout.episodes, is_sum=True) if rule.scores_turns else None
+        for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
+            steps, earned = torch.tensor(episode.joint_steps()), self._own.weight * sum(episode.earned)
+            of_all = rule.share(reward - earned, episode.turns, steps, args.credit_discount, True)
+            if scores is not None:
+                of_all = of_all * (1 - args.own_reward_weight)
+            of_all = of_all + self._own.shared(episode)
+            its = {}
+            for agent in dict.fromkeys(turn.agent for turn in episode.turns):
+                its[agent] = of_all + self._own.received(episode, agent)
+                if scores is not None:
+                    mine = torch.tensor([float(turn.agent == agent) for turn in episode.turns])
+                    its[agent] = its[agent] + args.own_reward_weight * scores[index] * mine
+            found.append(its)
+        return found
+
+    def own_returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
+        """
+        For each episode of this process the return of every turn `(K,)`: all that its agent received in the episode,
+        by a rule of credit over the agent's own turns.
+
+        Args:
+            rollout ([`Rollout`]): episodes with rewards.
+            credit (`str`): name of a rule in `CREDITS` that needs no re-runs.
+        """
+        rule, args = CREDITS[credit], self._args
+        weight = args.own_reward_weight if rule.scores_turns else 0.0
+        scores = self._of_turns(rollout.episodes, self._earns) if rule.scores_turns else None
+        found = []
+        for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
+            credits, steps = torch.zeros(len(episode.turns)), torch.tensor(episode.joint_steps())
+            earned = self._own.weight * sum(episode.earned)
+            for agent in dict.fromkeys(turn.agent for turn in episode.turns):
+                own = [turn.index for turn in episode.turns if turn.agent == agent]
+                turns, received = [episode.turns[k] for k in own], self._own.of_agent(earned, episode, agent)
+                whole = reward - earned if rule.scores_turns else reward - earned + received
+                its = rule.share(whole, turns, steps[own], args.credit_discount, False)
+                if scores is not None:
+                    its = (1 - weight) * its if weight < 1 else torch.zeros(len(own))
+                    its = its + weight * scores[index][own] + received
+                credits[own] = its
+            found.append(credits)
+        return found
+
+    def _by_turn(self, reward: float, episode: Episode) -> float | torch.Tensor:
+        """The reward of an episode for the agent of each turn `(K,)`; a number where it is the same for all."""
+        if not episode.own:
+            return reward
+        return torch.tensor([self._own.of_agent(reward, episode, turn.agent) for turn in episode.turns])
 
     def _earned(self, episode: Episode) -> torch.Tensor:
         """Reward that each turn earned in the workflow `(K,)`, times the weight of [`environment_reward`]."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from .. import functional
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
-from ..episodes.records import Turn
+from ..episodes.records import Episode, Turn
 from ..learning.data import Row
 from ..learning.levels import Discounts, Level
 from ..processes import Processes
@@ -24,6 +24,7 @@ from ..weights.policies import Policies
 from .baselines import BASELINES, Baseline, Samples
 from .credit import CreditAssigner
 from .credit_rules import CREDITS
+from .running import RunningBaselines
 
 
 class Estimated(NamedTuple):
@@ -49,7 +50,11 @@ class Estimator(Protocol):
         """For each episode the turns, or candidates for turns, that need a row."""
 
     def estimate(
-        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+        self,
+        rollout: Rollout,
+        rows: Sequence[Sequence[Row]],
+        training: bool,
+        last_values: Sequence[Mapping[str, float]] = (),
     ) -> Estimated:
         """
         Args:
@@ -57,7 +62,8 @@ class Estimator(Protocol):
             rows (`Sequence[Sequence[Row]]`): rows of each episode: one per turn, or, with candidates, one per
                 candidate of every node in turn.
             training (`bool`): whether the rows are trained on; else they are evaluated.
-            last_values (`Sequence[float]`): with a critic, the value after each episode that a horizon cut, else 0.
+            last_values (`Sequence[Mapping[str, float]]`): with a critic, for each episode that a horizon cut, values
+                of what agents would see next, of the one that would act next first; else empty.
         """
 
 
@@ -79,6 +85,7 @@ class BaselineEstimator:
         args ([`MARFTConfig`]): the baseline and the credit.
         settings ([`TrlSettings`]): scaling of advantages, sizes of groups.
         processes ([`Processes`]): the processes of the run.
+        running ([`RunningBaselines`]): mean returns of earlier batches.
     """
 
     def __init__(
@@ -90,7 +97,9 @@ class BaselineEstimator:
         args: MARFTConfig,
         settings: TrlSettings,
         processes: Processes,
+        running: RunningBaselines,
     ):
+        self._running = running
         self._credit, self._rewards, self._args, self._processes = credit, rewards, args, processes
         self._names = [agent.name for agent in agents]
         self._policies, self._settings = policies, settings
@@ -98,7 +107,7 @@ class BaselineEstimator:
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         if self.baseline(training).uses_candidates:
             return [[turn for node in its for turn in node.turns] for its in _by_episode(rollout)]
-        if self.gives_one_advantage_to_all(training):
+        if self.gives_one_advantage_to_all(training) and not rollout.has_own_returns:
             is_trained = self._policies.is_trained
             return [[turn for turn in episode.turns if is_trained(turn.agent)] for episode in rollout.episodes]
         return [list(episode.turns) for episode in rollout.episodes]
@@ -114,17 +123,24 @@ class BaselineEstimator:
         return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
 
     def estimate(
-        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+        self,
+        rollout: Rollout,
+        rows: Sequence[Sequence[Row]],
+        training: bool,
+        last_values: Sequence[Mapping[str, float]] = (),
     ) -> Estimated:
         group_size, scale = self._settings.group_size(training), self._settings.scale_rewards
         rewards = rollout.rewards
+        if rollout.has_own_returns:
+            _check_own_returns(self._settings)
         if self._settings.multi_objective_aggregation == "normalize_then_sum":
             weights = self._rewards.weights.to(rewards.device)
             rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
         by_episode, std = functional.group_advantages(rewards, group_size, scale)
         baseline = self.baseline(training)
-        if self.gives_one_advantage_to_all(training) and baseline.by_episode is not None:
+        is_one = self.gives_one_advantage_to_all(training) and not rollout.has_own_returns
+        if is_one and baseline.by_episode is not None:
             by_episode, std = baseline.by_episode(rewards, group_size, scale)  # TRL's own arithmetic, to the bit
             own = by_episode[rollout.first : rollout.first + len(rows)].tolist()
             pairs = zip(rows, own, strict=True)
@@ -157,17 +173,27 @@ class BaselineEstimator:
         if everywhere:
             episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
             worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
-            table = Samples(episodes, agents, places, worth, group_size, len(self._names))
+            table = Samples(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
+            if baseline.is_running:
+                table = replace(table, running=self._running.of(keys := [sample[4] for sample in everywhere]))
+                if training:
+                    self._running.update(keys, worth, table.per_episode)
             advantages = baseline.function(table, scale)
         own = iter(advantages[start : start + len(samples)].tolist())
         return [[replace(row, advantage=next(own)) for row in its_rows] for its_rows in rows]
 
     def _returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
+        gamma, as_returns = self._args.gamma, self._args.credit_kind == "returns"
+        if rollout.has_own_returns and as_returns and not CREDITS[credit].reruns:
+            return self._credit.own_returns(rollout, credit)
+        if rollout.has_own_returns and not as_returns:
+            streams = self._credit.streams(rollout, credit)
+            return [own_returns_to_go(one, its, gamma) for one, its in zip(rollout.episodes, streams, strict=True)]
         credits = self._credit.assign(rollout, credit)
-        if self._args.credit_kind == "returns":
+        if as_returns:
             return credits
         pairs = zip(rollout.episodes, credits, strict=True)
-        return [functional.returns_to_go(c, torch.tensor(e.joint_steps()), self._args.gamma) for e, c in pairs]
+        return [functional.returns_to_go(c, torch.tensor(e.joint_steps()), gamma) for e, c in pairs]
 
     def _samples(
         self,
@@ -175,8 +201,9 @@ class BaselineEstimator:
         rows: Sequence[Sequence[Row]],
         returns: Sequence[torch.Tensor],
         nodes: Sequence[Sequence[Node]],
-    ) -> Iterator[tuple[int, int, int, float]]:
-        """Episode, agent, node and return of each row."""
+    ) -> Iterator[tuple[int, int, int, float, str]]:
+        """Episode, agent, node and return of each row, and the key of its running baseline."""
+        column = self._args.rae_column
         for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
             places = (
                 [number for number, node in enumerate(nodes[index]) for _ in node.turns]
@@ -184,7 +211,32 @@ class BaselineEstimator:
                 else list(range(len(its_rows)))
             )
             for row, worth, place in zip(its_rows, its_returns.tolist(), places, strict=True):
-                yield rollout.first + index, self._names.index(row.agent), place, worth
+                kind = "" if column is None else str(rollout.episodes[index].row[column])
+                key = f"{row.agent}/{kind}" if rollout.has_own_returns else kind
+                yield rollout.first + index, self._names.index(row.agent), place, worth, key
+
+
+def _check_own_returns(settings: TrlSettings) -> None:
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError(
+            "Agents are rewarded by name, and each learns from its own return. `multi_objective_aggregation="
+            "'normalize_then_sum'` normalizes the rewards of whole episodes, of which agents have no parts. Use "
+            "'sum_then_normalize', or `returns='team'`."
+        )
+
+
+def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gamma: float) -> torch.Tensor:
+    """
+    Return of each turn of an episode `(K,)`: the discounted sum of what its agent receives from its joint step on.
+
+    Args:
+        episode ([`Episode`]): the episode.
+        streams (`Mapping[str, torch.Tensor]`): for each agent, what it received after every turn `(K,)`.
+        gamma (`float`): discount per joint step.
+    """
+    steps = torch.tensor(episode.joint_steps())
+    of_agents = {agent: functional.returns_to_go(its, steps, gamma) for agent, its in streams.items()}
+    return torch.stack([of_agents[turn.agent][turn.index] for turn in episode.turns])
 
 
 class CriticEstimator:
@@ -218,36 +270,82 @@ class CriticEstimator:
         return [list(episode.turns) for episode in rollout.episodes]
 
     def estimate(
-        self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool, last_values: Sequence[float] = ()
+        self,
+        rollout: Rollout,
+        rows: Sequence[Sequence[Row]],
+        training: bool,
+        last_values: Sequence[Mapping[str, float]] = (),
     ) -> Estimated:
-        credits = self._credit.assign(rollout, credit_rule(self._args, training))
-        filled: list[list[Row]] = []
+        rule, is_stream = credit_rule(self._args, training), self._args.credit_kind == "rewards"
+        if rollout.has_own_returns and is_stream:
+            streams = self._credit.streams(rollout, rule)
+            parts = zip(rollout.episodes, rows, streams, last_values, strict=True)
+            filled = [self._own_gae(*of_episode) for of_episode in parts]
+            gone = [own_returns_to_go(one, its, 1.0) for one, its in zip(rollout.episodes, streams, strict=True)]
+            return self._normalized_all(filled, self._credited(rollout, gone))
+        if rollout.has_own_returns and not CREDITS[rule].reruns:
+            credits = self._credit.own_returns(rollout, rule)
+        else:
+            credits = self._credit.assign(rollout, rule)
+        filled = []
         for episode, its_rows, credit, last in zip(rollout.episodes, rows, credits, last_values, strict=True):
             steps = torch.tensor(episode.joint_steps())
-            if self._args.credit_kind == "returns":  # every turn is the last of an episode of its own
+            if not is_stream:  # every turn is the last of an episode of its own
                 alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
                 filled.append([row for its in alone for row in its])
             else:
-                filled.append(self._gae(its_rows, credit, steps, last))
+                filled.append(self._gae(its_rows, credit, steps, next(iter(last.values()), 0.0)))
+        if is_stream:
+            pairs = zip(rollout.episodes, credits, strict=True)
+            credits = [
+                functional.returns_to_go(its.nan_to_num(nan=0.0), torch.tensor(one.joint_steps()), 1.0)
+                for one, its in pairs
+            ]
+        return self._normalized_all(filled, self._credited(rollout, credits))
+
+    def _normalized_all(self, filled: Sequence[Sequence[Row]], credited: set[str]) -> Estimated:
+        """Rows with normalized advantages. They are logged before."""
         self._log([row for its_rows in filled for row in its_rows])
         totals = self._moments([row for its_rows in filled for row in its_rows])
-        normalized = [[self._normalized(row, totals) for row in its_rows] for its_rows in filled]
-        return Estimated(normalized, None, self._credited(rollout, credits))
+        return Estimated([[self._normalized(row, totals) for row in its] for its in filled], None, credited)
 
-    def _credited(self, rollout: Rollout, credits: Sequence[torch.Tensor]) -> set[str]:
+    def _credited(self, rollout: Rollout, returns: Sequence[torch.Tensor]) -> set[str]:
         """Agents with a turn whose return is not 0. Advantages do not tell: errors of a critic make them non-zero."""
         found = set()
-        for episode, credit in zip(rollout.episodes, credits, strict=True):
-            known = credit.nan_to_num(nan=0.0)
-            if self._args.credit_kind == "rewards":
-                known = functional.returns_to_go(known, torch.tensor(episode.joint_steps()), 1.0)
-            found |= {turn.agent for turn, worth in zip(episode.turns, known.tolist(), strict=True) if worth}
+        for episode, its in zip(rollout.episodes, returns, strict=True):
+            pairs = zip(episode.turns, its.nan_to_num(nan=0.0).tolist(), strict=True)
+            found |= {turn.agent for turn, worth in pairs if worth}
         return found
 
-    def _gae(self, rows: Sequence[Row], rewards: torch.Tensor, steps: torch.Tensor, last_value: float) -> list[Row]:
+    def _own_gae(
+        self,
+        episode: Episode,
+        rows: Sequence[Row],
+        streams: Mapping[str, torch.Tensor],
+        last_values: Mapping[str, float],
+    ) -> list[Row]:
+        """Rows of an episode, where every agent goes from each of its turns to its next one."""
+        steps, filled = torch.tensor(episode.joint_steps()), dict[int, Row]()
+        for agent, received in streams.items():
+            own = torch.tensor([turn.index for turn in episode.turns if turn.agent == agent])
+            mine = functional.own_steps(received, steps, own, self._args.gamma)
+            discounts = replace(self._discounts, gamma=mine.discounts)
+            its = [rows[index] for index in own.tolist()]
+            done = self._gae(its, mine.rewards, mine.steps, last_values.get(agent, 0.0), discounts)
+            filled |= dict(zip(own.tolist(), done, strict=True))
+        return [filled[index] for index in range(len(rows))]
+
+    def _gae(
+        self,
+        rows: Sequence[Row],
+        rewards: torch.Tensor,
+        steps: torch.Tensor,
+        last_value: float,
+        discounts: Discounts | None = None,
+    ) -> list[Row]:
         """Rows with advantages before normalization, one per value, and with value targets."""
         values = [row.old_values for row in rows if row.old_values is not None]
-        advantages, targets = self._level.estimate(rewards, values, steps, self._discounts, last_value)
+        advantages, targets = self._level.estimate(rewards, values, steps, discounts or self._discounts, last_value)
         return [
             replace(row, advantage=advantage, value_targets=target)
             for row, advantage, target in zip(rows, advantages, targets, strict=True)

@@ -122,7 +122,8 @@ class LiveEpisode:
         self.history: list[Seen] = []
         self._fed: list[int] = []
         self._earned: Counter[int] = Counter()
-        self._horizon: Horizon | None = None
+        self._own: dict[str, Counter[int]] = {}
+        self._horizons: tuple[Horizon, ...] = ()
         self._counts: Counter[str] = Counter()
         self._answer: Turn | None = None
         # Results of tools that are back before those of other branches; number of requests; final turns
@@ -147,7 +148,8 @@ class LiveEpisode:
             asked=tuple(self._asked),
             fed=tuple(self._fed),
             earned=tuple(self._earned[turn.index] for turn in self.turns),
-            horizon=self._horizon,
+            own={name: tuple(its[turn.index] for turn in self.turns) for name, its in self._own.items()},
+            horizons=self._horizons,
             counts=Counter(self._counts),
             overflowed=self.overflowed,
             environment=self.environment,
@@ -209,7 +211,7 @@ class LiveEpisode:
                 "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
             )
         seen = tuple(self._seen(agent, sees, "turn"))
-        self._horizon = None  # the episode continues after `cut`
+        self._horizons = ()  # the episode continues after `cut`
         of_environment = list(tools or ())
         functions = (*self._tools.get(agent, ()), *of_environment)
         self._orders += 1
@@ -323,26 +325,32 @@ class LiveEpisode:
             self.answered_calls += 1
 
     def observe(
-        self, text: str | None, after: Sequence[Turn] = (), reward: float = 0.0, source: str = "environment"
+        self,
+        text: str | Mapping[str, str] | None,
+        after: Sequence[Turn] = (),
+        reward: float | Mapping[str, float] = 0.0,
+        source: str = "environment",
     ) -> Feedback | None:
         """
         Record that turns were passed to an environment (or a tool), and record its feedback. Later turns depend on
         these turns, and see the feedback by default.
 
         Args:
-            text (`str`, *optional*):
-                Text of the feedback. If `None` or empty, no feedback is shown.
+            text (`str` or `Mapping[str, str]`, *optional*):
+                Text of the feedback, or for agents by name a text that only they see. If `None` or empty, no feedback
+                is shown.
             after (`Sequence[Turn]`, *optional*):
                 Turns that were passed to the environment.
-            reward (`float`, *optional*, defaults to `0.0`):
-                Reward for these turns. It is assigned to the last of them.
+            reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`):
+                Reward for these turns, as in [`~LiveEpisode.earn`]. It is assigned to the last of them.
             source (`str`, *optional*, defaults to `"environment"`):
                 Name of the source that agents are shown.
 
-        Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text.
+        Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text for all agents.
 
         Raises:
-            ValueError: A turn belongs to another episode, or `reward` is not finite or has no turn in `after`.
+            ValueError: A turn belongs to another episode, `reward` is not finite or has no turn in `after`, or an
+                agent is not in the team.
         """
         self._check_own(after, "observe", Turn)
         if reward and not after:
@@ -350,21 +358,47 @@ class LiveEpisode:
         if after:
             self.earn(after[-1], reward)
         self._fed += [turn.index for turn in after]
+        if isinstance(text, Mapping):
+            for agent, its in text.items():
+                self._check_agent(agent, "observe")
+                self._say(its, source, agent)
+            return None
+        return self._say(text, source)
+
+    def _say(self, text: str | None, source: str, audience: str | None = None) -> Feedback | None:
         if not text:
             return None
         if not isinstance(text, str):
             raise TypeError(f"Feedback of {source!r} has to be a text, got {text!r} of type {type(text).__name__}.")
-        return self._note(Feedback(text, source))
+        return self._note(Feedback(text, source, audience=audience))
 
-    def earn(self, turn: Turn, reward: float) -> None:
+    def earn(self, turn: Turn, reward: float | Mapping[str, float]) -> None:
         """
-        Add a reward to a single turn, in addition to the rewards that reward functions give to the episode.
+        Add a reward after a turn, in addition to the rewards that reward functions give to the episode.
+
+        Args:
+            turn (`Turn`):
+                The turn after which the reward is received.
+            reward (`float` or `Mapping[str, float]`):
+                A number is the team's, and added to what this turn earned. In a mapping by agent name, each number is
+                the agent's own (`MARFTConfig.returns`), whether or not it acted.
 
         Raises:
             TypeError: The reward is not a number.
-            ValueError: The reward is not finite, or the turn belongs to another episode.
+            ValueError: The reward is not finite, the turn belongs to another episode, or an agent is not in the team.
         """
         self._check_own([turn], "earn", Turn)
+        if not isinstance(reward, Mapping):
+            self._earned[turn.index] += self._number(turn, reward)  # type: ignore[assignment]  # a Counter of floats
+            return
+        for agent, its in reward.items():
+            self._check_agent(agent, "earn")
+            value = self._number(turn, its)
+            self._earned[turn.index] += value  # type: ignore[assignment]
+            self._own.setdefault(agent, Counter())[turn.index] += value  # type: ignore[assignment]
+
+    @staticmethod
+    def _number(turn: Turn, reward: Any) -> float:
         try:
             value = float(reward)
         except OverflowError:  # an integer above all floats
@@ -373,27 +407,39 @@ class LiveEpisode:
             raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
         if not math.isfinite(value):
             raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
-        self._earned[turn.index] += value  # type: ignore[assignment]  # a Counter of floats
+        return value
 
     def count(self, name: str, by: float = 1) -> None:
         """Count something for the metrics: `workflow/<name>` is its mean over episodes."""
         self._counts[name] += by  # type: ignore[assignment]
 
-    def cut(self, agent: str, sees: Sequence[Seen] | None = None, tools: Sequence[Callable] | None = None) -> None:
+    def cut(
+        self,
+        agent: str,
+        sees: Sequence[Seen] | Mapping[str, Sequence[Seen] | None] | None = None,
+        tools: Sequence[Callable] | None = None,
+    ) -> None:
         """
         Mark the episode as truncated by a horizon before the task was finished. The critic then adds its value of the
-        next observation of `agent` to the return (bootstrapping). Without a critic this call has no effect.
+        next observation of `agent` to the return (bootstrapping); where every agent has its own return, its value of
+        what that agent would see. Without a critic this call has no effect.
 
         Args:
             agent (`str`):
                 Name of the agent that would have acted next.
-            sees (`Sequence[Turn]`, *optional*):
-                Turns and feedback that the agent would have been shown. Defaults to all turns and feedback so far.
+            sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*):
+                Turns and feedback that the agent would have been shown, or that agents would have been by name.
+                Defaults to all turns and feedback so far.
             tools (`Sequence[Callable]`, *optional*):
                 Methods of an environment that the agent could have called.
         """
-        functions = (*self._tools.get(agent, ()), *(tools or ()))
-        self._horizon = Horizon(agent, tuple(self._seen(agent, sees, "cut")), functions)
+
+        seen = sees if isinstance(sees, Mapping) else {agent: sees}
+        names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])
+        self._horizons = tuple(
+            Horizon(name, tuple(self._seen(name, seen.get(name), "cut")), (*self._tools.get(name, ()), *(tools or ())))
+            for name in names
+        )
 
     def add(self, turn: Turn, seen: Sequence[Seen]) -> None:
         """Append a finished turn. Called by what runs the episode, not by workflows."""
@@ -402,12 +448,15 @@ class LiveEpisode:
         self._asked.append(tuple(seen))
 
     def _seen(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
-        if agent not in self.agents:
-            raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
+        self._check_agent(agent, method)
         if sees is None:
             return [item for item in self.history if item.audience in (None, agent)]
         self._check_own(sees, f"{method}({agent!r})")
         return list(sees)
+
+    def _check_agent(self, agent: str, method: str) -> None:
+        if agent not in self.agents:
+            raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
 
     def _check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
         for item in seen:

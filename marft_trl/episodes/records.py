@@ -206,7 +206,7 @@ class Horizon(NamedTuple):
     Where a horizon cut an episode.
 
     Args:
-        agent (`str`): name of the agent that would have acted next.
+        agent (`str`): name of an agent that would have acted.
         seen (`tuple[Turn | Feedback, ...]`): turns and feedback that it would have been shown.
         functions (`tuple[Callable, ...]`): functions that it could have called.
     """
@@ -233,7 +233,10 @@ class Episode:
             whether or not they fitted into the model's window.
         fed (`tuple[int, ...]`): positions of the turns that went into the environment, in that order.
         earned (`tuple[float, ...]`): reward that each turn earned in the workflow, `K` numbers.
-        horizon ([`Horizon`], *optional*): where a horizon cut the episode.
+        own (`Mapping[str, tuple[float, ...]]`): for agents that were rewarded by name, the part of `earned` that was
+            theirs: what each received after every turn, whoever took it, `K` numbers.
+        horizons (`tuple[Horizon, ...]`): where a horizon cut the episode: of the agent that would have acted next,
+            then of the others.
         counts (`Mapping[str, float]`): numbers that the workflow counted, for the metrics; 0 for names that it did
             not.
         overflowed (`bool`): whether the episode was ended because the model's window was full.
@@ -253,7 +256,8 @@ class Episode:
     asked: tuple[tuple[Seen, ...], ...] = ()
     fed: tuple[int, ...] = ()
     earned: tuple[float, ...] = ()
-    horizon: Horizon | None = None
+    own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    horizons: tuple[Horizon, ...] = ()
     counts: Mapping[str, float] = field(default_factory=Counter)
     overflowed: bool = False
     environment: Any = None
@@ -263,6 +267,11 @@ class Episode:
     def __repr__(self) -> str:
         # Every turn names all that it was shown
         return f"Episode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
+
+    @property
+    def horizon(self) -> Horizon | None:
+        """Where a horizon cut the episode, for the agent that would have acted next."""
+        return self.horizons[0] if self.horizons else None
 
     def final_turn_of(self, turn: Turn) -> Turn | None:
         """

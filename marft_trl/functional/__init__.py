@@ -3,6 +3,7 @@
 
 from .advantages import (
     STD_EPS,
+    OwnSteps,
     cell_advantages,
     counterfactual_credit,
     equal_credit,
@@ -13,6 +14,7 @@ from .advantages import (
     moments,
     nan_std,
     normalized_objectives,
+    own_steps,
     returns_to_go,
     standardized,
     step_discount_credit,
@@ -33,6 +35,7 @@ from .losses import (
 
 __all__ = [
     "STD_EPS",
+    "OwnSteps",
     "action_log_ratios",
     "adapted_entropy_coef",
     "approximate_kl",
@@ -48,6 +51,7 @@ __all__ = [
     "moments",
     "nan_std",
     "normalized_objectives",
+    "own_steps",
     "returns_to_go",
     "sampling_weights",
     "sequential_log_factors",

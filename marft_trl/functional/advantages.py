@@ -10,6 +10,9 @@ statistic and get an advantage of 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 
@@ -221,12 +224,12 @@ def step_discount_credit(reward: float, num_turns: int, discount: float) -> torc
     return float(reward) * torch.tensor(float(discount)) ** exponents
 
 
-def counterfactual_credit(reward: float, counterfactuals: torch.Tensor) -> torch.Tensor:
+def counterfactual_credit(reward: float | torch.Tensor, counterfactuals: torch.Tensor) -> torch.Tensor:
     """
     Counterfactual credit: the reward of the episode minus the mean reward of re-runs in which the turn was resampled.
 
     Args:
-        reward (`float`): reward of the episode.
+        reward (`float` or `torch.Tensor` of shape `(K,)`): reward of the episode, or for each turn that of its agent.
         counterfactuals (`torch.Tensor` of shape `(K, M)`): rewards of the `M` re-runs for each turn, NaN for unscored
             re-runs.
 
@@ -254,6 +257,48 @@ def returns_to_go(rewards: torch.Tensor, steps: torch.Tensor, gamma: float) -> t
     return returns[steps]
 
 
+class OwnSteps(NamedTuple):
+    """
+    An episode as one of its agents goes through it: from each of its own turns to the next, a semi-Markov step.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(k,)`): discounted sum of the agent's rewards from each of its turns to its
+            next one; of simultaneous turns, the last has it.
+        steps (`torch.Tensor` of shape `(k,)`): index of the agent's own step of each turn, 0, 1, ...
+        discounts (`list[float]`): for each own step, the discount of what comes after it.
+    """
+
+    rewards: torch.Tensor
+    steps: torch.Tensor
+    discounts: list[float]
+
+
+def own_steps(rewards: torch.Tensor, steps: torch.Tensor, own: torch.Tensor, gamma: float) -> OwnSteps:
+    """
+    The steps of one agent. For its turn `k` at joint step `t_k` and its next one at `t_k'`, the reward is the sum over
+    `t_k <= t < t_k'` of `gamma^(t - t_k) * r_t`, and the discount is `gamma^(t_k' - t_k)`. After its last turn, the
+    rest of the episode takes the place of `t_k'`. What the agent received before its first turn is left out.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(K,)`): reward that the agent received after each turn of the episode,
+            whoever took it.
+        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
+        own (`torch.Tensor` of shape `(k,)`): positions of its own turns among all `K`, ascending.
+        gamma (`float`): discount per joint step, in `[0, 1]`.
+
+    Source: semi-Markov decision processes (Sutton, Precup and Singh 1999), with [`gae`] over the steps.
+    """
+    times, order = steps[own].unique(return_inverse=True)
+    received, ends = _sums(rewards, steps), [*times[1:].tolist(), int(steps.max()) + 1]
+    between = rewards.new_zeros(len(own))
+    discounts = []
+    for number, (start, end) in enumerate(zip(times.tolist(), ends, strict=True)):
+        factors = torch.tensor(float(gamma)) ** torch.arange(end - start)
+        between[(order == number).nonzero()[-1]] = (received[start:end] * factors).sum()
+        discounts.append(float(gamma) ** (end - start))
+    return OwnSteps(between, order, discounts)
+
+
 # ---- Advantages with a critic ----
 
 
@@ -261,7 +306,7 @@ def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,
     steps: torch.Tensor,
-    gamma: float,
+    gamma: float | Sequence[float],
     gae_lambda: float,
     last_value: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,7 +322,8 @@ def gae(
         values (`torch.Tensor` of shape `(K,)`): critic value before each turn, without gradient.
         steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...; turns of one step act
             simultaneously.
-        gamma (`float`): discount per joint step, in `[0, 1]`.
+        gamma (`float` or `Sequence[float]`): discount per joint step, in `[0, 1]`; or for each of them its own, by
+            which what comes after it is discounted.
         gae_lambda (`float`): GAE decay per joint step, in `[0, 1]`.
         last_value (`float`, *optional*, defaults to `0.0`): value of the observation after the last joint step, if a
             horizon cut the episode.
@@ -297,7 +343,7 @@ def token_gae(
     values: torch.Tensor,
     lengths: torch.Tensor,
     steps: torch.Tensor,
-    gamma: float,
+    gamma: float | Sequence[float],
     gae_lambda: float,
     token_gamma: float,
     token_gae_lambda: float,
@@ -315,7 +361,7 @@ def token_gae(
         values (`torch.Tensor` of shape `(K, T)`): critic value before each sampled token, without gradient.
         lengths (`torch.Tensor` of shape `(K,)`): number of tokens of each turn, at least 1.
         steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
-        gamma, gae_lambda (`float`): discount and decay per joint step, in `[0, 1]`.
+        gamma (`float` or `Sequence[float]`), gae_lambda (`float`): discount and decay per joint step, as in [`gae`].
         token_gamma, token_gae_lambda (`float`): discount and decay per token inside a turn, in `[0, 1]`.
         last_value (`float`, *optional*, defaults to `0.0`): as in [`gae`].
 
@@ -328,9 +374,10 @@ def token_gae(
     mask = positions < lengths.unsqueeze(1)
     advantages = torch.zeros_like(values)
     next_value, next_advantage = last_value, 0.0
+    gammas = _of_steps(gamma, int(steps.max()) + 1)
     for step in range(int(steps.max()), -1, -1):
         turns = (steps == step).nonzero().squeeze(1)
-        rest = rewards[turns].sum() + gamma * next_value + gamma * gae_lambda * next_advantage
+        rest = rewards[turns].sum() + gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
         advantages[turns] = _inside_turns(values[turns], lengths[turns], rest, token_gamma, token_gae_lambda)
         next_value, next_advantage = values[turns, 0].mean(), advantages[turns, 0].mean()
     advantages = advantages * mask
@@ -341,11 +388,16 @@ def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> t
     """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step, in the notation of [`gae`]."""
     rest = _sums(rewards, steps)
     mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
+    gammas = _of_steps(gamma, len(rest))
     next_value, next_advantage = last_value, 0.0
     for step in range(len(rest) - 1, -1, -1):
-        rest[step] += gamma * next_value + gamma * gae_lambda * next_advantage
+        rest[step] += gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
         next_value, next_advantage = mean_values[step], rest[step] - mean_values[step]
     return rest
+
+
+def _of_steps(gamma: float | Sequence[float], num_steps: int) -> Sequence[float]:
+    return [gamma] * num_steps if isinstance(gamma, (int, float)) else gamma
 
 
 def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:

@@ -105,21 +105,21 @@ class CriticLearner:
 
     def with_values(
         self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False
-    ) -> tuple[list[Row], list[float]]:
+    ) -> tuple[list[Row], list[dict[str, float]]]:
         """
         Args:
             rollout ([`Rollout`]): what happened.
             rows (`Sequence[Row]`): its training rows.
             may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
 
-        Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode the value of
-        the next observation if a horizon cut the episode, else 0.
+        Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode that a horizon
+        cut the values of what agents would see next, by agent.
         """
         beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
         filled = self._fill([*rows, *beyond.values()], may_keep)
-        last_values = [0.0] * len(rollout.episodes)
-        for index, row in zip(beyond, filled[len(rows) :], strict=True):
-            last_values[index] = row.old_values[0].item() if row.old_values is not None else 0.0
+        last_values: list[dict[str, float]] = [{} for _ in rollout.episodes]
+        for (index, agent), row in zip(beyond, filled[len(rows) :], strict=True):
+            last_values[index][agent] = row.old_values[0].item() if row.old_values is not None else 0.0
         return filled[: len(rows)], last_values
 
     def num_features_of_reference(self, row: Row) -> int:
@@ -127,15 +127,19 @@ class CriticLearner:
         is_base = self._critic.reads_reference_pass and self._policies.starts_as_base(row.agent)
         return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
 
-    def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[int, Row]:
-        """By episode, a row without a completion for what would have been seen next where a horizon cut it."""
-        cut = [(index, one.horizon) for index, one in enumerate(rollout.episodes) if one.horizon is not None]
+    def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[tuple[int, str], Row]:
+        """
+        By episode and agent, a row without a completion for what would have been seen next where a horizon cut it: by
+        the agent that would have acted, or by all if each has its own return.
+        """
+        count = None if rollout.has_own_returns else 1
+        cut = [(index, its) for index, one in enumerate(rollout.episodes) for its in one.horizons[:count]]
         observations = self._runner.observe(
             (self._specs[horizon.agent], rollout.episodes[index].prompt, horizon.seen, horizon.functions)
             for index, horizon in cut
         )
         return {
-            index: Row(
+            (index, horizon.agent): Row(
                 agent=horizon.agent,
                 adapter=self._policies.adapter_of(horizon.agent),
                 prompt_ids=torch.tensor(observation.ids, dtype=torch.long),

@@ -42,11 +42,12 @@ class Discounts:
     Discounts and decays of GAE, each in `[0, 1]`.
 
     Args:
-        gamma, gae_lambda (`float`): per joint step.
+        gamma (`float` or `Sequence[float]`): per joint step, or of each joint step.
+        gae_lambda (`float`): per joint step.
         token_gamma, token_gae_lambda (`float`): per token inside a turn.
     """
 
-    gamma: float
+    gamma: float | Sequence[float]
     gae_lambda: float
     token_gamma: float = 1.0
     token_gae_lambda: float = 1.0

@@ -16,6 +16,7 @@ from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun
 from ..processes import Processes
 from ..weights.policies import Policies
+from .own_returns import OwnReturns
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner, place_of
 
@@ -43,6 +44,7 @@ class Alternatives:
     Args:
         runner ([`EpisodeRunner`]): runs episodes.
         scorer ([`RewardScorer`]): scores re-runs and candidates.
+        own ([`OwnReturns`]): what agents received by name.
         policies ([`Policies`]): which agents are trained.
         args ([`MARFTConfig`]): number of candidates and samples, and the rewards of candidates.
         processes ([`Processes`]): processes of the run.
@@ -52,11 +54,12 @@ class Alternatives:
         self,
         runner: EpisodeRunner,
         scorer: RewardScorer,
+        own: OwnReturns,
         policies: Policies,
         args: MARFTConfig,
         processes: Processes,
     ):
-        self._runner, self._scorer, self._policies = runner, scorer, policies
+        self._runner, self._scorer, self._own, self._policies = runner, scorer, own, policies
         self._args, self._processes = args, processes
         self._nodes: list[Node] = []
         self._generated: Counter[str] = Counter()
@@ -127,7 +130,8 @@ class Alternatives:
             its_key = (*place_of(requests[0], key), 0)
             rows = [episode.row for episode in episodes]
             completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
-            worth = (1 - own_weight) * self._scorer.of_episodes(completed)
+            agents = [requests[index].agent for index, _ in jobs]
+            worth = (1 - own_weight) * self._of_agents(completed, agents)
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.of_turns(episodes, flat)
         returns: dict[int, list[float]] = {index: [] for index in turns}
@@ -156,8 +160,17 @@ class Alternatives:
             reruns = [Rerun(episodes[index], changed=k) for index, k in jobs]
             rows = [episodes[index].row for index, _ in jobs]
             completed = self._runner.run(rows, self._counted, reruns, first=first)
-            for (index, k), reward in zip(jobs, self._scorer.of_episodes(completed), strict=True):
+            agents = [episodes[index].turns[k].agent for index, k in jobs]
+            for (index, k), reward in zip(jobs, self._of_agents(completed, agents), strict=True):
                 rewards[index][k, sample] = reward
+        return rewards
+
+    def _of_agents(self, episodes: Sequence[Episode], agents: Sequence[str]) -> torch.Tensor:
+        """Reward `(N,)` of each episode for an agent, NaN where nothing scored it."""
+        rewards = self._scorer.of_episodes(episodes)
+        for index, (episode, agent) in enumerate(zip(episodes, agents, strict=True)):
+            if episode.own:
+                rewards[index] = self._own.of_agent(rewards[index].item(), episode, agent)
         return rewards
 
     async def _counted(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:

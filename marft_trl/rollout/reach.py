@@ -21,8 +21,9 @@ PATIENCE = 5
 
 class RewardReach:
     """
-    Warns or raises if rewards do not reach the agents. The team's reward is the sum of the rewards of its agents, so
-    agents with opposed rewards learn little or nothing from it.
+    Warns or raises if rewards do not reach the agents. With `returns="team"`, the team's reward is the sum of the
+    rewards of its agents, so agents with opposed rewards learn little or nothing from it. With `returns="agent"`, an
+    agent that is never rewarded by name learns nothing where the team has no other rewards.
 
     Args:
         agents (`Sequence[str]`): names of the trained agents.
@@ -63,9 +64,9 @@ class RewardReach:
         if is_all and self._cancelled >= _ENOUGH_EPISODES:
             raise ValueError(
                 f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
-                f"{self._cancelled} episodes that earned some. The agents of a team learn from the sum, so none would "
-                "learn anything. Give the team a reward that does not cancel, or train one side and freeze the other "
-                "(`AgentSpec(trainable=False)`) with rewards for the trained side alone."
+                f"{self._cancelled} episodes that earned some. With `returns='team'` all agents learn from the sum, "
+                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or give "
+                "the team a reward that does not cancel."
             )
         if len(some) < _ENOUGH_EPISODES:
             return
@@ -79,6 +80,24 @@ class RewardReach:
                 logger.warning(
                     f"THE REWARDS OF THE AGENTS {one!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
                     f"{len(some)} episodes), but both learn from the team's sum, in which they cancel."
+                )
+
+    def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
+        """
+        Check who is rewarded, where agents receive nothing but rewards by their own names.
+
+        Args:
+            named (`Sequence[Mapping[str, float]]`): what agents received, for every episode of all processes.
+            acted (`Sequence[str]`): names of the agents that acted in them.
+        """
+        known = {name for its in named for name in its}
+        for name in acted:
+            if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
+                self._warned.add((name, ""))
+                logger.warning(
+                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, and none of "
+                    f"{len(named)} episodes rewards it by name (only {', '.join(map(repr, sorted(known)))}). Reward "
+                    "it in the mapping, give the team a reward function, or set `returns='team'`."
                 )
 
     def note_advantages(self, have_some: Mapping[str, bool]) -> None:

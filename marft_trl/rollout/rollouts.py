@@ -26,6 +26,7 @@ from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
 from .overlap import Overlap
+from .own_returns import OwnReturns
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner
@@ -45,6 +46,7 @@ class Rollout:
         rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
         first (`int`): position of the first episode of this process among the `E`.
         nodes (`list[Node]`): candidates, where several are sampled for a turn.
+        has_own_returns (`bool`): whether every agent learns from its own return.
     """
 
     episodes: list[Episode]
@@ -52,6 +54,7 @@ class Rollout:
     rewards: torch.Tensor
     first: int = 0
     nodes: list[Node] = field(default_factory=list)
+    has_own_returns: bool = False
 
     @property
     def own_rewards(self) -> list[float]:
@@ -69,6 +72,7 @@ class Rollouts:
         scorer ([`RewardScorer`]): scores episodes.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
         workflow ([`Workflow`]): whether turns earn rewards in it.
+        own ([`OwnReturns`]): whether every agent learns from its own return.
         reach ([`RewardReach`]): watches whether rewards reach the agents.
         args ([`MARFTConfig`]): credit, limits.
         uses_candidates (`bool`): whether training compares candidates for a turn.
@@ -86,6 +90,7 @@ class Rollouts:
         scorer: RewardScorer,
         rewards: TrlRewards,
         workflow: Workflow,
+        own: OwnReturns,
         reach: RewardReach,
         args: MARFTConfig,
         uses_candidates: bool,
@@ -99,7 +104,7 @@ class Rollouts:
         self._failures, self._policy = failures, OnFailure.of(args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
-        self._workflow, self._reach, self._args = workflow, reach, args
+        self._workflow, self._own, self._reach, self._args = workflow, own, reach, args
         self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
         self._metrics, self._processes = metrics, processes
         self._unscored_in_a_row = 0
@@ -145,12 +150,14 @@ class Rollouts:
             with self._processes.together():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
         self._log(episodes)
+        has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
         self._check_rewards(per_func, training)
         self._check_skipped(per_func.size(0))
         first = self._processes.index * len(rows)
-        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, self._alternatives.take_nodes())
+        rewards, nodes = self._scorer.of_team(per_func), self._alternatives.take_nodes()
+        return Rollout(episodes, per_func, rewards, first, nodes, has_own_returns)
 
     def close(self) -> None:
         """Give up episodes under way, and take from servers what they were given."""
@@ -189,11 +196,20 @@ class Rollouts:
                 f"Turns earned rewards inside the workflow `{type(self._workflow).__name__}`, but nothing would count "
                 "them, since its `earns` is False. Set `earns = True` on the class."
             )
-        if self._workflow.earns and training and not CREDITS[self._args.credit].scores_turns:
-            weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
-            others = [name for name, weight in weights if weight and name != environment_reward.__name__]
-            earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
-            self._reach.check_earned(earned, is_all=not others)
+        if not (self._workflow.earns and training) or CREDITS[self._args.credit].scores_turns:
+            return
+        weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
+        others = [name for name, weight in weights if weight and name != environment_reward.__name__]
+        if self._own.are_on:
+            own = [{name: sum(its) for name, its in episode.own.items()} for episode in episodes]
+            has_more = bool(others) or any(self._own.shared(one).any() for one in episodes)
+            everywhere = self._processes.gather([(own, has_more, {t.agent for one in episodes for t in one.turns})])
+            if not any(has_more for _, has_more, _ in everywhere):
+                acted = sorted({name for *_, names in everywhere for name in names})
+                self._reach.check_named([its for own, *_ in everywhere for its in own], acted)
+            return
+        earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
+        self._reach.check_earned(earned, is_all=not others)
 
     def _log(self, episodes: Sequence[Episode]) -> None:
         """Numbers that workflows counted, and turns that did not fit the window."""

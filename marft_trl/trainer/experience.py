@@ -130,7 +130,7 @@ class Experience:
         """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
         turns = self._estimator.turns(rollout, training)
         rows = self._rows(rollout, turns, training)
-        last_values: list[float] = []
+        last_values: list[dict[str, float]] = []
         if training:
             self._batcher.fit(rows)
         may_keep = training and self._learner is not None and self._learner.may_keep_passes

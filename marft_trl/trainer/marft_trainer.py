@@ -49,8 +49,9 @@ from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
 from . import setup, sharding
 from .checkpointing import raise_failed_push
+from .choices import Choices
 from .engine import start_engine
-from .parts import Choices, assemble
+from .parts import assemble
 
 
 logger = get_logger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,32 +13,29 @@ from trl import GRPOTrainer
 
 from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
+from ..advantages.running import RunningBaselines
 from ..agents import AgentSpec
 from ..config_checks import uses_candidates
-from ..configs import MARFTConfig
 from ..learning.adapter_updates import AdapterUpdates
 from ..learning.batching import Collator
-from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
-from ..learning.levels import Level
 from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.sampling_correction import SamplingCorrection
-from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
 from ..manifest import BaseModel
 from ..processes import Processes
 from ..randomness import UserRandomness
-from ..reporting.evaluation import EvalMetric
 from ..reporting.health import Health
 from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
 from ..rollout.alternatives import Alternatives
-from ..rollout.failures import Failures, OnFailure
+from ..rollout.failures import OnFailure
 from ..rollout.generator import Generator, Sampling, StreamGenerator
 from ..rollout.overlap import Overlap
+from ..rollout.own_returns import OwnReturns
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
 from ..rollout.reward_scorer import RewardScorer
@@ -47,7 +43,6 @@ from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import TransformersGenerator
 from ..rollout.user_state import UserState
-from ..rollout.views import View
 from ..rollout.vllm_generator import VLLMGenerator
 from ..run_metrics import Metrics
 from ..seams.models import ScoringTemperature
@@ -55,10 +50,10 @@ from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
 from ..weights.fingerprints import describe_base
 from ..weights.policies import Policies
-from ..workflows import Workflow
 from . import setup
 from .checkpointing import Checkpoints, Stateful
-from .engine import Engine, make_vllm_generator, tolerance_of
+from .choices import Choices
+from .engine import make_vllm_generator, tolerance_of
 from .experience import Experience
 from .look_ahead import LookAhead
 from .run import Run
@@ -118,44 +113,6 @@ class Parts:
     seeds: random.Random
 
 
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """
-    A team and how it is trained, after the checks of `setup`.
-
-    Args:
-        args ([`MARFTConfig`]): training arguments.
-        agents (`list[AgentSpec]`): the team.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
-        policies ([`Policies`]): the adapters on the base.
-        critic ([`Critic`], *optional*): predicts values.
-        schedule ([`Schedule`]): which adapters learn in a step.
-        anonymous (`str`, *optional*): kind of the anonymous ablation.
-        level ([`Level`]): unit of the policy ratio.
-        view (`Callable`): observations of agents as messages.
-        turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
-        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
-        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
-        failures ([`Failures`]): what users' code has failed in.
-        engine ([`Engine`], *optional*): servers that generate.
-    """
-
-    args: MARFTConfig
-    agents: list[AgentSpec]
-    workflow: Workflow
-    policies: Policies
-    critic: Critic | None
-    schedule: Schedule
-    anonymous: str | None
-    level: Level
-    view: View
-    turn_rewards: Mapping[str, Sequence[Callable]]
-    eval_metrics: Sequence[EvalMetric]
-    aliases: Mapping[str, str]
-    failures: Failures
-    engine: Engine | None = None
-
-
 def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
     """
     The parts of a trainer whose parent's constructor has run.
@@ -173,6 +130,8 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "user_randomness": builder.randomness,
         "rollouts": rollouts,
         "reach": reach,
+        "own_returns": builder.own_returns,
+        "running_baselines": builder.running,
         "updates": updates,
         "sequential": sequential,
         "health": health,
@@ -236,6 +195,8 @@ class _Builder:
         longest_turn = choices.engine.longest_turn if choices.engine is not None else None
         self._window = setup.context_window(trainer.model, longest_turn)
         self._settings = TrlSettings(trainer)
+        self.own_returns = OwnReturns(args.returns, self._functions, self.processes)
+        self.running = RunningBaselines(args.rae_decay)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
         self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow))
@@ -312,13 +273,14 @@ class _Builder:
             self.processes,
         )
         reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
-        alternatives = Alternatives(self.runner, scorer, choices.policies, args, self.processes)
+        alternatives = Alternatives(self.runner, scorer, self.own_returns, choices.policies, args, self.processes)
         rollouts = Rollouts(
             runner=self.runner,
             alternatives=alternatives,
             scorer=scorer,
             rewards=self._functions,
             workflow=choices.workflow,
+            own=self.own_returns,
             reach=reach,
             args=args,
             uses_candidates=uses_candidates(args),
@@ -477,6 +439,7 @@ class _Builder:
             alternatives=alternatives,
             scorer=scorer,
             rewards=self._functions,
+            own=self.own_returns,
             earns=choices.workflow.earns,
             args=args,
             metrics=self.metrics,
@@ -522,6 +485,7 @@ class _Builder:
             args=self._args,
             settings=self._settings,
             processes=self.processes,
+            running=self.running,
         )
 
     def reporting(self, batcher: MicroBatcher, learner: CriticLearner | None) -> tuple[Reporter, Planner]:

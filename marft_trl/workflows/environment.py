@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..episodes.live import LiveEpisode
-from ..episodes.records import EndOfEpisode, Turn
+from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
 from ..hints import did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
 
 # Methods that the loop calls; agents cannot call them as tools
-_OWN_METHODS = ("reset", "step", "get_reward")
+_OWN_METHODS = ("reset", "step", "get_reward", "whose_turn")
 
 
 class Environment(Protocol):
@@ -25,22 +25,24 @@ class Environment(Protocol):
     of a group get the same task.
 
     As in TRL's `environment_factory`, `step` is optional, and agents can call public methods with type hints and
-    docstrings as tools. The optional method `get_reward() -> float` returns a reward for the whole episode, which is
-    assigned to the last turn.
+    docstrings as tools. The optional method `get_reward()` returns a reward for the whole episode, which is assigned
+    to the last turn. With `EnvironmentLoop(turns="one")`, `whose_turn() -> str` names the agent that acts next.
+
+    Feedback is a text for all agents, a mapping of texts by agent name that each sees alone, or `None`. A reward is a
+    number for the team, or a mapping by agent name of rewards that are each agent's own, whether or not it acted.
     """
 
-    def reset(self, **row: Any) -> str | None:
-        """Begin an episode on a dataset row. Returns feedback to show to agents after the prompt, or `None`."""
+    def reset(self, **row: Any) -> str | Mapping[str, str] | None:
+        """Begin an episode on a dataset row. Returns feedback to show to agents after the prompt."""
 
-    def step(self, turns: Sequence[Turn]) -> tuple[str | None, float | Mapping[str, float], bool]:
+    def step(self, turns: Sequence[Turn]) -> tuple[Any, float | Mapping[str, float], bool]:
         """
         Play one round.
 
         Args:
             turns (`Sequence[Turn]`): turns of this round, in order.
 
-        Returns: the feedback for the agents; the reward of the round, as a number for the team or a mapping by agent
-            name; and `True` if the episode is finished.
+        Returns: the feedback, the reward of the round, and `True` if the episode is finished.
         """
 
 
@@ -62,6 +64,11 @@ class EnvironmentLoop(Workflow):
             Names of the agents that act in each round, in order. Defaults to all agents of the team.
         horizon (`int`, *optional*, defaults to `5`):
             Maximum number of rounds.
+        turns (`str`, *optional*, defaults to `"all"`):
+            Who acts in a round: `"all"` agents, or `"one"`, whom the environment names (`whose_turn`), as in games of
+            several players.
+        shows (`str`, *optional*, defaults to `"all"`):
+            Whose turns agents are shown: those of `"all"` agents, or each its `"own"`. They see feedback either way.
         side_by_side (`bool`, *optional*, defaults to `False`):
             Whether to run the turns of a round in parallel. The agents then do not see one another's turns of this
             round.
@@ -77,6 +84,8 @@ class EnvironmentLoop(Workflow):
         environment: Callable[[], Environment],
         agents: Sequence[str] | None = None,
         horizon: int = 5,
+        turns: str = "all",
+        shows: str = "all",
         side_by_side: bool = False,
         source: str = "environment",
         tools: Sequence[str] | None = None,
@@ -99,6 +108,14 @@ class EnvironmentLoop(Workflow):
         self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.horizon = check_count("horizon", horizon, self)
+        self.turns = _one_of("turns", turns, ("all", "one"))
+        self.shows = _one_of("shows", shows, ("all", "own"))
+        if turns == "one" and (side_by_side or not hasattr(example, "whose_turn") or not self.has_steps):
+            raise ValueError(
+                f"`EnvironmentLoop(turns='one')` asks the environment who acts next: `{type(example).__name__}` needs "
+                "`whose_turn()`, which returns the name of an agent, and `step(turns)`. `side_by_side` is for rounds "
+                "in which all agents act."
+            )
         self.side_by_side = side_by_side
         self.source = source
 
@@ -109,7 +126,7 @@ class EnvironmentLoop(Workflow):
         is_done = False
         for number in range(self.horizon):
             try:
-                turns = await self._round(episode, agents, environment)
+                turns = await self._round(episode, await self._next(episode, agents, environment), environment)
             except EndOfEpisode:
                 await self._finish(episode, environment, number)
                 raise
@@ -121,7 +138,9 @@ class EnvironmentLoop(Workflow):
             if is_done:
                 break
         if not is_done:
-            episode.cut(agents[0], tools=[getattr(environment, name) for name in self.tools])
+            (following, *_) = await self._next(episode, agents, environment)
+            sees = {name: self._seen(episode, name) for name in agents}
+            episode.cut(following, sees, tools=[getattr(environment, name) for name in self.tools])
         await self._finish(episode, environment, number + 1)
 
     async def _finish(self, episode: LiveEpisode, environment: Environment, rounds: int) -> None:
@@ -129,11 +148,30 @@ class EnvironmentLoop(Workflow):
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
 
+    async def _next(self, episode: LiveEpisode, agents: Sequence[str], environment: Any) -> Sequence[str]:
+        """Names of the agents that act in the next round."""
+        if self.turns == "all":
+            return agents
+        name = await episode.call(environment.whose_turn)
+        if name not in agents:
+            raise ValueError(unknown_agent(name, agents, f"`{type(environment).__name__}.whose_turn`"))
+        return [name]
+
     async def _round(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> list[Turn]:
         tools = [getattr(environment, name) for name in self.tools]
+
+        def turn(agent: str) -> Any:
+            return episode.turn(agent, self._seen(episode, agent), tools=tools)
+
         if self.side_by_side:
-            return await together(episode.turn(agent, tools=tools) for agent in agents)
-        return [await episode.turn(agent, tools=tools) for agent in agents]
+            return await together(turn(agent) for agent in agents)
+        return [await turn(agent) for agent in agents]
+
+    def _seen(self, episode: LiveEpisode, agent: str) -> list[Seen] | None:
+        if self.shows == "all":
+            return None
+        mine = [item for item in episode.history if item.audience in (None, agent)]
+        return [item for item in mine if isinstance(item, Feedback) or item.agent == agent]
 
     def _example(self) -> Any:
         """Create an environment to inspect its methods, which a factory function does not reveal."""
@@ -151,17 +189,13 @@ class EnvironmentLoop(Workflow):
             )
         return example
 
-    def _record(self, episode: LiveEpisode, turns: list[Turn], feedback: str | None, reward: Any) -> None:
+    def _record(self, episode: LiveEpisode, turns: list[Turn], feedback: Any, reward: Any) -> None:
         if not isinstance(reward, Mapping):
             episode.observe(feedback, after=turns, reward=reward, source=self.source)
             return
         last = {turn.agent: turn for turn in turns}
-        for agent, its in reward.items():
-            if agent not in last:
-                raise ValueError(
-                    f"The environment rewards {agent!r}, which did not act: {', '.join(map(repr, last))} did."
-                )
-            episode.earn(last[agent], its)
+        for agent, its in reward.items():  # after its own turn, or the last one if it did not act
+            episode.earn(last.get(agent, turns[-1]), {agent: its})
         episode.observe(feedback, after=turns, source=self.source)
 
     def check(self, agents: Sequence[str]) -> None:
@@ -178,7 +212,7 @@ class EnvironmentLoop(Workflow):
         speakers = self.agents or list(agents)
         if not speakers:
             return []
-        if self.side_by_side:
+        if self.side_by_side or self.turns == "one":
             return [pair for name in speakers for pair in ((name, self.source), (self.source, name))]
         chain = [*speakers, self.source, speakers[0]]
         return list(itertools.pairwise(chain))
@@ -189,10 +223,21 @@ class EnvironmentLoop(Workflow):
             "environment": callable_name(self.environment),
             "agents": self.agents,
             "horizon": self.horizon,
+            "turns": None if self.turns == "all" else self.turns,
+            "shows": None if self.shows == "all" else self.shows,
             "side_by_side": self.side_by_side or None,
             "tools": self.tools or None,
             "source": self.source,
         }
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ValueError(
+            f"`{name}` of `EnvironmentLoop` must be {' or '.join(map(repr, known))}, got {value!r}."
+            f"{did_you_mean(value, known)}"
+        )
+    return value
 
 
 def _public_methods(environment: Any) -> list[str]:
@@ -223,13 +268,13 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
     return list(tools)
 
 
-def _checked(outcome: Any, environment: Any, number: int) -> tuple[str | None, Any, bool]:
+def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, bool]:
     where = f"`{type(environment).__name__}.step`, in round {number + 1},"
     if not isinstance(outcome, (tuple, list)) or len(outcome) != 3:
         raise TypeError(f"{where} has to return feedback, reward and done; got {outcome!r}.")
     feedback, reward, is_done = outcome
-    if feedback is not None and not isinstance(feedback, str):
-        raise TypeError(f"{where} has to return a text or None as feedback, got {feedback!r}.")
+    if feedback is not None and not isinstance(feedback, (str, Mapping)):
+        raise TypeError(f"{where} has to return a text, texts by agent name or None as feedback, got {feedback!r}.")
     if reward is None:
         raise TypeError(f"{where} returned None as reward. Return 0.0 where there is none.")
     if not isinstance(is_done, bool) and type(is_done).__name__ not in ("bool_", "bool"):  # NumPy's
