@@ -31,15 +31,16 @@ SHAPES = {
         **{"num_key_value_heads": 8, "vocab_size": 128256},
     },
 }
+# Of 4-bit weights with double quantization, beside half a byte; whole on every process
+CONSTANTS = 0.0159
 # Name, base, bytes of an element of its layers, processes that share it, targets and rank of adapters, tokens
 SETUPS = [
-    ("1 x 24 GB, 4-bit", "7B", 0.516, 1, "all-linear", 16, 4096),
-    ("1 x 24 GB, 4-bit, q and v", "7B", 0.516, 1, ["q_proj", "v_proj"], 8, 4096),
+    ("1 x 24 GB, 4-bit", "7B", 0.5, 1, "all-linear", 16, 4096),
+    ("1 x 24 GB, 4-bit, q and v", "7B", 0.5, 1, ["q_proj", "v_proj"], 8, 4096),
     ("8 x 80 GB, each the whole base", "8B", 2.0, 1, "all-linear", 16, 8192),
     ("8 x 80 GB: 4 train in shards, 4 serve", "70B", 2.0, 4, "all-linear", 16, 4096),
-    ("8 x 80 GB: 4 train in 4-bit shards, 4 serve", "70B", 0.516, 4, "all-linear", 16, 4096),
+    ("8 x 80 GB: 4 train in 4-bit shards, 4 serve", "70B", 0.5, 4, "all-linear", 16, 4096),
     ("2 nodes: 8 x 80 GB train in shards, 8 serve", "70B", 2.0, 8, "all-linear", 16, 4096),
-    ("4 x 24 GB, 4-bit shards, q and v", "70B", 0.516, 4, ["q_proj", "v_proj"], 8, 1024),
 ]
 
 
@@ -61,15 +62,16 @@ def row(setup, options):
     in_layers, total = sum(p.numel() for p in layers), sum(p.numel() for p in model.parameters())
     of_adapter = sum(p.numel() for p in adapter)
     base = total - of_adapter
-    quantized = (width - 2.0) * in_layers  # only layers are quantized
-    held = sizes.held + quantized / world
+    held = sizes.held + (width - 2.0) * in_layers / world  # only layers are quantized
+    held += CONSTANTS * in_layers if width < 1 else 0
     layer, embeddings = in_layers / config.num_hidden_layers * width, config.vocab_size * config.hidden_size * 2
     gathered = 0 if world == 1 else max(2 * layer, embeddings + layer)
     adapters = options.agents * of_adapter * 16  # fp32: weights, gradients, two moments
     kept = tokens * config.num_hidden_layers * config.hidden_size * 2
     within = tokens * 2 * (8 * config.hidden_size + 3 * config.intermediate_size)
     everything = held + gathered + adapters + kept + within
-    traffic = 0 if world == 1 else 2 * (world - 1) / world * (in_layers * width)
+    # Forward and backward; the embeddings once. Where rows share a prefix, there are two passes of each kind
+    traffic = 0 if world == 1 else (world - 1) / world * (2 * in_layers * width + embeddings)
     cells = [held, gathered, adapters, kept + within, everything]
     line = f"| {name} | {shape}, {base / 1e9:.1f}B | " + " | ".join(readable(cell) for cell in cells) + " |"
     if world == 1:

@@ -45,6 +45,7 @@ class LockStep:
 
     Attributes:
         num_lent (`int`): number of passes, forward or backward, that this process has lent.
+        is_in_pass (`bool`): whether the other processes wait in the middle of a pass of this one.
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
@@ -53,10 +54,13 @@ class LockStep:
         # A group of its own: its messages are small and meant for the CPU, whatever the device
         self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._is_ready = self._is_lending = False
+        # Whether a pass of its own runs, or has ended with an error: the others are in the middle of theirs, too
+        self.is_in_pass = False
         self._num_open = 0  # forward passes of its own that wait for their backward pass
         self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
         self.num_lent = 0
         backbone.register_forward_pre_hook(self._before_forward)
+        backbone.register_forward_hook(self._after_forward)
 
     def wait(self) -> None:
         """Lend passes until no process wants one. All processes call this, before every collective."""
@@ -74,8 +78,10 @@ class LockStep:
             # Not in a hook: within a backward pass, FSDP2 would keep the weights of a lent forward pass
             own, self._num_open = self._num_open, 0
             most = self._until(_BACKWARD, own) if own else 0
+            self.is_in_pass = own > 0
             backward(loss, *args, **kwargs)
             self._lend_backward(most - own)
+            self.is_in_pass = False
 
         return in_step
 
@@ -108,6 +114,11 @@ class LockStep:
         self._get_ready()
         self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
         self._num_open += torch.is_grad_enabled()
+        self.is_in_pass = True
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_lending:
+            self.is_in_pass = False
 
     def _get_ready(self) -> None:
         """
@@ -127,8 +138,11 @@ class LockStep:
     @contextlib.contextmanager
     def _lending(self) -> Iterator[None]:
         self._is_lending = True
+        device = next(self._model.parameters()).device
+        devices = [] if device.type == "cpu" else [device]
         try:
-            yield
+            with torch.random.fork_rng(devices, device_type=device.type):  # what is lent draws for dropout, too
+                yield
         finally:
             self._is_lending = False
 

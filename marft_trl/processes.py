@@ -42,6 +42,7 @@ class Processes:
         self._accelerator = accelerator
         self._agreed: BaseException | None = None
         self._wait: Callable[[], None] = lambda: None
+        self._are_stuck: Callable[[], bool] = lambda: False
 
     @property
     def count(self) -> int:
@@ -68,9 +69,19 @@ class Processes:
         """`True` if the base is, or will be, in shards over the processes."""
         return self._accelerator.is_fsdp2
 
-    def before_collectives(self, wait: Callable[[], None]) -> None:
-        """Call `wait()` before every collective: what processes do between two of them may need the others."""
-        self._wait = wait
+    def before_collectives(self, wait: Callable[[], None], are_stuck: Callable[[], bool]) -> None:
+        """
+        What processes do between two collectives may need the others.
+
+        Args:
+            wait (`Callable[[], None]`): called before every collective.
+            are_stuck (`Callable[[], bool]`): whether the others could not reach the next one if this process failed.
+        """
+        self._wait, self._are_stuck = wait, are_stuck
+
+    def wait(self) -> None:
+        """Wait until all processes have reached this place, and help them with what they do before it."""
+        self._wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over processes, in double precision on the CPU."""
@@ -122,6 +133,8 @@ class Processes:
                 raise
         if self.count == 1:
             return
+        if error is not None and self._are_stuck():
+            raise error  # the others learn of it when this process has ended
         said = self.gather([None if error is None else _described(error)])
         failures = {index: text for index, text in enumerate(said) if text is not None}
         if not failures:

@@ -63,6 +63,7 @@ class Team:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
         seeds (`random.Random`, *optional*): source of the seed of `run` if none is passed. It keeps the global random
             states, which a trainer uses, unchanged.
+        finish (`Callable[[], None]`, *optional*): called at the end of a run. Other processes may not be done yet.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Team:
         runner: EpisodeRunner,
         model: PreTrainedModel,
         seeds: random.Random | None = None,
+        finish: Callable[[], None] = lambda: None,
     ):
         self.agents, self.workflow, self.model = list(agents), workflow, model
-        self._runner, self._seeds = runner, seeds
+        self._runner, self._seeds, self._finish = runner, seeds, finish
 
     def __repr__(self) -> str:
         names = ", ".join(agent.name for agent in self.agents)
@@ -219,6 +221,7 @@ class Team:
                 runner.publish(alone=True)
                 with runner.seeded(seed or 0):
                     yield
+                self._finish()
         finally:
             runner.options, runner.randomness, runner.dropped_turns = options, randomness, dropped
             model.train(was_training)

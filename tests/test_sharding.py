@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,11 @@ SETTINGS = {
     "per_agent": {**PPO, "critic": "per_agent", "level": "action", "max_steps": 3},
     "frozen": {**PPO, "critic": "frozen", "max_steps": 3, "evaluates": True},
     "sequential": {"update_order": "sequential", "num_iterations": 2, "max_steps": 4, "sync_ref_model": True},
+    "dropout": {"dropout": 0.2, "max_steps": 3, "lopsided": True, "gradient_checkpointing": True},
+    "best model": {
+        **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        **{"evaluates": True, "load_best_model_at_end": True, "asks": True},
+    },
     "4-bit": {"four_bit": "bfloat16", "max_steps": 2},
     "4-bit, whole": {"four_bit": "uint8", "max_steps": 2},
     "five steps": {
@@ -199,6 +205,31 @@ def test_a_process_that_fails_ends_all_with_its_error(model_folder, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_pass_that_runs_out_of_memory_ends_all_at_once_with_its_error(model_folder, tmp_path):
+    """The other process waits in the middle of the pass, where nobody can tell it anything."""
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="in the middle of a pass") as error:
+        train(model_folder, tmp_path / "sharded", sharded=True, out_of_memory=True)
+    assert "Process 1 of the run failed: OutOfMemoryError" in str(error.value)
+    assert time.monotonic() - start < 100  # and not the time limit of a collective
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_mixed_precision(model_folder, untied_folder, tmp_path, is_tied):
+    """Layers compute in bfloat16, also where the base is kept in float32: it trains, near to what a whole base does."""
+    folder = model_folder if is_tied else untied_folder
+    settings = {"bf16": True, "max_steps": 2, "learning_rate": 1e-3}
+    expected = train(folder, tmp_path / "whole", sharded=False, **settings)
+    found = train(
+        folder, tmp_path / "sharded", sharded=True, environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, **settings
+    )
+    for name, value in expected.items():  # two steps of Adam; episodes may differ by the precision of generation
+        assert (found[name] - value).abs().max() <= 4.5e-3, name
+    assert any(value.any() for name, value in found.items() if "lora_B" in name)
+
+
+@pytest.mark.exhaustive
 def test_nodes_that_do_not_share_the_output_folder_are_told_so(model_folder, tmp_path):
     """Also without shards. Every process writes its part of a checkpoint."""
     with pytest.raises(AssertionError, match="is not the one that the first process of the run writes to") as error:
@@ -327,6 +358,9 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
         ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "Set it to false, and `MARFTConfig.gradient_checkpointing=True."),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "`fsdp_offload_params` is not supported"),
+        ({"FSDP_IGNORED_MODULES": "x"}, "`fsdp_ignored_modules` is what MARFTTrainer sets itself"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "leave `parallelism_config` out"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "under DeepSpeed: .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not run under Megatron: "),
     ],
@@ -334,6 +368,12 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
 def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, message):
     args = on_gpus(tmp_path, monkeypatch, environment)
     with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_launcher(args)
+
+
+def test_reentrant_checkpointing_is_refused(tmp_path, monkeypatch):
+    args = on_gpus(tmp_path, monkeypatch, {}, gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="Leave `use_reentrant` out"):
         check_launcher(args)
 
 

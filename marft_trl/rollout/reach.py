@@ -65,8 +65,8 @@ class RewardReach:
             raise ValueError(
                 f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
                 f"{self._cancelled} episodes that earned some. With `returns='team'` all agents learn from the sum, "
-                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or give "
-                "the team a reward that does not cancel."
+                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or "
+                "give the team a reward that does not cancel."
             )
         if len(some) < _ENOUGH_EPISODES:
             return

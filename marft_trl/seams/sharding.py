@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from trl import GRPOTrainer
 
 from .swapping import swapped
@@ -41,10 +42,9 @@ class WholeAdapters:
         self._accelerator, plugin = accelerator, accelerator.state.fsdp_plugin
         plugin.ignored_modules = _owners(model, [*adapters, *_between_layers(model)])
         if plugin.cpu_ram_efficient_loading:
-            _send(model)
+            _send(model, accelerator.device)
             plugin.cpu_ram_efficient_loading = False
-        for module in plugin.ignored_modules:
-            module.to(accelerator.device)  # upstream moves what it shards, and no more
+        self._whole = plugin.ignored_modules
         self._shard, self._prepare = accelerator._prepare_fsdp2, accelerator.prepare
         accelerator._prepare_fsdp2, accelerator.prepare = self._shard_model, self.prepare
 
@@ -55,6 +55,8 @@ class WholeAdapters:
         return self._prepare(*args, **kwargs)
 
     def _shard_model(self, *args: Any) -> tuple[Any, ...]:
+        for module in self._whole:
+            module.to(self._accelerator.device)  # upstream moves what it shards, and no more
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         kept = [[group["params"] for group in one.param_groups] for one in optimizers]
         for optimizer in optimizers:
@@ -92,10 +94,12 @@ def _owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Mod
 
 
 @torch.no_grad()
-def _send(model: nn.Module) -> None:
-    """Give all processes the weights and buffers of the first one, in place."""
+def _send(model: nn.Module, device: torch.device) -> None:
+    """Give all processes the weights and buffers of the first one, in place, one after the other over a device."""
     for tensor in [*model.parameters(), *model.buffers()]:
-        torch.distributed.broadcast(tensor.data, src=0)
+        sent = tensor.data.to(device)
+        torch.distributed.broadcast(sent, src=0)
+        tensor.data.copy_(sent)
 
 
 class ShardSizes(NamedTuple):
@@ -132,7 +136,7 @@ def shard_sizes(
 
     def held(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // world) if is_cut(parameter) else parameter.shape[0]
-        return rows * parameter[:1].numel() * parameter.element_size()
+        return rows * parameter[:1].numel() * parameter.element_size() + constants(parameter)
 
     def gathered(unit: nn.Module | None) -> int:
         cut = [p for p in unit.parameters() if is_cut(p)] if unit is not None else []
@@ -145,6 +149,34 @@ def shard_sizes(
         sum(held(p) if p.dim() else p.element_size() for p in parameters),
         max(sum(layers[:2]) + of_head, before_layers + layers[0]),
     )
+
+
+def constants(parameter: nn.Parameter) -> int:
+    """Bytes of what bitsandbytes (0.50) keeps beside 4-bit weights, which is whole on every process."""
+    state = getattr(parameter, "quant_state", None)
+    tensors = []
+    while state is not None:
+        tensors += [one for one in (state.absmax, state.code, state.offset) if isinstance(one, torch.Tensor)]
+        state = state.state2
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def storage_of_4bit(model: nn.Module) -> torch.dtype | None:
+    """The type that 4-bit weights (bitsandbytes 0.50) are stored as; `None` without any."""
+    stored = (parameter.dtype for parameter in model.parameters() if hasattr(parameter, "quant_state"))
+    return next(stored, None)
+
+
+def in_the_precision_of_the_head(model: nn.Module) -> None:
+    """
+    Let the head take hidden states of any precision. With mixed precision, FSDP2 (torch 2.13) lets the layers give out
+    the lower one also outside of autocast, while a head that is not sharded keeps its own.
+
+    Args:
+        model (`nn.Module`): a model with its head.
+    """
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype), *args[1:]))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -183,16 +215,18 @@ class _WithZeros(torch.autograd.Function):
 
 def gather_in_one_order(model: nn.Module) -> None:
     """
-    Let the backward pass gather the units of a sharded model (torch 2.13) in an order that depends on the model alone:
-    every layer also gathers the one before it. By default, a unit gathers the one that was used before it in whatever
-    pass came last; processes whose passes differ in what they read of the head would gather different units then.
-    Embeddings that the head does not read are not gathered: no backward pass reads them.
+    Gather the units of a sharded model (torch 2.13) in an order that depends on the model alone: every layer also
+    gathers the one that follows it, in a backward pass the one before it. By default, a unit gathers the one that was
+    used before it in whatever pass came last; processes whose passes differ in what they read of the head would gather
+    different units then. Embeddings that the head does not read are not gathered: no backward pass reads them.
 
     Args:
         model (`nn.Module`): a sharded model.
     """
     layers = [layer for layer in _layers(model) if isinstance(layer, FSDPModule)]
-    before = dict(zip(layers[1:], layers, strict=False))
+    before, after = dict(zip(layers[1:], layers, strict=False)), dict(itertools.pairwise(layers))
+    for layer in layers:
+        layer.set_modules_to_forward_prefetch([after[layer]] if layer in after else [])
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch([before.get(unit, unit)])
@@ -204,16 +238,17 @@ def gather_in_one_order(model: nn.Module) -> None:
 def keep_what_is_gathered(model: nn.Module) -> None:
     """
     Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are. By default,
-    they free gathered weights on the process that calls them. Adapters are saved and compared by one process alone,
-    which would gather more than the others in its next pass.
+    they free gathered weights on the process that calls them, or take them for shards. Adapters are saved and compared
+    by one process alone, which would gather more than the others in its next pass.
 
     Args:
         model (`nn.Module`): a sharded model that a pass has gone through.
     """
     for module in model.modules():
-        for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
+        when = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+        for hooks in when:
             for key, hook in list(hooks.items()):
-                if getattr(hook, "hook", hook).__qualname__.startswith(FSDPParamGroup.__name__):
+                if getattr(hook, "hook", hook).__qualname__.startswith(FSDPParam.__name__):  # and its group's
                     del hooks[key]
 
 

@@ -223,7 +223,8 @@ class MARFTTrainer(GRPOTrainer):
     def team(self) -> Team:
         """The team with its present weights, to be run: `trainer.team("question")`."""
         model = self.accelerator.unwrap_model(self.model)
-        return Team(self.agents, self.workflow, self.parts.runner, model, seeds=self.parts.seeds)
+        wait = self.parts.processes.wait  # processes may have asked for different numbers of passes
+        return Team(self.agents, self.workflow, self.parts.runner, model, seeds=self.parts.seeds, finish=wait)
 
     def plan(self) -> str:
         """

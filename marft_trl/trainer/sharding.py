@@ -7,6 +7,7 @@ import os
 
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from trl import GRPOTrainer
 
@@ -14,7 +15,7 @@ from ..configs import MARFTConfig
 from ..lock_step import LockStep
 from ..processes import Processes
 from ..seams.runs import timeout_of_processes
-from ..seams.sharding import WholeAdapters
+from ..seams.sharding import WholeAdapters, in_the_precision_of_the_head, storage_of_4bit
 from ..weights.policies import Policies
 
 
@@ -24,6 +25,13 @@ logger = get_logger(__name__)
 def wants_sharding(args: MARFTConfig) -> bool:
     """`True` if the launcher or the training arguments ask for FSDP."""
     return bool(args.fsdp) or _is_on("ACCELERATE_USE_FSDP")
+
+
+_OTHER_DIMENSIONS = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("TP", "CP", "SP")]
+
+
+def _is_on_above_one(variable: str) -> bool:
+    return os.environ.get(variable, "1").isdecimal() and int(os.environ.get(variable, "1")) > 1
 
 
 def _is_on(variable: str) -> bool:
@@ -96,6 +104,25 @@ def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[
             "`MARFTConfig(gradient_checkpointing=True)` for the same memory.",
         ),
         (
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set "
+            "it to false. A base that is stored in 4 bits takes a quarter of the memory.",
+        ),
+        (
+            bool(plugin.ignored_modules),
+            "`fsdp_ignored_modules` is what MARFTTrainer sets itself, to the adapters. Leave it out.",
+        ),
+        (
+            bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+            "Reentrant gradient checkpointing does not go with FSDP2 here: processes lend passes of which only parts "
+            "have gradients. Leave `use_reentrant` out of `gradient_checkpointing_kwargs`.",
+        ),
+        (
+            any(_is_on_above_one(name) for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", *_OTHER_DIMENSIONS)),
+            "MARFTTrainer shards the base over all processes. Replicas of shards (hybrid sharding), tensor and "
+            "context parallelism are not supported: leave `parallelism_config` out.",
+        ),
+        (
             bool(args.torch_compile),
             "`torch_compile=True` does not go with FSDP2 here: passes are kept in step by hooks. Leave it out.",
         ),
@@ -125,10 +152,36 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
         policies ([`Policies`]): the adapters.
     """
     if trainer.accelerator.is_fsdp2:
+        _check_layers(trainer)
+        _check_4bit(trainer)
         WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
+        if not trainer.model.get_base_model().config.get_text_config().tie_word_embeddings:
+            in_the_precision_of_the_head(trainer.model)
         # All layers then take part in every backward pass, whichever of them the adapter of an agent has
         trainer.model.enable_input_require_grads()
         logger.info("The base is sharded over the processes (FSDP2). Adapters and critics are whole on each of them.")
+
+
+def _check_layers(trainer: GRPOTrainer) -> None:
+    given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    layers = sorted(trainer.model._no_split_modules)
+    if given is not None and sorted(given) != layers:
+        raise ValueError(
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
+            f"{', '.join(layers)}. Leave it out."
+        )
+
+
+def _check_4bit(trainer: GRPOTrainer) -> None:
+    """FSDP2 casts what it gathers to the type of mixed precision. That would change the bytes of 4-bit weights."""
+    stored, policy = storage_of_4bit(trainer.model), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    computes = getattr(policy, "param_dtype", None)
+    if stored is None or not stored.is_floating_point or computes in (None, stored):
+        return
+    raise ValueError(
+        f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "
+        f"changes the bytes. Set `BitsAndBytesConfig(bnb_4bit_quant_storage={computes})`."
+    )
 
 
 def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
@@ -142,5 +195,5 @@ def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
         backbone = trainer.model.get_base_model().base_model
         steps = LockStep(trainer.model, backbone, timeout_of_processes())
-        processes.before_collectives(steps.wait)
+        processes.before_collectives(steps.wait, lambda: steps.is_in_pass)
         trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)

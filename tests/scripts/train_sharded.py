@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, training_args
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.seams.sharding import local, shard_sizes
@@ -37,6 +37,11 @@ def failing(completions, **columns):
     return varied_reward(completions)
 
 
+def run_out_of_memory(module, args):
+    if torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("in the middle of a pass")
+
+
 def main(model: str, folder: str, options: str) -> None:
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -44,6 +49,12 @@ def main(model: str, folder: str, options: str) -> None:
     resume, evaluates = given.pop("resume", None), given.pop("evaluates", False)
     more = {"workflow": Lopsided()} if given.pop("lopsided", False) else {}
     more |= {"reward_funcs": failing} if given.pop("fails", False) else {}
+    if given.get("bf16"):  # which transformers allows on GPUs only
+        training_args.is_torch_bf16_gpu_available = lambda: True
+    asks, out_of_memory = given.pop("asks", False), given.pop("out_of_memory", False)
+    dropout, dtype = given.pop("dropout", 0.0), given.pop("dtype", "float32")
+    if storage := given.get("four_bit"):
+        dtype = storage if storage != "uint8" else dtype
     apart = given.pop("apart", False) and os.environ.get("RANK") == "1"
     output = folder + "-of-another-node" if apart else folder
     storage = given.pop("four_bit", None)
@@ -71,19 +82,27 @@ def main(model: str, folder: str, options: str) -> None:
         **given,
     }
     evaluation = {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
+    if dtype != "float32":
+        settings["model_init_kwargs"] = {"dtype": dtype}
     trainer = team_trainer(
         model,
         output,
         agents=agents,
         settings=settings,
-        peft_config=lora(),
+        peft_config=lora(lora_dropout=dropout),
         quantization_config=four_bit,
         **evaluation,
         **more,
     )
+    if out_of_memory and os.environ.get("RANK") == "1":
+        trainer.model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(run_out_of_memory)
     if evaluates:  # before anything is prepared for training
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
+    if asks:  # other questions on each process, so other numbers of passes
+        count = 1 + 2 * trainer.accelerator.process_index
+        assert len(trainer.team.run(["Two and two?"] * count, batch_size=1)) == count
+        trainer.accelerator.wait_for_everyone()
     adapters = trainer.policies.all_parameters()
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
