@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec
+from marft_trl.advantages.running import RunningBaselines
 from marft_trl.functional import gae, own_steps, returns_to_go
 from marft_trl.workflows import EnvironmentLoop
 
-from .helpers import team_trainer
+from .helpers import collect, echo, team_trainer
 
 
 def worth(turns) -> int:
@@ -140,8 +141,11 @@ def close(found, expected):
     return math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5)
 
 
-@pytest.mark.parametrize("advantage", FORMULAS)
-@pytest.mark.parametrize("agents", [DUEL, SHARED], ids=["own adapters", "one adapter"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("advantage", ["group", *(pytest.param(one, marks=SLOW) for one in list(FORMULAS)[1:])])
+@pytest.mark.parametrize("agents", [pytest.param(DUEL, marks=SLOW), SHARED], ids=["own adapters", "one adapter"])
 def test_opposed_rewards_reach_every_own_turn(model_folder, tmp_path, advantage, agents):
     """By formulas of their own for each baseline: what one gains, the other loses."""
     formula, over_batch = FORMULAS[advantage]
@@ -156,8 +160,10 @@ def test_opposed_rewards_reach_every_own_turn(model_folder, tmp_path, advantage,
             assert len(found) == 3 and all(close(one, expected) for one in found), (agent, index)
 
 
-@pytest.mark.parametrize("environment", [Duel, Common, Mixed, Alternating])
-@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(
+    "environment", [pytest.param(Duel, marks=SLOW), pytest.param(Common, marks=SLOW), Mixed, Alternating]
+)
+@pytest.mark.parametrize("side_by_side", [False, pytest.param(True, marks=SLOW)])
 def test_returns_to_go_of_games(model_folder, tmp_path, environment, side_by_side):
     """As rewards, a turn is worth what its agent receives from its joint step on."""
     if environment is Alternating and side_by_side:
@@ -177,9 +183,11 @@ def test_returns_to_go_of_games(model_folder, tmp_path, environment, side_by_sid
             assert close(row.advantage, sum(later))
 
 
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
-@pytest.mark.parametrize("level", ["token", "action"])
-@pytest.mark.parametrize("environment", [Duel, Alternating])
+@pytest.mark.parametrize(
+    "critic", ["multi_head", *(pytest.param(one, marks=SLOW) for one in ("shared", "per_agent", "frozen"))]
+)
+@pytest.mark.parametrize("level", ["token", pytest.param("action", marks=SLOW)])
+@pytest.mark.parametrize("environment", [pytest.param(Duel, marks=SLOW), Alternating])
 def test_a_critic_learns_what_its_agent_will_receive(model_folder, tmp_path, critic, level, environment):
     """Without discounts, the target of every value is what the agent receives from the turn on."""
     settings = {"advantage": "gae", "critic": critic, "level": level, "gae_lambda": 1.0, "num_generations": 1}
@@ -221,11 +229,13 @@ def test_own_steps_by_hand():
     assert returns_to_go(rewards, steps, 0.5)[[0, 2, 3]].tolist() == [7.0, 20.0, 20.0]
 
 
+@pytest.mark.slow
 def test_the_sum_of_the_team_cancels_and_is_refused_by_name(model_folder, tmp_path):
     with pytest.raises(ValueError, match="cancel in their sum.*learn from the sum"):
         run(model_folder, tmp_path, EnvironmentLoop(Duel), returns="team", steps=2)  # once eight episodes have earned
 
 
+@pytest.mark.slow
 def test_own_returns_of_a_team_with_one_interest_are_those_of_the_team(model_folder, tmp_path):
     """Where nobody is rewarded by name, `returns="agent"` compares the same returns, agent by agent."""
 
@@ -239,3 +249,52 @@ def test_own_returns_of_a_team_with_one_interest_are_those_of_the_team(model_fol
         found[returns] = [[row.advantage for row in its] for its in calls[0][1]]
     assert torch.tensor(found["team"]).sub(torch.tensor(found["agent"])).abs().max() < 1e-5
     assert any(any(its) for its in found["team"])
+
+
+def test_running_baselines_by_hand():
+    """Corrected as in Adam: after one batch it is its mean. Batches without a return change nothing."""
+    running = RunningBaselines(0.5)
+    assert running.of(["a", "b"]).tolist() == [0.0, 0.0]
+    nan = float("nan")
+    running.update(["a", "a", "b", "a"], torch.tensor([1.0, 4.0, nan, 4.0]), torch.tensor([1.0, 0.5, 1.0, 0.5]))
+    assert running.of(["a", "b"]).tolist() == [2.5, 0.0]
+    running.update(["a"], torch.tensor([5.5]), torch.ones(1))
+    assert math.isclose(running.of(["a"]).item(), (0.25 * 2.5 + 0.5 * 5.5) / 0.75, rel_tol=1e-6)
+    again = RunningBaselines(0.5)
+    again.load_state_dict(running.state_dict())
+    assert again.of(["a"]).equal(running.of(["a"]))
+
+
+def test_rae_compares_with_earlier_batches(model_folder, tmp_path):
+    calls = run(
+        model_folder, tmp_path, EnvironmentLoop(Duel), advantage="rae", num_generations=1, steps=2, learning_rate=0.0
+    )
+    (first, _, _), (second, rows, _) = calls
+    for agent in ("left", "right"):
+        before = statistics.mean(own(one, agent) for one in first.episodes)
+        for episode, its in zip(second.episodes, rows, strict=True):
+            assert all(close(row.advantage, own(episode, agent) - before) for row in its if row.agent == agent)
+
+
+def test_an_environment_that_does_not_say_who_is_next(model_folder):
+    with pytest.raises(ValueError, match=r"`Duel` needs `whose_turn\(\)`"):
+        EnvironmentLoop(Duel, turns="one")
+    with pytest.raises(ValueError, match="`turns` of `EnvironmentLoop` must be 'all' or 'one', got 'each'"):
+        EnvironmentLoop(Duel, turns="each")
+
+
+def test_private_feedback_and_own_turns_are_all_that_an_agent_sees():
+    class Secret(Alternating):
+        def reset(self, **row):
+            super().reset(**row)
+            return {"left": "L", "right": "R"}
+
+    workflow = EnvironmentLoop(Secret, turns="one", shows="own", horizon=4)
+    (episode,) = collect(workflow, [{"prompt": "q"}], ["left", "right"], echo())
+    assert [turn.agent for turn in episode.turns] == ["left", "right", "left", "right"]
+    assert episode.turns[1].text == "right(R,Round 1.)"
+    assert episode.turns[2].text == "left(L,left(L),Round 1.,Round 2.)"
+    assert [one.agent for one in episode.horizons] == ["left", "right"]
+    assert [item.text for item in episode.horizons[1].seen if item.agent == "right"] == [
+        turn.text for turn in episode.turns if turn.agent == "right"
+    ]

@@ -14,10 +14,18 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
-from marft_trl.seams.sharding import ShardSizes, WholeAdapters, as_if_not_sharded, shard_sizes
-from marft_trl.trainer.sharding import check_launcher, check_team
+from marft_trl.seams.sharding import (
+    ShardSizes,
+    WholeAdapters,
+    as_if_not_sharded,
+    constants,
+    in_the_precision_of_the_head,
+    shard_sizes,
+    storage_of_4bit,
+)
+from marft_trl.trainer.sharding import check_launcher, check_team, keep_adapters_whole
 
 from .helpers import config, team_trainer
 from .test_distributed import ROOT, launch
@@ -217,7 +225,7 @@ def test_a_pass_that_runs_out_of_memory_ends_all_at_once_with_its_error(model_fo
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_mixed_precision(model_folder, untied_folder, tmp_path, is_tied):
-    """Layers compute in bfloat16, also where the base is kept in float32: it trains, near to what a whole base does."""
+    """Layers compute in bfloat16, also where the base is in float32: it trains, near to what a whole base does."""
     folder = model_folder if is_tied else untied_folder
     settings = {"bf16": True, "max_steps": 2, "learning_rate": 1e-3}
     expected = train(folder, tmp_path / "whole", sharded=False, **settings)
@@ -369,6 +377,40 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, enviro
     args = on_gpus(tmp_path, monkeypatch, environment)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_launcher(args)
+
+
+def prepared(model, computes=torch.bfloat16, layers=None):
+    """What a trainer has before accelerate prepares it."""
+    policy = SimpleNamespace(param_dtype=computes)
+    plugin = SimpleNamespace(mixed_precision_policy=policy, transformer_cls_names_to_wrap=layers)
+    accelerator = SimpleNamespace(is_fsdp2=True, state=SimpleNamespace(fsdp_plugin=plugin))
+    return SimpleNamespace(accelerator=accelerator, model=model)
+
+
+def test_4bit_weights_that_mixed_precision_would_cast_are_refused(model_folder):
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=settings)
+    assert storage_of_4bit(model) is torch.float16
+    with pytest.raises(ValueError, match=r"stored as torch.float16.*bnb_4bit_quant_storage=torch.bfloat16"):
+        keep_adapters_whole(prepared(model), None)
+    first = next(p for p in model.parameters() if hasattr(p, "quant_state"))
+    assert constants(first) >= 4 * first.quant_state.absmax.numel() > 0
+    assert constants(model.model.norm.weight) == 0
+
+
+def test_other_layers_than_those_of_the_base_are_refused():
+    with pytest.raises(ValueError, match="names Qwen3MLP, but the layers of this base are Qwen3DecoderLayer"):
+        keep_adapters_whole(prepared(small_model(), layers=["Qwen3MLP"]), None)
+
+
+def test_a_head_of_its_own_takes_any_precision():
+    """`in_the_precision_of_the_head`: the head of a base in float32 below layers in bfloat16."""
+    model = small_model()
+    states = torch.ones(1, 1, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.lm_head(states)
+    in_the_precision_of_the_head(model)
+    assert model.lm_head(states).dtype == torch.float32
 
 
 def test_reentrant_checkpointing_is_refused(tmp_path, monkeypatch):
