@@ -399,6 +399,7 @@ def test_4bit_weights_that_mixed_precision_would_cast_are_refused(model_folder):
 
 
 def test_other_layers_than_those_of_the_base_are_refused():
+    """By `names_of_layers`."""
     with pytest.raises(ValueError, match="names Qwen3MLP, but the layers of this base are Qwen3DecoderLayer"):
         keep_adapters_whole(prepared(small_model(), layers=["Qwen3MLP"]), None)
 

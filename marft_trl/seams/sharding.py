@@ -70,6 +70,11 @@ class WholeAdapters:
                     group["params"] = parameters
 
 
+def names_of_layers(model: nn.Module) -> list[str]:
+    """Names of the classes of a model's layers (transformers 5.23), sorted."""
+    return sorted(model._no_split_modules)
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, which become units of their own."""
     names = set(model._no_split_modules)

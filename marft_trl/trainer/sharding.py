@@ -15,7 +15,7 @@ from ..configs import MARFTConfig
 from ..lock_step import LockStep
 from ..processes import Processes
 from ..seams.runs import timeout_of_processes
-from ..seams.sharding import WholeAdapters, in_the_precision_of_the_head, storage_of_4bit
+from ..seams.sharding import WholeAdapters, in_the_precision_of_the_head, names_of_layers, storage_of_4bit
 from ..weights.policies import Policies
 
 
@@ -164,7 +164,7 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
 
 def _check_layers(trainer: GRPOTrainer) -> None:
     given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
-    layers = sorted(trainer.model._no_split_modules)
+    layers = names_of_layers(trainer.model)
     if given is not None and sorted(given) != layers:
         raise ValueError(
             f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
