@@ -141,7 +141,7 @@ def shard_sizes(
 
     def held(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // world) if is_cut(parameter) else parameter.shape[0]
-        return rows * parameter[:1].numel() * parameter.element_size() + constants(parameter)
+        return rows * parameter[:1].numel() * parameter.element_size()
 
     def gathered(unit: nn.Module | None) -> int:
         cut = [p for p in unit.parameters() if is_cut(p)] if unit is not None else []
@@ -151,18 +151,19 @@ def shard_sizes(
     before_layers, of_head = (gathered(one()) for one in (model.get_input_embeddings, model.get_output_embeddings))
     parameters = [p for p in model.parameters() if id(p) not in apart]
     return ShardSizes(
-        sum(held(p) if p.dim() else p.element_size() for p in parameters),
+        sum(held(p) if p.dim() else p.element_size() for p in parameters) + constants(model),
         max(sum(layers[:2]) + of_head, before_layers + layers[0]),
     )
 
 
-def constants(parameter: nn.Parameter) -> int:
-    """Bytes of what bitsandbytes (0.50) keeps beside 4-bit weights, which is whole on every process."""
-    state = getattr(parameter, "quant_state", None)
+def constants(model: nn.Module) -> int:
+    """Bytes of what bitsandbytes (0.50) keeps beside the 4-bit weights of a model, which is whole on every process."""
     tensors = []
-    while state is not None:
-        tensors += [one for one in (state.absmax, state.code, state.offset) if isinstance(one, torch.Tensor)]
-        state = state.state2
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)  # sharded weights have none themselves
+        while state is not None:
+            tensors += [one for one in (state.absmax, state.code, state.offset) if isinstance(one, torch.Tensor)]
+            state = state.state2
     return sum(one.numel() * one.element_size() for one in tensors)
 
 

@@ -31,6 +31,12 @@ def share(parameters) -> float:
     return sum(local(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
 
 
+def beside_4bit(model) -> int:
+    """Bytes of the constants of 4-bit layers."""
+    states = [module.quant_state for module in model.modules() if getattr(module, "quant_state", None) is not None]
+    return sum(4 * (state.absmax.numel() + state.code.numel()) for state in states)
+
+
 def failing(completions, **columns):
     if os.environ.get("RANK") == "1":
         raise KeyError("a reward that is lost")
@@ -112,7 +118,7 @@ def main(model: str, folder: str, options: str) -> None:
     base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
     held = {
-        "bytes": sum(local(p).numel() * p.element_size() for p in base.values()),
+        "bytes": sum(local(p).numel() * p.element_size() for p in base.values()) + beside_4bit(trainer.model),
         "expected": shard_sizes(trainer.model, adapters, world).held,
         "layers": share(matrices),
         "adapters": share(adapters),
