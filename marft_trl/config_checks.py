@@ -18,6 +18,7 @@ from .learning.levels import LEVELS
 ACTION_LOGPROBS = ("sum", "token", "word")
 CREDIT_KINDS = ("rewards", "returns")
 RETURNS = ("team", "agent")
+CRITIC_VIEWS = ("observation", "history")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
@@ -114,7 +115,7 @@ _DEPENDENT: list[tuple[str, str, str, Callable[[Any], bool]]] = [
         (name, "advantage", "gae", lambda args: args.advantage == "gae")
         for name in (
             *("normalize_advantages", "critic_learning_rate", "critic_max_grad_norm", "value_clip", "value_loss"),
-            *("gae_lambda", "token_gamma", "token_gae_lambda"),
+            *("gae_lambda", "token_gamma", "token_gae_lambda", "critic_sees", "normalize_values"),
         )
     ),
     *(
@@ -181,6 +182,7 @@ def check_choices(args: Any) -> None:
         "credit": tuple(CREDITS),
         "credit_kind": CREDIT_KINDS,
         "returns": (None, *RETURNS),
+        "critic_sees": CRITIC_VIEWS,
         "normalize_advantages": NORMALIZATIONS,
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,

@@ -17,6 +17,7 @@ from .config_checks import (
     CONTEXT_OVERFLOWS,
     CONTINUATIONS,
     CREDIT_KINDS,
+    CRITIC_VIEWS,
     NORMALIZATIONS,
     ON_EPISODE_ERROR,
     RETURNS,
@@ -92,6 +93,11 @@ class MARFTConfig(Copies, GRPOConfig):
             LoRA adapter for the whole team; `"per_agent"`: a value head and a LoRA adapter for each agent;
             `"multi_head"`: one LoRA adapter for the team and a value head for each agent; `"frozen"`: an MLP on the
             last hidden state of the base, which is not trained.
+        critic_sees (`str`, *optional*, defaults to `"observation"`):
+            What the critic reads before it values a turn: the `"observation"` of its agent (IPPO), or the whole
+            `"history"`, all turns and feedback before the joint step (MAPPO), which takes longer passes.
+        normalize_values (`bool`, *optional*, defaults to `False`):
+            Whether the critic predicts returns normalized by their running mean and standard deviation.
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount factor per joint step, in `[0, 1]`.
         gae_lambda (`float`, *optional*, defaults to `0.95`):
@@ -262,10 +268,7 @@ class MARFTConfig(Copies, GRPOConfig):
     )
     preset: str | None = field(
         default=None,
-        metadata={
-            "help": "Settings of a publication. Parameters that are passed explicitly override them.",
-            "choices": list(PRESETS),
-        },
+        metadata={"help": "Settings of a publication, below those that are passed.", "choices": list(PRESETS)},
     )
     advantage: str = field(
         default="group",
@@ -277,7 +280,7 @@ class MARFTConfig(Copies, GRPOConfig):
     returns: str | None = field(
         default=None,
         metadata={
-            "help": "Rewards an agent learns from: the sum of the 'team', or each 'agent' its own.",
+            "help": "Rewards that agents learn from: the 'team's sum, or each 'agent' its own.",
             "choices": list(RETURNS),
         },
     )
@@ -292,7 +295,7 @@ class MARFTConfig(Copies, GRPOConfig):
     level: str = field(
         default="token",
         metadata={
-            "help": "Unit that the policy ratio is computed for: each 'token', or each turn as one 'action'.",
+            "help": "Unit of the policy ratio: each 'token', or each turn, an 'action'.",
             "choices": list(LEVELS),
         },
     )
@@ -309,10 +312,15 @@ class MARFTConfig(Copies, GRPOConfig):
     )
     critic: str | None = field(
         default=None,
-        metadata={
-            "help": "Architecture of the critic, which predicts values for advantage='gae'.",
-            "choices": list(CRITICS),
-        },
+        metadata={"help": "Architecture of the critic of advantage='gae'.", "choices": list(CRITICS)},
+    )
+    critic_sees: str = field(
+        default="observation",
+        metadata={"help": "What the critic reads before a turn.", "choices": list(CRITIC_VIEWS)},
+    )
+    normalize_values: bool = field(
+        default=False,
+        metadata={"help": "Whether the critic predicts normalized returns."},
     )
     gamma: float = field(
         default=1.0,
@@ -332,10 +340,7 @@ class MARFTConfig(Copies, GRPOConfig):
     )
     normalize_advantages: str = field(
         default="batch",
-        metadata={
-            "help": "Set of positions that GAE advantages are standardized over.",
-            "choices": list(NORMALIZATIONS),
-        },
+        metadata={"help": "Positions that GAE advantages are standardized over.", "choices": list(NORMALIZATIONS)},
     )
     critic_learning_rate: float = field(
         default=5e-5,
@@ -368,7 +373,7 @@ class MARFTConfig(Copies, GRPOConfig):
     credit_kind: str | None = field(
         default=None,
         metadata={
-            "help": "Meaning of the credit of turns: 'rewards', which are accumulated, or 'returns'.",
+            "help": "Meaning of credit: 'rewards', to be accumulated, or 'returns'.",
             "choices": list(CREDIT_KINDS),
         },
     )
@@ -393,10 +398,7 @@ class MARFTConfig(Copies, GRPOConfig):
     )
     continue_from: str = field(
         default="best",
-        metadata={
-            "help": "Candidate that the episode continues from with advantage='turn'.",
-            "choices": list(CONTINUATIONS),
-        },
+        metadata={"help": "Candidate that an episode goes on from.", "choices": list(CONTINUATIONS)},
     )
     target_kl: float | None = field(
         default=None,

@@ -217,6 +217,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
     names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
+    names |= {"own_returns", "running_baselines", "value_scale"}
     assert set(owners) == names
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
@@ -363,6 +364,9 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["updates"].load_state_dict({"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}})
     owners["sequential"].load_state_dict({"warned": True})
     owners["runner"].load_state_dict({"runs": 7})
+    owners["own_returns"].load_state_dict({"were_named": True})
+    owners["running_baselines"].load_state_dict({"actor/": [0.5, 2]})
+    owners["value_scale"].load_state_dict({"_critic": [0.5, 2.0, 0.1]})
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

@@ -13,6 +13,7 @@ from .. import functional
 from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
+from ..episodes.records import Turn
 from ..processes import Processes
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
@@ -21,6 +22,7 @@ from .critic import Critic
 from .data import MicroBatch, Row, Slice
 from .micro_batcher import MicroBatcher
 from .schedules import Schedule
+from .value_scale import ValueScale
 
 
 class ValueSums:
@@ -62,6 +64,7 @@ class CriticLearner:
         args ([`MARFTConfig`]): loss and clipping of values, credit.
         processes ([`Processes`]): the processes of the run.
         share (`bool`): whether rows share what they have in common.
+        scale ([`ValueScale`]): scale of the values.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class CriticLearner:
         args: MARFTConfig,
         processes: Processes,
         share: bool,
+        scale: ValueScale,
     ):
+        self._scale = scale
         self._critic, self._batcher, self._runner, self._policies = critic, batcher, runner, policies
         self._specs = {agent.name: agent for agent in agents}
         self._schedule, self._args, self._processes, self._share = schedule, args, processes, share
@@ -115,6 +120,8 @@ class CriticLearner:
         Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode that a horizon
         cut the values of what agents would see next, by agent.
         """
+        if self._args.critic_sees == "history":
+            rows = self._with_histories(rollout, rows)
         beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
         filled = self._fill([*rows, *beyond.values()], may_keep)
         last_values: list[dict[str, float]] = [{} for _ in rollout.episodes]
@@ -122,8 +129,30 @@ class CriticLearner:
             last_values[index][agent] = row.old_values[0].item() if row.old_values is not None else 0.0
         return filled[: len(rows)], last_values
 
+    def note_targets(self, rows: Sequence[Row]) -> None:
+        """Let the scale of the values follow the value targets of a generation batch."""
+        self._scale.update(rows)
+
+    def _with_histories(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
+        """Rows, one for each turn, that the critic reads with all that had happened before their joint step."""
+        queries = []
+        for episode in rollout.episodes:
+            steps = episode.joint_steps()
+            for turn in episode.turns:
+                before = episode.history[: episode.history.index(turn)]
+                now = steps[turn.index]
+                seen = tuple(one for one in before if not isinstance(one, Turn) or steps[one.index] < now)
+                queries.append((self._specs[turn.agent], episode.prompt, seen, ()))
+        observations = self._runner.observe(queries)
+        return [
+            replace(row, critic_prompt_ids=torch.tensor(one.ids, dtype=torch.long))
+            for row, one in zip(rows, observations, strict=True)
+        ]
+
     def num_features_of_reference(self, row: Row) -> int:
         """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
+        if self._args.critic_sees == "history":
+            return 0  # the reference sees what the agent saw
         is_base = self._critic.reads_reference_pass and self._policies.starts_as_base(row.agent)
         return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
 
@@ -134,8 +163,14 @@ class CriticLearner:
         """
         count = None if rollout.has_own_returns else 1
         cut = [(index, its) for index, one in enumerate(rollout.episodes) for its in one.horizons[:count]]
+        sees_all = self._args.critic_sees == "history"
         observations = self._runner.observe(
-            (self._specs[horizon.agent], rollout.episodes[index].prompt, horizon.seen, horizon.functions)
+            (
+                self._specs[horizon.agent],
+                rollout.episodes[index].prompt,
+                rollout.episodes[index].history if sees_all else horizon.seen,
+                () if sees_all else horizon.functions,
+            )
             for index, horizon in cut
         )
         return {
@@ -151,6 +186,8 @@ class CriticLearner:
         }
 
     def _fill(self, rows: Sequence[Row], may_keep: bool) -> list[Row]:
+        originals = {row.number: row for row in rows}
+        rows = self._as_seen(rows)
         known = [row for row in rows if row.features is not None]
         unknown = [row for row in rows if row.features is None]
         batches = [*self._by_part(known, keep_empty=True), *self._by_part(unknown, keep_empty=True)]
@@ -161,17 +198,25 @@ class CriticLearner:
             with torch.set_grad_enabled(keeps):
                 features = self._features(batch)
                 values = self._critic.values(batch.agent, features, [row.agent for row in batch.rows])
-            for row, its, states in zip(batch.rows, values.detach().cpu(), features.detach(), strict=True):
+            read = self._scale.read(batch.agent, values.detach()).cpu()
+            for row, its, states in zip(batch.rows, read, features.detach(), strict=True):
                 length = len(row.completion_ids)
                 count = self._critic.num_kept_features(length)
                 filled[row.number] = replace(
-                    row,
+                    originals[row.number],
                     old_values=its[: self._critic.num_values(length)].clone(),
                     features=states[:count].cpu().clone() if count else row.features,
                 )
             if keeps:
                 self._kept.append(_Kept(batch.agent, [row.number for row in batch.rows], values))
         return [filled[row.number] for row in rows]
+
+    @staticmethod
+    def _as_seen(rows: Sequence[Row]) -> list[Row]:
+        """Rows with what the critic reads in place of what their agents saw."""
+        return [
+            row if row.critic_prompt_ids is None else replace(row, prompt_ids=row.critic_prompt_ids) for row in rows
+        ]
 
     def forget_passes(self) -> None:
         """Forget the passes that were kept for the critic's update."""
@@ -199,7 +244,7 @@ class CriticLearner:
 
     def batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Micro-batches that the critic learns from, of rows with value targets. Those that were kept stay as cut."""
-        with_targets = {row.number: row for row in rows if row.num_value_targets}
+        with_targets = {row.number: row for row in self._as_seen(rows) if row.num_value_targets}
         kept, self._kept, self._known = self._kept, [], {}
         if not with_targets or not with_targets.keys() <= {number for one in kept for number in one.numbers}:
             return list(self._by_part(list(with_targets.values())))
@@ -232,6 +277,7 @@ class CriticLearner:
         old, targets = padded([row.old_values for row in batch.rows]), padded([r.value_targets for r in batch.rows])
         mask = padded([torch.ones(row.num_value_targets) for row in batch.rows])
         values = values[:, : mask.size(1)]
+        old, targets = self._scale.normalized(batch.agent, old), self._scale.normalized(batch.agent, targets)
         clip = self._args.value_clip
         losses = functional.value_losses(values, old, targets, clip, self._args.value_loss) * mask
         clipped = ((values - old).abs() > (torch.inf if clip is None else clip)).float() * mask

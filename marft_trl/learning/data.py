@@ -54,6 +54,8 @@ class Row:
             Position among the rows of its generation batch on this process.
         critic (`str`, *optional*):
             Name of the part of the critic (and of its adapter) that values the turn.
+        critic_prompt_ids (`torch.Tensor` of shape `(C,)`, *optional*):
+            Token ids that the critic reads in place of the observation.
         old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
             Values at the time of sampling, and value targets (NaN if unknown). `V` is 1 at action level and
             `max(L, 1)` at token level.
@@ -83,6 +85,7 @@ class Row:
     joint_action: int = 0
     number: int = 0
     critic: str | None = None
+    critic_prompt_ids: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     value_targets: torch.Tensor | None = None
     features: torch.Tensor | None = None

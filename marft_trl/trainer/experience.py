@@ -150,6 +150,8 @@ class Experience:
         with self._processes.together():
             check_finite(rows, _BEFORE_ADVANTAGES)
         estimated = self._estimator.estimate(rollout, by_episode, training, last_values)
+        if self._learner is not None:
+            self._learner.note_targets([row for its in estimated.rows for row in its])
         with self._processes.together():
             check_finite([row for its in estimated[0] for row in its], {"advantage": _OF_ADVANTAGES})
         return estimated

@@ -24,6 +24,7 @@ from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.sampling_correction import SamplingCorrection
 from ..learning.sequential import SequentialFactors
+from ..learning.value_scale import ValueScale
 from ..manifest import BaseModel
 from ..processes import Processes
 from ..randomness import UserRandomness
@@ -132,6 +133,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "reach": reach,
         "own_returns": builder.own_returns,
         "running_baselines": builder.running,
+        "value_scale": builder.value_scale,
         "updates": updates,
         "sequential": sequential,
         "health": health,
@@ -197,6 +199,8 @@ class _Builder:
         self._settings = TrlSettings(trainer)
         self.own_returns = OwnReturns(args.returns, self._functions, self.processes)
         self.running = RunningBaselines(args.rae_decay)
+        parts = choices.critic.parts if choices.critic is not None else []
+        self.value_scale = ValueScale(args.normalize_values, parts, self.processes)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
         self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow))
@@ -421,6 +425,7 @@ class _Builder:
             args=self._args,
             processes=self.processes,
             share=self.passes.share,
+            scale=self.value_scale,
         )
 
     def experience(

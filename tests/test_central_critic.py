@@ -1,0 +1,80 @@
+"""What the critic reads, and the scale of what it predicts."""
+
+import math
+
+import pytest
+import torch
+
+from marft_trl.learning.data import Row
+from marft_trl.learning.value_scale import ValueScale
+from marft_trl.workflows import EnvironmentLoop
+
+from .test_own_returns import Alternating, run, worth
+from .test_parts import one_process
+
+
+PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-3}
+
+
+def row(part, targets):
+    tokens = torch.zeros(max(len(targets), 1), dtype=torch.long)
+    return Row("a", "a", tokens, tokens, critic=part, value_targets=torch.tensor(targets))
+
+
+def test_the_scale_of_values_by_hand():
+    """Corrected as in Adam: after one batch it is that of its targets. Unknown targets do not count."""
+    scale = ValueScale(True, ["one", "two"], one_process(), decay=0.5)
+    outputs = torch.tensor([0.0, 1.0])
+    assert scale.of("one") == (0.0, 1.0) and scale.read("one", outputs) is outputs
+    scale.update([row("one", [100.0, 104.0]), row("one", [102.0]), row("two", [float("nan")])])
+    mean, deviation = scale.of("one")
+    assert mean == 102.0 and math.isclose(deviation, (8 / 3) ** 0.5, rel_tol=1e-6) and scale.of("two") == (0.0, 1.0)
+    assert scale.read("one", outputs).tolist() == pytest.approx([102.0, 102 + (8 / 3) ** 0.5])
+    torch.testing.assert_close(scale.normalized("one", scale.read("one", outputs)), outputs, atol=1e-4, rtol=1e-4)
+    scale.update([row("one", [110.0])])
+    mean, deviation = scale.of("one")
+    assert math.isclose(mean, (0.25 * 102 + 0.5 * 110) / 0.75)
+    square = (0.25 * (102**2 + 8 / 3) + 0.5 * 110**2) / 0.75
+    assert math.isclose(deviation, (square - mean**2) ** 0.5, rel_tol=1e-6)
+    again = ValueScale(True, ["one", "two"], one_process(), decay=0.5)
+    again.load_state_dict(scale.state_dict())
+    assert again.of("one") == scale.of("one")
+
+
+@pytest.mark.parametrize("size", [1e3, pytest.param(1e-3, marks=pytest.mark.slow)])
+def test_normalized_values_take_rewards_of_any_size(model_folder, tmp_path, size):
+    """After the first batch, values are of the size of the rewards, which heads of that size never reach."""
+
+    class Sized(Alternating):
+        def pay(self, is_done):
+            s = size * (20 + worth(self.turns)) if is_done else 0.0
+            return {"left": s, "right": s}
+
+    workflow = EnvironmentLoop(Sized, turns="one")
+    settings = {**PPO, "critic": "per_agent", "level": "action", "normalize_values": True, "gae_lambda": 1.0}
+    first, second = run(model_folder, tmp_path, workflow, steps=2, **settings)
+    for rollout, rows, _ in (first, second):
+        for episode, its in zip(rollout.episodes, rows, strict=True):
+            for one in its:
+                expected = torch.full((1,), float(sum(episode.own[one.agent])))
+                torch.testing.assert_close(one.value_targets, expected, rtol=1e-4, atol=1e-5 * size)
+    values = [one.old_values.item() / size for its in second[1] for one in its]
+    assert all(17 - 3 < value < 23 + 3 for value in values)
+
+
+@pytest.mark.parametrize("critic", ["shared", pytest.param("frozen", marks=pytest.mark.slow)])
+def test_a_central_critic_reads_what_others_did(model_folder, tmp_path, critic):
+    """Agents see their own turns alone; the critic reads all turns before the joint step, and learns from them."""
+    workflow = EnvironmentLoop(Alternating, turns="one", shows="own", horizon=4)
+    settings = {**PPO, "num_generations": 4, "critic": critic, "critic_sees": "history", "num_iterations": 2}
+    ((rollout, rows, last),) = run(model_folder, tmp_path, workflow, steps=2, **settings)
+    for episode, its in zip(rollout.episodes, rows, strict=True):
+        for turn, one in zip(episode.turns, its, strict=True):
+            assert turn.prompt_ids == tuple(one.prompt_ids.tolist())  # the policy is scored on what it saw
+            assert (len(one.critic_prompt_ids) > len(turn.prompt_ids)) == (turn.index > 0)
+    for first in range(0, len(rows), 4):  # episodes of one prompt: right has seen the same, whatever left has said
+        seconds = [its[1] for its in rows[first : first + 4]]
+        said = {rollout.episodes[first + index].turns[0].text for index in range(4)}
+        assert len({tuple(one.prompt_ids.tolist()) for one in seconds}) == 1
+        assert len({tuple(one.critic_prompt_ids.tolist()) for one in seconds}) == len(said)
+    assert all(set(values) == {"left", "right"} for values in last)
