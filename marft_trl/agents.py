@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from .hints import did_you_mean
 from .tools import tool_name
 
 
@@ -122,6 +123,18 @@ class AgentSpec:
         tools (`Callable` or `Sequence[Callable]`, *optional*):
             Functions that the agent may call. As in TRL, each function needs type hints and a Google-style docstring
             with `Args:`. Functions may be `async`. Requires a chat template that supports tools.
+        reply (`Callable`, *optional*):
+            Function `reply(messages)` that writes the agent's turns: a script, an API or a person. It gets what the
+            agent is shown, as chat messages, and returns the text of the turn. It may be `async`. The agent has no
+            adapter and is never trained.
+        copy_of (`str`, *optional*):
+            Name of a trained agent. The agent acts with past copies of that agent's adapter, as in fictitious
+            self-play: each episode draws one from a pool. It is never trained.
+        copy_every (`int`, *optional*, defaults to `20`):
+            Number of optimizer steps after which a copy joins the pool. The pool begins with the adapter as it was
+            before training.
+        copies (`int`, *optional*, defaults to `4`):
+            Largest number of copies in the pool. A further one takes the place of the oldest.
     """
 
     name: str
@@ -140,12 +153,18 @@ class AgentSpec:
     reward_funcs: Callable | Sequence[Callable] | None = None
     view: Callable | None = None
     tools: Callable | Sequence[Callable] | None = None
+    reply: Callable | None = None
+    copy_of: str | None = None
+    copy_every: int = 20
+    copies: int = 4
 
     def __post_init__(self):
         check_name(self.name, "an agent")
-        if self.adapter is None:
+        self._check_opponent()
+        if self.adapter is None and self.has_policy:
             object.__setattr__(self, "adapter", self.name)
-        check_name(self.adapter, f"the adapter of agent {self.name!r}")
+        if self.has_policy:
+            check_name(self.adapter, f"the adapter of agent {self.name!r}")
         if self.stop is not None:
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
@@ -153,6 +172,28 @@ class AgentSpec:
         object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
         self._check_types()
         self._check_ranges()
+        if self.reply is not None or self.copy_of is not None:
+            object.__setattr__(self, "trainable", False)
+
+    @property
+    def has_policy(self) -> bool:
+        """`True` if a model writes the agent's turns."""
+        return self.reply is None
+
+    def _check_opponent(self) -> None:
+        if self.reply is not None and not callable(self.reply):
+            raise TypeError(self._complaint("reply", "a function `reply(messages)` or None"))
+        if self.copy_of is not None:
+            check_name(self.copy_of, f"the agent that {self.name!r} is a copy of")
+        kind = "reply" if self.reply is not None else "copy_of" if self.copy_of is not None else None
+        unused = {
+            "reply": ("copy_of", "adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop"),
+            "copy_of": ("peft_config", "learning_rate", "reward_funcs"),
+        }
+        for name in unused.get(kind or "", ()):
+            if getattr(self, name) not in (None, ()):
+                why = "has its turns from a function" if kind == "reply" else f"is a copy of {self.copy_of!r}"
+                raise ValueError(f"Agent {self.name!r} {why}, so `{name}` would have no effect. Leave it out.")
 
     def _check_types(self) -> None:
         for field_name in ("system_prompt", "description"):
@@ -165,7 +206,7 @@ class AgentSpec:
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             raise TypeError(self._complaint("stop", "a non-empty string or a list of such"))
-        for field_name in ("max_completion_length", "top_k"):
+        for field_name in ("max_completion_length", "top_k", "copy_every", "copies"):
             value = getattr(self, field_name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise TypeError(self._complaint(field_name, "an integer"))
@@ -182,6 +223,8 @@ class AgentSpec:
             "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
             "top_k": (lambda v: v >= 0, "an integer of at least 0"),
             "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
+            "copy_every": (lambda v: v >= 1, "an integer of at least 1"),
+            "copies": (lambda v: v >= 1, "an integer of at least 1"),
         }
         for field_name, (holds, needed) in ranges.items():
             value = getattr(self, field_name)
@@ -199,9 +242,10 @@ class AgentSpec:
     def to_dict(self) -> dict[str, Any]:
         """
         Return the spec as JSON-serializable data. The `peft_config`, which is saved in the adapter's folder, the
-        reward functions, the view and the tools are not included.
+        reward functions, the view, the tools and `reply` are not included.
         """
-        left_out = ("peft_config", "reward_funcs", "view", "tools")
+        left_out = {"peft_config", "reward_funcs", "view", "tools", "reply"}
+        left_out |= set() if self.copy_of is not None else {"copy_of", "copy_every", "copies"}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
@@ -230,15 +274,33 @@ def check_team(agents: object) -> list[AgentSpec]:
         if agent.name in seen:
             raise ValueError(f"Two agents have the name {agent.name!r}; names must be unique in a team.")
         seen[agent.name] = agent
-    _check_shared_adapters(list(agents))
+    _check_shared_adapters([agent for agent in agents if agent.has_policy])
+    _check_copies(seen)
     return list(agents)
+
+
+def _check_copies(agents: dict[str, AgentSpec]) -> None:
+    for agent in agents.values():
+        if agent.copy_of is None:
+            continue
+        source = agents.get(agent.copy_of)
+        if source is None:
+            raise ValueError(
+                f"Agent {agent.name!r} is a copy of {agent.copy_of!r}, but the team has "
+                f"{', '.join(map(repr, agents))}.{did_you_mean(agent.copy_of, list(agents))}"
+            )
+        if not source.trainable:
+            raise ValueError(
+                f"Agent {agent.name!r} is a copy of {source.name!r}, which is not trained, so all copies would be the "
+                "same. Name a trained agent, or let both agents have one adapter."
+            )
 
 
 def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     owners: dict[str, AgentSpec] = {}
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
-        for field_name in ("trainable", "learning_rate", "peft_config"):
+        for field_name in ("trainable", "learning_rate", "peft_config", "copy_of", "copy_every", "copies"):
             mine, theirs = getattr(agent, field_name), getattr(owner, field_name)
             if mine != theirs:
                 raise ValueError(

@@ -68,6 +68,7 @@ class Inference:
         view (`str`, *optional*): name of the view function of the team; `None` for the default view.
         agent_views (`dict[str, str]`): names of the view functions of agents that have their own.
         workflow_timeout (`float`, *optional*): maximum time in seconds that a workflow may wait.
+        replies (`dict[str, str]`): names of the functions of agents whose turns a function writes.
     """
 
     sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Inference:
     view: str | None = None
     agent_views: dict[str, str] = field(default_factory=dict)
     workflow_timeout: float | None = None
+    replies: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,6 +113,12 @@ class TeamManifest:
     inference: Inference | None = None
     versions: dict[str, str] = field(default_factory=dict)
     anonymous: str | None = None
+
+    @property
+    def players(self) -> list[AgentSpec]:
+        """The agents whose turns a model writes."""
+        scripted = self.inference.replies if self.inference is not None else {}
+        return [agent for agent in self.agents if agent.has_policy and agent.name not in scripted]
 
     @property
     def base_model(self) -> str | None:
@@ -167,9 +175,6 @@ class TeamManifest:
             check_name(name, "an adapter")
             if adapter["folder"] != name:
                 raise ValueError(f"{path} puts the adapter {name!r} into the folder {adapter['folder']!r}.")
-        unsaved = sorted({agent.adapter for agent in agents} - set(adapters)) if adapters else []
-        if unsaved:
-            raise KeyError(f"no adapter {unsaved[0]!r}")
         workflow = data["workflow"]
         if not isinstance(workflow, dict) or not isinstance(workflow["class"], str):
             raise TypeError("the workflow is not a mapping with a class")
@@ -186,7 +191,13 @@ class TeamManifest:
         anonymous = data.get("anonymous")
         if anonymous not in (None, "numbered", "none"):
             raise TypeError(f"'anonymous' is {anonymous!r}")
-        return cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous)
+        manifest = cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous)
+        unsaved = sorted({agent.adapter for agent in manifest.players} - set(adapters)) if adapters else []
+        if unsaved:
+            raise KeyError(f"no adapter {unsaved[0]!r}")
+        if not manifest.players:
+            raise TypeError("no agent has a policy")
+        return manifest
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the manifest into a folder."""

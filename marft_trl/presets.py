@@ -98,10 +98,12 @@ PRESETS: dict[str, Preset] = {
         {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum"},
     ),
     "mappo": Preset(
-        "MAPPO (arXiv 2103.01955), with a critic that sees what the acting agent sees, as in IPPO (arXiv 2011.09533)",
+        "MAPPO (arXiv 2103.01955): a central critic, whose values are normalized",
         {
             "advantage": "gae",
             "critic": "shared",
+            "critic_sees": "history",
+            "normalize_values": True,
             "level": "action",
             "action_logprob": "sum",
             "num_generations": 1,

@@ -96,6 +96,7 @@ class Team:
         view: View | Mapping[str, View] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         token: str | bool | None = None,
+        replies: Mapping[str, Callable] | None = None,
     ) -> Team:
         """
         Load a team that `MARFTTrainer` saved or pushed.
@@ -125,6 +126,9 @@ class Team:
                 Tokenizer to use instead of the one saved with the team.
             token (`str` or `bool`, *optional*):
                 Hub token.
+            replies (`dict[str, Callable]`, *optional*):
+                Functions `reply(messages)` by agent name, of agents whose turns a function wrote in training, and of
+                others that a function is to take the place of.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -140,7 +144,7 @@ class Team:
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass the workflow alone.")
         views = _views(inference, view)
-        agents = _with_functions(manifest.agents, inference, tools, views)
+        agents = _with_replies(_with_functions(manifest.agents, inference, tools, views), inference, replies or {})
         workflow.check([agent.name for agent in agents])
         tokenizer = processing_class or AutoTokenizer.from_pretrained(
             folder, padding_side="left", truncation_side="left", trust_remote_code=False
@@ -300,6 +304,26 @@ def _with_functions(
             tools=tuple(by_name[tool] for tool in inference.tools.get(agent.name, ())),
             view=views.get(agent.name),
         )
+        for agent in agents
+    ]
+
+
+def _with_replies(
+    agents: Sequence[AgentSpec], inference: Inference, replies: Mapping[str, Callable]
+) -> list[AgentSpec]:
+    """Return the agents, those whose turns functions write with these functions."""
+    unknown = sorted(set(replies) - {agent.name for agent in agents})
+    if unknown:
+        raise ValueError(f"`replies=` has a function for {unknown[0]!r}, which is no agent of the team.")
+    missing = sorted(set(inference.replies) - set(replies))
+    if missing:
+        raise ValueError(
+            f"The turns of agent {missing[0]!r} came from the function `{inference.replies[missing[0]]}` in training: "
+            f"pass it, or another one, as `replies={{{missing[0]!r}: ...}}`."
+        )
+    none: dict[str, Any] = dict.fromkeys(("adapter", "tools", "stop", "copy_of", "learning_rate"))
+    return [
+        dataclasses.replace(agent, reply=replies[agent.name], **none) if agent.name in replies else agent
         for agent in agents
     ]
 

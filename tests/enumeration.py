@@ -66,10 +66,12 @@ class World:
         folder: where the trainer may write.
         length (`int`): longest turn.
         workflow: a chain unless given.
+        agents (`list[AgentSpec]`): the team.
+        reward_funcs: of the team.
         settings: of the trainer.
     """
 
-    def __init__(self, folder, length=1, workflow=None, **settings):
+    def __init__(self, folder, length=1, workflow=None, agents=None, reward_funcs=reward, **settings):
         from datasets import Dataset
 
         self.is_chain = workflow is None
@@ -82,9 +84,9 @@ class World:
         self.trainer = team_trainer(
             model,
             folder,
-            agents=[AgentSpec(name) for name in TEAM],
+            agents=agents or [AgentSpec(name) for name in TEAM],
             workflow=workflow,
-            reward_funcs=reward,
+            reward_funcs=reward_funcs,
             processing_class=tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": ["a"] * 4096}),
             view=view,
@@ -171,7 +173,7 @@ class World:
 
     def _gradient(self, sizes) -> torch.Tensor:
         parts = []
-        for name in TEAM:
+        for name in self.trainer.policies.trained:
             gradients = [p.grad for p in self.trainer.policies.parameters(name).values()]
             parts += [(torch.zeros(1) if g is None else g).flatten() * sizes[name] for g in gradients]
         return torch.cat(parts)

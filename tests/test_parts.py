@@ -276,6 +276,7 @@ def test_a_report_without_a_model(tmp_path, processes):
     reporter = Reporter(
         *(["planner", "solver"], rewards, [], tokenizer, UserRandomness(0, torch.device("cpu"))),
         *(config(tmp_path), settings, board.metrics(), state, processes),
+        SimpleNamespace(played=lambda rollout: [None] * len(rollout.episodes), metrics=lambda played: {}),
     )
     advantages = [[0.5, None], [[0.1, 0.3], None]]
     reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], {"turns": 2, "tokens": 10})

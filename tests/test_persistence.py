@@ -217,7 +217,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
     names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
-    names |= {"own_returns", "running_baselines", "value_scale"}
+    names |= {"own_returns", "running_baselines", "value_scale", "copies"}
     assert set(owners) == names
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
@@ -355,7 +355,8 @@ def test_policies_know_their_parameters(model_folder, tmp_path):
 
 
 def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
-    trainer, other = (team_trainer(model_folder, tmp_path, reward_funcs=Curriculum()) for _ in range(2))
+    agents = [*tiny_agents(), AgentSpec("rival", copy_of="actor")]
+    trainer, other = (team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum()) for _ in range(2))
     owners = trainer.parts.checkpoints.owners
     owners["health"].load_state_dict({"in_a_row": {"no signal": 3}, "said": ["kl/a"], "norms": {}, "first_norms": {}})
     owners["users"].load_state_dict({"reward_funcs[0]": {"calls": 5}})
@@ -367,6 +368,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["own_returns"].load_state_dict({"were_named": True})
     owners["running_baselines"].load_state_dict({"actor/": [0.5, 2]})
     owners["value_scale"].load_state_dict({"_critic": [0.5, 2.0, 0.1]})
+    owners["copies"].take(20)
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

@@ -23,7 +23,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from marft_trl import AgentSpec, MARFTConfig
+from marft_trl import AgentSpec, MARFTConfig, Sequential
 from marft_trl.engine.library import MismatchError
 from marft_trl.engine.replicas import EngineDownError, Replicas
 from marft_trl.engine.server import AnswerError, Order, RefusedError
@@ -525,6 +525,29 @@ def test_an_evaluation_while_servers_sample(model_folder, tmp_path, server):
 # ---- The command ----
 
 
+def test_copies_have_places_on_servers(model_folder, tmp_path, server):
+    """Every pool has its places; turns of an opponent have the log-probabilities of the copy that was drawn."""
+    rival = AgentSpec("rival", copy_of="actor", copy_every=1, copies=2)
+    agents = [*tiny_agents(), rival]
+    workflow = Sequential(["reasoner", "actor", "rival"])
+    settings = {"max_steps": 3, "learning_rate": 0.05}
+    trainer = served(model_folder, tmp_path, [server], settings=settings, agents=agents, workflow=workflow)
+    trainer.train()
+    past, places = trainer.parts.runner.copies, {"=rival-copy-0", "=rival-copy-1"}
+    assert [past.entry("rival", step) for step in past.steps("rival")] == ["=rival-copy-0", "=rival-copy-1"]
+    episodes = trainer.team.run(["How many?"] * 12, seed=1)
+    assert set(library_of(trainer).current) == {"reasoner", "actor", *places}
+    assert {one.copies["rival"] for one in episodes} == {2, 3}
+    for turn, step in ((one.turns[2], one.copies["rival"]) for one in episodes):
+        with past.acting("rival", step):
+            trainer.policies.activate("rival")
+            ids = torch.tensor([[*turn.prompt_ids, *turn.completion_ids]])
+            with torch.no_grad():
+                scores = trainer.model(input_ids=ids).logits[0, len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(turn.completion_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(turn.logps), expected, rtol=0, atol=2e-3)
+
+
 def test_the_command_has_what_a_team_needs():
     agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
     command = vllm_command(
@@ -541,3 +564,6 @@ def test_the_command_has_what_a_team_needs():
     stale = shlex.split(vllm_command("m", agents, MARFTConfig(use_vllm=True, max_staleness=2)))
     assert stale[stale.index("--max-loras") + 1] == "7"  # two adapters in three versions each, and the base
     assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))
+    others = [*agents, AgentSpec("d", copy_of="a", copies=3), AgentSpec("e", reply=lambda messages: "")]
+    pools = shlex.split(vllm_command("m", others))
+    assert pools[pools.index("--max-loras") + 1] == "6"  # two adapters, three copies, and the base

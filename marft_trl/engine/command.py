@@ -11,6 +11,8 @@ from peft import LoraConfig, PeftConfig
 
 from ..agents import AgentSpec
 from ..configs import MARFTConfig
+from ..weights.adapters import config_of
+from ..weights.copies import served_entries
 
 
 _MODULE = "vllm.entrypoints.openai.api_server"
@@ -114,10 +116,10 @@ def max_loras(num_adapters: int, max_staleness: int = 0) -> int:
 
 
 def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
-    """Rank of each adapter of a team."""
+    """Rank of each adapter that servers have of a team."""
     ranks: dict[str, int] = {}
     for agent in agents:
-        config = agent.peft_config or peft_config
+        config = config_of(agent, agents, peft_config)
         rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
-        ranks[agent.adapter] = max(rank, ranks.get(agent.adapter, 0))
+        ranks |= {name: max(rank, ranks.get(name, 0)) for name in served_entries(agent)}
     return ranks

@@ -266,13 +266,36 @@ class _Collection:
         self._failures: dict[int, EpisodeError] | None = failures
         self._make_watch: Callable[[], _Watch] = watch
         self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
-        self._episodes = [LiveEpisode(row, index, self._speak, setting) for index, row in enumerate(rows)]
+        self._scripts = setting.scripts
+        copies = [one.copies for one in reruns] if reruns is not None else [None] * len(rows)
+        self._episodes = [
+            LiveEpisode(row, index, self._speak, setting, its)
+            for index, (row, its) in enumerate(zip(rows, copies, strict=True))
+        ]
         self._tasks: list[asyncio.Task] = []
 
     async def _speak(self, episode: LiveEpisode, ask: Ask) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self._waiting[episode.index].append(Request(episode, ask, waiter, fed=episode.num_fed))
+        request = Request(episode, ask, waiter, fed=episode.num_fed)
+        if ask.agent in self._scripts:
+            return await self._write(request)
+        self._waiting[episode.index].append(request)
         return await waiter
+
+    async def _write(self, request: Request) -> Turn:
+        """The turn of an agent whose turns a function writes. It waits for no batch."""
+        episode = request.episode
+        rerun = self._reruns[episode.index] if self._reruns is not None else None
+        found = rerun.find(request.agent, request.seen)[0] if rerun is not None else None
+        if found is not None and rerun is not None:
+            completion = rerun.completion(found, len(episode.turns), request.seen)
+        else:
+            completion = await self._scripts[request.agent](request)
+        if isinstance(completion, EndOfEpisode):
+            raise completion
+        turn = request.turn(completion)
+        episode.add(turn, request.seen)
+        return turn
 
     async def run(self, herds: Sequence[Sequence[int]]) -> list[Episode]:
         """

@@ -64,6 +64,8 @@ class Setting:
         limits ([`ToolLimits`]): limits of calls of tools.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         max_turns (`int`, *optional*): largest number of turns of an episode.
+        scripts (`Mapping[str, Script]`): for agents whose turns a function writes, what completes their requests.
+        draw (`Callable`): `draw(index)` returns the past copies that agents act with in an episode.
     """
 
     agents: tuple[str, ...]
@@ -71,6 +73,8 @@ class Setting:
     limits: ToolLimits = dataclasses.field(default_factory=ToolLimits)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     max_turns: int | None = None
+    scripts: Mapping[str, Callable[..., Awaitable[Any]]] = dataclasses.field(default_factory=dict)
+    draw: Callable[[int], Mapping[str, int]] = lambda index: {}
 
 
 class LiveEpisode:
@@ -86,6 +90,8 @@ class LiveEpisode:
             Takes a turn.
         setting ([`Setting`]):
             The team.
+        copies (`Mapping[str, int]`, *optional*):
+            The past copies that agents act with. Drawn if left out.
 
     Attributes:
         prompt (`str` or `list[dict]`): the `prompt` of the row.
@@ -96,6 +102,7 @@ class LiveEpisode:
         history (`list[Turn | Feedback]`): turns and feedback together, in the order in which they came.
         limits ([`ToolLimits`]): limits of calls of tools.
         environment (`Any`): the environment that it is played in, which reward functions get. Set by the workflow.
+        copies (`Mapping[str, int]`): for agents that act with a past copy of an adapter, the step that it is from.
         overflowed (`bool`): whether it is ended because the model's window is full.
         busy (`int`): number of its branches that wait for tools or for functions in a thread.
         calling (`list[Call]`): functions that it has called and waits for.
@@ -103,8 +110,16 @@ class LiveEpisode:
         around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 
-    def __init__(self, row: dict[str, Any], index: int, speak: Speak, setting: Setting):
+    def __init__(
+        self,
+        row: dict[str, Any],
+        index: int,
+        speak: Speak,
+        setting: Setting,
+        copies: Mapping[str, int] | None = None,
+    ):
         self.row, self.index = row, index
+        self.copies = dict(setting.draw(index) if copies is None else copies)
         self.prompt: str | Messages = row["prompt"]
         self.agents, self.aliases = setting.agents, setting.aliases
         self.turns: list[Turn] = []
@@ -117,7 +132,7 @@ class LiveEpisode:
         self.around: Around = contextlib.nullcontext
         self.limits, self._max_turns = setting.limits, setting.max_turns
         self._requested: list[Coroutine[Any, Any, Turn]] = []
-        self._speak, self._tools = speak, setting.tools
+        self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
         self._asked: list[tuple[Seen, ...]] = []
         self.history: list[Seen] = []
         self._fed: list[int] = []
@@ -154,6 +169,7 @@ class LiveEpisode:
             overflowed=self.overflowed,
             environment=self.environment,
             final_turns=dict(self._final_turns),
+            copies=self.copies,
         )
 
     @property
@@ -212,7 +228,7 @@ class LiveEpisode:
             )
         seen = tuple(self._seen(agent, sees, "turn"))
         self._horizons = ()  # the episode continues after `cut`
-        of_environment = list(tools or ())
+        of_environment = list(tools or ()) if agent not in self._scripts else []  # a script calls what it likes
         functions = (*self._tools.get(agent, ()), *of_environment)
         self._orders += 1
         ask = Ask(agent, seen, functions, order=self._orders)
@@ -294,13 +310,28 @@ class LiveEpisode:
         """
         if inspect.iscoroutinefunction(function):
             return await self._called(function, function(*arguments, **named))
+        value = await self._in_order(self._threaded(function, functools.partial(function, *arguments, **named)))
+        if inspect.isawaitable(value):  # an asynchronous function behind a decorator
+            return await self._called(function, value)
+        return value
+
+    async def write(self, function: Callable, *arguments: Any) -> Any:
+        """
+        Call a function that writes a turn. Like [`~LiveEpisode.call`], but branches of this episode that wait for
+        asynchronous functions continue together as well, so that the order of turns does not depend on how long they
+        take. Called by what runs the episode, not by workflows.
+        """
+        if not inspect.iscoroutinefunction(function):
+            return await self.call(function, *arguments)
+        return await self._in_order(self._awaited(function, function(*arguments)))
+
+    async def _in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
+        """What a function returns or raises. Branches that wait at the same time go on in the order of their calls."""
         self._orders += 1
         order = self._orders
         self.busy += 1
         try:
-            async with one_at_a_time():
-                job = in_thread(functools.partial(function, *arguments, **named), "environments")
-                value, error = await self._called(function, job)
+            value, error = await outcome
         except BaseException:
             self._is_back()
             raise
@@ -310,9 +341,17 @@ class LiveEpisode:
         await noted
         if error is not None:
             raise error
-        if inspect.isawaitable(value):  # an asynchronous function behind a decorator
-            return await self._called(function, value)
         return value
+
+    async def _threaded(self, function: Callable, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        async with one_at_a_time():
+            return await self._called(function, in_thread(job, "environments"))
+
+    async def _awaited(self, function: Callable, job: Awaitable) -> tuple[Any, BaseException | None]:
+        try:
+            return await self._called(function, job), None
+        except Exception as error:
+            return None, error
 
     async def _called(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""

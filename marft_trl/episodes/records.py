@@ -244,6 +244,8 @@ class Episode:
         final_turns (`Mapping[int, int]`): for each turn that called tools and that its agent went on from, the
             position of the turn that the agent ended with.
         failure (`str`, *optional*): why the episode was skipped (`on_episode_error="skip"`). It has no turns then.
+        copies (`Mapping[str, int]`): for agents that acted with a past copy of an adapter (`AgentSpec.copy_of`), the
+            number of optimizer steps after which the copy was made.
     """
 
     prompt: str | Messages
@@ -263,6 +265,7 @@ class Episode:
     environment: Any = None
     final_turns: Mapping[int, int] = field(default_factory=dict)
     failure: str | None = None
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # Every turn names all that it was shown

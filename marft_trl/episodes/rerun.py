@@ -57,6 +57,7 @@ class Rerun:
         candidate: tuple[str, Sequence[Seen], Completion] | None = None,
         skip: int = 0,
     ):
+        self.copies = episode.copies  # opponents are the same ones
         # For each place what was recorded there, in order; `None` for a turn that is to be generated
         self._recorded: dict[_Place, list[Found | None]] = defaultdict(list)
         self._changed_place: _Place | None = None

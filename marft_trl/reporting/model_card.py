@@ -154,7 +154,7 @@ def team_card(
     repo = repo if is_hub_id(repo) else "path/to/the/team"
     base_name = base or "path/to/the/base/model"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    first = manifest.agents[0].adapter
+    first = manifest.players[0].adapter
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
     given = "" if base or not manifest.adapters else f', model="{base_name}"'
@@ -187,10 +187,15 @@ def team_card(
 
 def _agents_table(manifest: TeamManifest) -> str:
     rows = ["| agent | adapter | trained | system prompt |", "|---|---|---|---|"]
+    scripted = manifest.inference.replies if manifest.inference is not None else {}
     for agent in manifest.agents:
         adapter = manifest.adapters.get(agent.adapter)
         folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"
         trained = "yes" if adapter is None or adapter["trained"] else "no"
+        if agent.name in scripted:
+            folder, trained = f"none: {_code(scripted[agent.name])}", "no"
+        elif agent.copy_of is not None:
+            trained = f"no, past copies of {agent.copy_of}"
         rows.append(f"| {agent.name} | {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
     return "\n".join(rows)
 

@@ -27,9 +27,10 @@ from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
+from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from ..workflows import Workflow
-from ..workflows.base import turn_links
+from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 
 
@@ -76,6 +77,7 @@ class Planner:
         share (`bool`): whether rows share what they have in common.
         processes ([`Processes`]): the processes of the run.
         train_dataset (`Callable`): `train_dataset()` returns the dataset whose first row is rehearsed.
+        copies ([`PastCopies`]): past copies, which take memory.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Planner:
         share: bool,
         processes: Processes,
         train_dataset: Callable[[], Any],
+        copies: PastCopies,
     ):
+        self._copies = copies
         self._agents, self._workflow, self._runner, self._policies = list(agents), workflow, runner, policies
         self._critic, self._learner, self._level, self._batcher = critic, learner, level, batcher
         self._model, self._tokenizer, self._samplings, self._aliases = model, tokenizer, samplings, aliases
@@ -159,7 +163,7 @@ class Planner:
         cost = self._batcher.measure(turn)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
-            adapters=size_of(adapters),
+            adapters=size_of([*adapters, *self._copies.tensors()]),
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
@@ -272,10 +276,17 @@ class Planner:
 
     def _describe(self, agent: AgentSpec) -> str:
         sampling = self._samplings[agent.name]
+        if agent.reply is not None:
+            return (
+                f"{agent.name}: turns of {callable_name(agent.reply)}; up to {sampling.max_completion_length} tokens"
+            )
         adapter = self._policies.adapter_of(agent.name)
         weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
         rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
+        if agent.copy_of is not None:
+            pool = _count(agent.copies, "past copy", "past copies")
+            trained = f"up to {pool} of {agent.copy_of}, one more every {_count(agent.copy_every, 'step')}"
         facts = [f"adapter {adapter}, {weights:,} weights", trained, f"temperature {sampling.temperature:g}"]
         facts += [f"up to {sampling.max_completion_length} tokens"]
         facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []

@@ -19,6 +19,7 @@ from ..rollout.rollouts import Rollout
 from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
 from ..seams.trl import TrlRewards, TrlSettings, TrlState
 from .evaluation import EvalMetric, measure_answers, summarize
+from .games import GameMetrics
 from .transcripts import Advantage, Transcript, html_page
 
 
@@ -72,6 +73,7 @@ class Reporter:
         metrics ([`Metrics`]): the metrics of the run.
         state ([`TrlState`]): steps and tokens so far.
         processes ([`Processes`]): the processes of the run.
+        games ([`GameMetrics`]): metrics of agents with returns of their own.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Reporter:
         metrics: Metrics,
         state: TrlState,
         processes: Processes,
+        games: GameMetrics,
     ):
+        self._games = games
         self._agents, self._rewards, self._eval_metrics = list(agents), rewards, list(eval_metrics)
         self._tokenizer, self._randomness = tokenizer, randomness
         self._args, self._settings = args, settings
@@ -127,6 +131,9 @@ class Reporter:
             self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
         self._metrics.add("frac_unscored", rollout.rewards.isnan().float().mean().item())
         self._report_turns(rollout, generated)
+        played = self._processes.gather(self._games.played(rollout))
+        for name, value in self._games.metrics(played).items():
+            self._metrics.add(name, value)
         self._report_user_metrics()
         self._clear("train")
         self._tabulate(rollout, advantages, own_rewards)
@@ -188,9 +195,11 @@ class Reporter:
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
         self._report_user_metrics()
         self._tabulate(rollout)
+        played = self._games.played(rollout)
         records = [
             {
                 "row": row,
+                "played": played[index],
                 "answer": episode.answer.text if episode.answer is not None else "",
                 "reward": _known(rollout.rewards[rollout.first + index]),
                 "rewards": self._rewards_of(rollout, index),
@@ -214,6 +223,7 @@ class Reporter:
         if not records:
             return {}
         metrics = summarize(records, self._agents)
+        metrics |= self._games.metrics(record["played"] for record in records)
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
         answers = [record["answer"] for record in records]

@@ -125,7 +125,12 @@ class Generator(Protocol):
     """Samples the turns of a team. To add a generator, write these methods and choose it in `trainer/parts.py`."""
 
     def generate(
-        self, agents: Sequence[str], prompt_ids: Sequence[list[int]], by_reference: bool = False, greedy: bool = False
+        self,
+        agents: Sequence[str],
+        prompt_ids: Sequence[list[int]],
+        by_reference: bool = False,
+        greedy: bool = False,
+        copies: Sequence[int | None] | None = None,
     ) -> list[Sampled]:
         """
         Sample a turn for each observation.
@@ -135,6 +140,8 @@ class Generator(Protocol):
             prompt_ids (`Sequence[list[int]]`): token ids of the observations.
             by_reference (`bool`, *optional*, defaults to `False`): sample from the agents' references.
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
+            copies (`Sequence[int]`, *optional*): for each observation the past copy that the agent acts with, or
+                `None`, see [`PastCopies`].
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
         """
@@ -178,7 +185,13 @@ class StreamGenerator(Protocol):
         """Asynchronous context manager around all calls of [`~StreamGenerator.sample`] in an event loop."""
 
     async def sample(
-        self, agent: str, prompt_ids: list[int], key: tuple, by_reference: bool = False, greedy: bool = False
+        self,
+        agent: str,
+        prompt_ids: list[int],
+        key: tuple,
+        by_reference: bool = False,
+        greedy: bool = False,
+        copy: int | None = None,
     ) -> Sampled:
         """
         Sample a turn.
@@ -189,6 +202,7 @@ class StreamGenerator(Protocol):
             key (`tuple`): place of the turn in the run, which the seed is made from.
             by_reference (`bool`, *optional*, defaults to `False`): sample from the agent's reference.
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
+            copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
         """
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

@@ -160,6 +160,18 @@ class PromptBuilder:
             built.append(self._fit(query, Observation(contents[index], own, list(query.seen))))
         return built
 
+    def written(self, agent: str, text: str) -> tuple[list[int], bool]:
+        """
+        Tokens of a turn that a function wrote, without control tokens, and whether it was cut to the length of the
+        agent's turns.
+
+        Args:
+            agent (`str`): name of the agent.
+            text (`str`): the text.
+        """
+        ids, most = self._encode(text), self._reserved.get(agent)
+        return ids[:most], most is not None and len(ids) > most
+
     def unprotected(self, uses_tools: bool) -> str | None:
         """
         Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.

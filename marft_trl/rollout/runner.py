@@ -21,7 +21,8 @@ from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
 from ..event_loop import finished, run_coroutine
 from ..randomness import EpisodeRandomness, UserRandomness, seed_of
-from ..tools import ToolCall, ToolLimits, tool_name
+from ..tools import ToolCall, ToolLimits, as_plain, tool_name
+from ..weights.copies import PastCopies
 from ..workflows import Workflow
 from .generator import Generator, Sampled, StreamGenerator, check_sampled
 from .prompts import Observation, PromptBuilder, Query
@@ -60,6 +61,7 @@ class EpisodeRunner:
         vocabulary (`int`, *optional*): number of token ids of the model.
         users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
+        copies ([`PastCopies`], *optional*): past copies that opponents act with.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class EpisodeRunner:
         vocabulary: int | None = None,
         users: UserState | None = None,
         seed: int = 0,
+        copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
+        self.copies = copies
         self._workflow = workflow
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._tokenizer = tokenizer
@@ -209,7 +213,9 @@ class EpisodeRunner:
     ) -> list[Episode]:
         ask = answer or self.answer
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
-        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases, self._max_turns)
+        scripts = {} if self._rehearses else {name: self._write for name, one in self._specs.items() if one.reply}
+        draw = functools.partial(self._drawn, key)
+        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases, self._max_turns, scripts, draw)
         if self.streams:
             return await collect_streams(
                 self._workflow,
@@ -228,6 +234,10 @@ class EpisodeRunner:
 
         with self.randomness.theirs():
             return collect(self._workflow, rows, setting, answered, reruns, self._patience, failures)
+
+    def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
+        """The past copies that agents act with in an episode of a run."""
+        return self.copies.draw((*key[:-1], key[-1] + index)) if self.copies is not None else {}
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -300,6 +310,34 @@ class EpisodeRunner:
         with self._lock:
             return self._completed(requests, observations, completions)
 
+    async def _write(self, request: Request) -> Completion | EndOfEpisode:
+        """The completion of a request by the function of its agent (`AgentSpec.reply`)."""
+        agent = self._specs[request.agent]
+        function = cast(Callable, agent.reply)
+        (observation,) = self.observe([self.query(request)])
+        if observation.problem is not None:
+            return EndOfEpisode(observation.problem)
+        shown = observation.content
+        messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else copy.deepcopy(shown)
+        try:
+            text = await request.episode.write(function, messages)
+        except Exception as error:
+            raise RuntimeError(f"`reply` of agent {agent.name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise TypeError(f"`reply` of agent {agent.name!r} must return the text of a turn, got {text!r}.")
+        with self._lock:
+            ids, is_cut = self.prompts.written(agent.name, text)
+            text = self._tokenizer.decode(ids) if is_cut else as_plain(text)
+        self.dropped_turns += observation.dropped
+        return request.completed(
+            text,
+            observation.seen,
+            observation=shown,
+            prompt_ids=observation.ids,
+            completion_ids=ids,
+            truncated=is_cut,
+        )
+
     def _completed(
         self, requests: Sequence[Request], observations: Sequence[Observation], completions: Sequence[Sampled]
     ) -> list[Completion | EndOfEpisode]:
@@ -337,6 +375,8 @@ class EpisodeRunner:
                 return Sampled([])
             its_key = (*place_of(request, key), place)
             options = {**self.options, **({"by_reference": True} if request.by_reference else {})}
+            if request.agent in request.episode.copies:
+                options["copy"] = request.episode.copies[request.agent]
             return await generator.sample(request.agent, observation.ids, its_key, **options)
 
         pairs = zip(requests, observations, strict=True)
@@ -357,6 +397,8 @@ class EpisodeRunner:
                 prompt_ids = [observations[index].ids for index in mine]
                 options = {**self.options, **({"by_reference": True} if by_reference else {})}
                 agents = [requests[index].agent for index in mine]
+                drawn = [requests[index].episode.copies.get(requests[index].agent) for index in mine]
+                options |= {"copies": drawn} if any(copy is not None for copy in drawn) else {}
                 sampled = cast(Generator, self.generator).generate(agents, prompt_ids, **options)
                 check_sampled(sampled, agents, self._vocabulary)
                 for index, its in zip(mine, sampled, strict=True):

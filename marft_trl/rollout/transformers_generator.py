@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..shared_prefix.decoding import Recorder, can_decode, decode
+from ..weights.copies import PastCopies
+from ..weights.policies import Policies
 from .generator import GREEDY, Sampled, Sampling
 from .stopping import EndAtStopText, StopTexts
 
@@ -56,10 +58,20 @@ class TransformersGenerator:
             Whether to compute the common prefix of several observations only once.
         records (`bool`):
             Whether to record the log-probabilities of sampled tokens.
+        past ([`PastCopies`], *optional*):
+            Past copies that opponents act with.
     """
 
-    def __init__(self, engine: Engine, policies, samplings: dict[str, Sampling], share: bool, records: bool):
-        self._share, self.records = share, share and records
+    def __init__(
+        self,
+        engine: Engine,
+        policies: Policies,
+        samplings: dict[str, Sampling],
+        share: bool,
+        records: bool,
+        past: PastCopies | None = None,
+    ):
+        self._share, self.records, self._past = share, share and records, past
         self._engine = engine
         self._policies = policies
         self._samplings = samplings
@@ -71,6 +83,7 @@ class TransformersGenerator:
         prompt_ids: Sequence[list[int]],
         by_reference: bool = False,
         greedy: bool = False,
+        copies: Sequence[int | None] | None = None,
     ) -> list[Sampled]:
         """
         Args:
@@ -82,17 +95,22 @@ class TransformersGenerator:
                 Whether to sample from the agents' references instead of the agents.
             greedy (`bool`, *optional*, defaults to `False`):
                 Whether to use greedy decoding instead of sampling.
+            copies (`Sequence[int]`, *optional*):
+                For each observation the past copy that the agent acts with, or `None`.
 
         Returns: the sampled completions, in order.
         """
-        groups: dict[tuple[str, Sampling], list[int]] = {}
+        groups: dict[tuple[str, Sampling, int | None], list[int]] = {}
         for index, agent in enumerate(agents):
-            groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent]), []).append(index)
+            copied = copies[index] if copies is not None else None
+            groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent], copied), []).append(index)
         completions: list[Sampled] = [Sampled([]) for _ in agents]
-        for (_, sampling), indices in groups.items():
+        for (_, sampling, copied), indices in groups.items():
             agent = agents[indices[0]]
             self._policies.activate(agent)
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
+            if copied is not None and self._past is not None:
+                speaker = self._past.acting(agent, copied)
             recorder = Recorder() if self.records and not by_reference else None
             settings = self._engine.settings(sampling) | (GREEDY if greedy else {})
             options = self._options(sampling, settings, recorder)

@@ -20,6 +20,7 @@ from ..episodes.records import SampledBy
 from ..event_loop import run_coroutine
 from ..processes import Processes
 from ..randomness import seed_of
+from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .generator import Sampled, Sampling
 from .stopping import StopTexts
@@ -60,6 +61,7 @@ class VLLMGenerator:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
         ends (`Sequence[int]`): ids of the tokens that end a turn.
         processes ([`Processes`]): the first one publishes for all.
+        past ([`PastCopies`], *optional*): past copies that opponents act with.
 
     Attributes:
         library ([`AdapterLibrary`]): the adapters on the servers.
@@ -78,7 +80,9 @@ class VLLMGenerator:
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
         processes: Processes,
+        past: PastCopies | None = None,
     ):
+        self._past = past
         self.library, self.servers, self._policies = library, servers, policies
         self._samplings, self._settings, self._ends = samplings, settings, list(ends)
         self._processes = processes
@@ -182,11 +186,19 @@ class VLLMGenerator:
             self._asleep = True
 
     async def sample(
-        self, agent: str, prompt_ids: list[int], key: tuple, by_reference: bool = False, greedy: bool = False
+        self,
+        agent: str,
+        prompt_ids: list[int],
+        key: tuple,
+        by_reference: bool = False,
+        greedy: bool = False,
+        copy: int | None = None,
     ) -> Sampled:
         """Sample a turn, see [`StreamGenerator`]."""
         sampling = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
+        if copy is not None and self._past is not None:
+            entry = self._past.entry(agent, copy)
         version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
         settings = {**self._requests[agent], "seed": seed, **({"temperature": 0.0} if greedy else {})}
         order = Order(version.name, prompt_ids, sampling.max_completion_length, settings)

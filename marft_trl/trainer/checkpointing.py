@@ -27,6 +27,7 @@ from ..processes import Processes
 from ..randomness import RandomStates, undisturbed
 from ..seams.trl import TrlState
 from ..weights.adapters import load_adapter_weights
+from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from ..weights.references import load_references, save_references
 from .run_settings import RunSettings
@@ -64,6 +65,7 @@ class Checkpoints:
         settings ([`RunSettings`]): what decides the results of the run.
         args ([`MARFTConfig`]): folder, `save_total_limit`, `sync_ref_model`, `resume_changes`.
         processes ([`Processes`]): the processes of the run.
+        copies ([`PastCopies`]): past copies of adapters.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Checkpoints:
         settings: RunSettings,
         args: MARFTConfig,
         processes: Processes,
+        copies: PastCopies,
     ):
+        self._copies = copies
         self.owners = dict(owners)
         self.folder = RunFolder(args.output_dir or ".")
         self.changes = ResumeChanges.of(args.resume_changes)
@@ -162,6 +166,8 @@ class Checkpoints:
         save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
+        if self._copies.agents and self._args.should_save:
+            self._copies.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
         is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
@@ -298,6 +304,8 @@ class Checkpoints:
         """Go on from the state of this process in a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
+        if self._copies.agents:
+            self._copies.load(folder)
         is_changed = not self.changes.is_empty
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:

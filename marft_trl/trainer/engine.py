@@ -29,6 +29,7 @@ from ..event_loop import run_coroutine
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..rollout.vllm_generator import BASE, VLLMGenerator, reference_of
+from ..weights.copies import PastCopies, copy_entries, served_entries
 from ..weights.policies import Policies
 from ..weights.served import adapter_tensors, check_servable, served_config, zero_tensors
 
@@ -83,11 +84,18 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
             "`use_vllm=True` needs adapters: servers are given the weights of adapters after each update, never those "
             "of the base. Pass `peft_config=LoraConfig(...)`, or set `use_vllm=False`."
         )
-    for agent in agents:
+    served = [agent for agent in agents if agent.has_policy]
+    for agent in served:
         check_servable(agent, model.peft_config[agent.adapter])
+        if agent.copy_of is not None and args.max_staleness:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies, whose pool changes while episodes run ahead of training "
+                f"(`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
+            )
     own = None
     if args.vllm_mode == "colocate":
-        own = start_own_server(args, model, {agent.adapter: model.peft_config[agent.adapter].r for agent in agents})
+        ranks = {name: model.peft_config[one.adapter].r for one in served for name in served_entries(one)}
+        own = start_own_server(args, model, ranks)
     elif is_quantized(model):
         logger.warning(
             "The base is quantized. If the servers have it in another precision, they sample from another "
@@ -125,6 +133,7 @@ def make_vllm_generator(
     is_exact: bool,
     next_token: NextToken,
     processes: Processes,
+    past: PastCopies | None = None,
 ) -> VLLMGenerator:
     """
     The generator of a team on vLLM servers.
@@ -143,8 +152,12 @@ def make_vllm_generator(
         is_exact (`bool`): whether the trainer computes in float32.
         next_token (`Callable`): the trainer's log-probabilities.
         processes ([`Processes`]): the processes of the run.
+        past ([`PastCopies`], *optional*): past copies that opponents act with.
     """
-    entries = _entries(args, agents, policies, model, next_token)
+    served = [agent for agent in agents if agent.has_policy]
+    entries = _entries(args, served, policies, model, next_token)
+    for agent in served:
+        entries |= _copies(agent, past, model, next_token) if past is not None and agent.copy_of is not None else {}
     library = AdapterLibrary(
         folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters",
         entries=entries,
@@ -152,8 +165,8 @@ def make_vllm_generator(
         vocabulary=vocabulary,
         tolerance=tolerance_of(args, is_exact),
     )
-    generator = VLLMGenerator(library, servers, policies, samplings, settings, tokenizer, ends, processes)
-    others = [agent.name for agent in agents if not generator.samples_what_is_scored(agent.name)]
+    generator = VLLMGenerator(library, servers, policies, samplings, settings, tokenizer, ends, processes, past)
+    others = [agent.name for agent in served if not generator.samples_what_is_scored(agent.name)]
     trained = [agent.name for agent in agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(
@@ -176,6 +189,7 @@ def _entries(
 ) -> dict[str, Entry]:
     """What servers are given: the adapters, and the references where turns are sampled from them."""
     entries: dict[str, Entry] = {}
+    agents = [agent for agent in agents if agent.copy_of is None]
     for agent in agents:
         adapter = agent.adapter
         entries[adapter] = Entry(
@@ -195,6 +209,24 @@ def _entries(
             tensors = functools.partial(_reference_tensors, policies, model, agent)
             entries[reference_of(adapter)] = Entry(tensors, served_config(model, adapter), reference)
     return entries
+
+
+def _copies(agent: AgentSpec, past: PastCopies, model: PeftModel, next_token: NextToken) -> dict[str, Entry]:
+    """What servers are given of an agent that acts with past copies: a place for each."""
+
+    def tensors(position: int) -> dict[str, Any]:
+        with past.acting(agent.name, past.at(agent.name, position)):
+            return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
+
+    def expected(position: int, ids: Sequence[int]) -> torch.Tensor:
+        with past.acting(agent.name, past.at(agent.name, position)):
+            return next_token(agent.name, ids, by_reference=False)
+
+    config = served_config(model, agent.adapter)
+    return {
+        name: Entry(functools.partial(tensors, position), config, functools.partial(expected, position))
+        for position, name in enumerate(copy_entries(agent))
+    }
 
 
 def _reference_tensors(policies: Policies, model: PeftModel, agent: AgentSpec) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ..learning.value_scale import ValueScale
 from ..manifest import BaseModel
 from ..processes import Processes
 from ..randomness import UserRandomness
+from ..reporting.games import GameMetrics
 from ..reporting.health import Health
 from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
@@ -49,6 +50,7 @@ from ..run_metrics import Metrics
 from ..seams.models import ScoringTemperature
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
+from ..weights.copies import PastCopies, TakeCopies
 from ..weights.fingerprints import describe_base
 from ..weights.policies import Policies
 from . import setup
@@ -138,6 +140,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "sequential": sequential,
         "health": health,
         "users": builder.users,
+        "copies": builder.past,
         "runner": builder.runner,
     }
     checkpoints = builder.checkpoints(owners)
@@ -203,13 +206,17 @@ class _Builder:
         self.value_scale = ValueScale(args.normalize_values, parts, self.processes)
         self.randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
-        self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow))
+        self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow, choices.agents))
+        self.past = PastCopies(choices.policies, choices.agents)
         self.runner = self._runner()
         ahead = args.max_staleness
         self.look_ahead = LookAhead(self.state, choices.schedule, ahead) if ahead else None
 
     def _runner(self) -> EpisodeRunner:
         trainer, choices, args = self._trainer, self._choices, self._args
+        self.past.take(0)
+        if self.past.agents:
+            trainer.add_callback(TakeCopies(self.past))
         records = self._needs_old and self.passes.sample_what_they_score()
         prompts = PromptBuilder(
             self._tokenizer,
@@ -242,6 +249,7 @@ class _Builder:
             users=self.users,
             vocabulary=self._base.get_input_embeddings().num_embeddings,
             seed=args.seed,
+            copies=self.past if self.past.agents else None,
         )
 
     def _generator(self, records: bool) -> Generator | StreamGenerator:
@@ -249,7 +257,9 @@ class _Builder:
         trainer, choices, args = self._trainer, self._choices, self._args
         engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
         if choices.engine is None:
-            return TransformersGenerator(engine, choices.policies, self._samplings, self.passes.share, records)
+            return TransformersGenerator(
+                engine, choices.policies, self._samplings, self.passes.share, records, self.past
+            )
         return make_vllm_generator(
             choices.engine.servers,
             args,
@@ -264,6 +274,7 @@ class _Builder:
             is_exact=self.passes.sample_what_they_score(),
             next_token=lambda *asked, **how: self._log_probs.next_token(*asked, **how),
             processes=self.processes,
+            past=self.past,
         )
 
     def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:
@@ -276,7 +287,7 @@ class _Builder:
             choices.failures,
             self.processes,
         )
-        reach = RewardReach([name for name in self._names if choices.policies.is_trained(name)])
+        reach = RewardReach(self._trained_agents())
         alternatives = Alternatives(self.runner, scorer, self.own_returns, choices.policies, args, self.processes)
         rollouts = Rollouts(
             runner=self.runner,
@@ -295,6 +306,9 @@ class _Builder:
             overlap=self._overlap(),
         )
         return scorer, reach, alternatives, rollouts
+
+    def _trained_agents(self) -> list[str]:
+        return [name for name in self._names if self._choices.policies.is_trained(name)]
 
     def _overlap(self) -> Overlap | None:
         ahead = self.look_ahead
@@ -340,6 +354,7 @@ class _Builder:
             settings=settings,
             args=choices.args,
             processes=self.processes,
+            copies=self.past,
         )
 
     def run(self, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
@@ -506,6 +521,7 @@ class _Builder:
             metrics=self.metrics,
             state=self.state,
             processes=self.processes,
+            games=GameMetrics(self._names, self._trained_agents(), self.own_returns, self.past),
         )
         planner = Planner(
             agents=choices.agents,
@@ -525,6 +541,7 @@ class _Builder:
             share=self.passes.share,
             processes=self.processes,
             train_dataset=lambda: trainer.train_dataset,
+            copies=self.past,
         )
         return reporter, planner
 

@@ -168,6 +168,8 @@ class RunSettings:
                 name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
             }
             recorded |= {f"agents.{agent.name}.{name}": _plain(value) for name, value in spec.items()}
+            if agent.reply is not None:
+                recorded[f"agents.{agent.name}.reply"] = _code_of(agent.reply)
         for owner, functions in self._rewards.items():
             for position, function in enumerate(functions):
                 recorded[f"{owner or 'team'}.rewards[{position}]"] = _code_of(function)

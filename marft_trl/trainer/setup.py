@@ -162,7 +162,10 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
 
 
 def user_objects(
-    reward_funcs: Sequence[Any], turn_rewards: Mapping[str, Sequence[Any]], workflow: Workflow
+    reward_funcs: Sequence[Any],
+    turn_rewards: Mapping[str, Sequence[Any]],
+    workflow: Workflow,
+    agents: Sequence[AgentSpec] = (),
 ) -> dict[str, Any]:
     """Users' objects that may have state, by the names that they have in checkpoints and messages."""
     objects: dict[str, Any] = {}
@@ -170,6 +173,9 @@ def user_objects(
         for position, function in enumerate(functions):
             name = f"{owner}.reward_funcs[{position}]" if owner else f"reward_funcs[{position}]"
             objects[name] = getattr(function, "__self__", function)  # the object of a bound method
+    for agent in agents:
+        if agent.reply is not None:
+            objects[f"{agent.name}.reply"] = getattr(agent.reply, "__self__", agent.reply)
     objects["workflow"] = workflow
     objects["environment"] = getattr(workflow, "environment", None)
     return objects
@@ -201,7 +207,10 @@ def context_window(model: PreTrainedModel | PeftModel, longest_turn: int | None 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
     """Return the agents, with the trainer's `tools` for agents that have none of their own."""
     general = as_tools(tools, "the trainer")
-    return [agent if agent.tools or not general else dataclasses.replace(agent, tools=general) for agent in agents]
+    return [
+        dataclasses.replace(agent, tools=general) if general and agent.has_policy and not agent.tools else agent
+        for agent in agents
+    ]
 
 
 def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Workflow:
@@ -425,7 +434,7 @@ def make_critic(
     if kind is None:
         return None
     if peft_config is None:
-        peft_config = copy.deepcopy(model.peft_config[agents[0].adapter])
+        peft_config = copy.deepcopy(model.peft_config[next(one.adapter for one in agents if one.has_policy)])
         peft_config.inference_mode = False
         if hasattr(peft_config, "init_lora_weights"):
             peft_config.init_lora_weights = True  # other values may change the base, which the policies share

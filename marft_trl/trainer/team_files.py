@@ -107,6 +107,7 @@ class TeamFiles:
             view=None if view is team_view else callable_name(view),
             agent_views={one.name: callable_name(one.view) for one in self._agents if one.view is not None},
             workflow_timeout=self._args.workflow_timeout,
+            replies={one.name: callable_name(one.reply) for one in self._agents if one.reply is not None},
         )
 
     def _writers(self, log_history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Callable[[Path], object]]:

@@ -94,7 +94,7 @@ def load_adapters(
 def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
     manifest = TeamManifest.load(folder)
-    owners = {agent.adapter: agent for agent in reversed(manifest.agents)}
+    owners = {agent.adapter: agent for agent in reversed(manifest.players)}
     if not manifest.adapters:
         raise ValueError(
             f"The team in {folder} has no adapters: its agents share one fully trained policy. Load it with "
@@ -102,7 +102,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
         )
     for name, agent in owners.items():
         check_adapter(folder / name, agent, model, manifest.base_name)
-    first, *others = dict.fromkeys(agent.adapter for agent in manifest.agents)
+    first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
     name = first
     try:
         loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)

@@ -57,9 +57,10 @@ def add_adapters(
     Raises:
         ValueError: an adapter cannot share the base with others. The message names the agent.
     """
+    agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
         return _complete(model, agents, peft_config)
-    configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
+    configs = {agent.adapter: config_of(agent, agents, peft_config) for agent in agents}
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
         if len(agents) > 1:
@@ -89,7 +90,11 @@ def add_adapters(
 def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
-    configs = {name: agent.peft_config or peft_config for name, agent in missing.items()}
+    configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
+    for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
+        source = next((one.adapter for one in agents if one.name == agent.copy_of), None)
+        if source is not None and source not in missing:
+            configs[name] = model.peft_config[source]
     has_default = "default" in model.peft_config
     known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
     if known is not None:
@@ -127,8 +132,19 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     return model
 
 
+def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:
+    """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
+    source = next((one for one in agents if one.name == agent.copy_of), agent)
+    return source.peft_config or peft_config
+
+
 def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
     for agent in agents:
+        if agent.copy_of is not None:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies of the adapter of {agent.copy_of!r}, but without a "
+                "`peft_config` there are no adapters. Pass `peft_config=LoraConfig(...)`."
+            )
         if not agent.trainable or agent.learning_rate is not None:
             raise ValueError(
                 f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "

@@ -17,6 +17,8 @@ from .adapters import adapter_parameters
 
 # The one policy of a team without adapters.
 SHARED_POLICY = "policy"
+# In place of the name of an adapter, for an agent whose turns a function writes. No adapter can have this name.
+NO_POLICY = "=none"
 
 
 class Policies:
@@ -37,19 +39,22 @@ class Policies:
     def __init__(self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]):
         self._model = model
         self.has_adapters = isinstance(model, PeftModel)
+        policy_of = {one.name: one.adapter if self.has_adapters else SHARED_POLICY for one in agents if one.has_policy}
+        self._adapter_of = {one.name: policy_of.get(one.name, NO_POLICY) for one in agents}
         if self.has_adapters:
-            self._adapter_of = {agent.name: agent.adapter for agent in agents}
             self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
         else:
-            self._adapter_of = {agent.name: SHARED_POLICY for agent in agents}
             self.trained = [SHARED_POLICY]
-        self.names = sorted(set(self._adapter_of.values()))
+        self.names = sorted(set(policy_of.values()))
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
         self.release()
 
     def adapter_of(self, agent: str) -> str:
-        """Name of the adapter that an agent acts with; `"policy"` if there are no adapters."""
+        """
+        Name of the adapter that an agent acts with; `"policy"` if there are no adapters, and [`NO_POLICY`] for an
+        agent whose turns a function writes.
+        """
         return self._adapter_of[agent]
 
     def agents_of(self, adapter: str) -> list[str]:
@@ -79,7 +84,7 @@ class Policies:
         """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
         self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
-        self.activate(next(iter(self._adapter_of)))
+        self.activate_adapter(self.names[0])
 
     def activate(self, agent: str) -> None:
         """Activate an agent's adapter. With gradient checkpointing, it must stay active until backward has run."""
@@ -143,11 +148,17 @@ class Policies:
                 yield
             return
         self.activate(agent)
+        with self.with_weights(adapter, self._starts[adapter]):
+            yield
+
+    @contextlib.contextmanager
+    def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context manager: an adapter has other weights, in the order of [`~Policies.parameters`]."""
         parameters = list(self.parameters(adapter).values())
         current = [parameter.data for parameter in parameters]
         try:
-            for parameter, start in zip(parameters, self._starts[adapter], strict=True):
-                parameter.data = start
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.data = tensor
             yield
         finally:
             for parameter, data in zip(parameters, current, strict=True):

@@ -1,0 +1,119 @@
+"""Games: the expected gradient of each player against the exact gradient of its own return, over all episodes."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from marft_trl import AgentSpec
+from marft_trl.workflows import EnvironmentLoop
+
+from .enumeration import TEAM, World
+from .test_unbiased import assert_same
+
+
+ORDER = ("one", "two", "one")  # uneven turns
+
+
+def paid(history) -> dict[str, float]:
+    """What each player receives after a turn, whoever took it: neither opposed nor common."""
+    draw = random.Random(repr(history))
+    return {name: draw.uniform(-1, 2) for name in TEAM}
+
+
+class Three:
+    """Three turns, with rewards after each."""
+
+    def reset(self, **row):
+        self.history = []
+
+    def whose_turn(self):
+        return ORDER[len(self.history) % 3]
+
+    def step(self, turns):
+        self.history.append(tuple(turns[0].completion_ids))
+        return None, paid(self.history), len(self.history) == 3
+
+
+class Game(World):
+    """
+    Two players, of one adapter or of two.
+
+    Args:
+        is_shared (`bool`): whether they share their adapter.
+    """
+
+    def __init__(self, folder, is_shared, **settings):
+        agents = [AgentSpec("one"), AgentSpec("two", adapter="one" if is_shared else None)]
+        workflow = EnvironmentLoop(Three, turns="one", horizon=3)
+        super().__init__(folder, 1, workflow, agents=agents, reward_funcs=[], **settings)
+        self.episodes = list(itertools.product(self.turns, repeat=3))
+
+    def log_probs_of(self, episode) -> list[torch.Tensor]:
+        seen = [tuple(token for turn in episode[:number] for token in turn) for number in range(3)]
+        return [self.log_prob(*one) for one in zip(ORDER, seen, episode, strict=True)]
+
+    def exact(self) -> torch.Tensor:
+        """For every player the gradient of its own expected return by its own turns, all adapters in one vector."""
+        self.trainer.model.zero_grad()
+        total = torch.zeros(())
+        for episode in self.episodes:
+            log_probs = self.log_probs_of(episode)
+            rewards = [paid(list(episode[: number + 1])) for number in range(3)]
+            own = {name: sum(its[name] for its in rewards) for name in TEAM}
+            chance = sum(log_probs).exp().detach()
+            total = total + chance * sum(own[name] * its for name, its in zip(ORDER, log_probs, strict=True))
+        total.backward()
+        return self._gradient(dict.fromkeys(TEAM, 1.0))
+
+    def of_groups(self, size: int) -> torch.Tensor:
+        with torch.no_grad():
+            chance = {episode: sum(self.log_probs_of(episode)).exp().item() for episode in self.episodes}
+        groups = list(itertools.product(self.episodes, repeat=size))
+        episodes = [episode for group in groups for episode in group]
+        outcomes = []
+        for group in groups:
+            outcomes += [torch.tensor([chance[one] for one in group]).prod().item()] * size
+        return self.expected(outcomes, lambda call, *_: [episode[call] for episode in episodes], times=size)
+
+
+PPO = {"advantage": "gae", "num_generations": 1, "gae_lambda": 1.0, "normalize_advantages": "none"}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own adapters", "one adapter"])
+@pytest.mark.parametrize(
+    ("settings", "size", "factor"),
+    [
+        ({"advantage": "none", "num_generations": 1}, 1, 1.0),
+        pytest.param({"advantage": "none", "num_generations": 1, "credit_kind": "rewards"}, 1, 1.0),
+        pytest.param({"advantage": "none", "level": "action", "num_generations": 1}, 1, 1.0, marks=SLOW),
+        ({"advantage": "rae", "num_generations": 1}, 1, 1.0),
+        pytest.param({"advantage": "leave_one_out"}, 2, 1.0, marks=SLOW),
+        pytest.param({"advantage": "leave_one_out", "credit_kind": "rewards"}, 2, 1.0, marks=SLOW),
+        # the mean of a group of 2 holds half of the episode's own return
+        pytest.param({"advantage": "group", "scale_rewards": "none"}, 2, 0.5, marks=SLOW),
+        pytest.param({"advantage": "agent", "scale_rewards": "none"}, 2, 0.5, marks=SLOW),
+        ({**PPO, "critic": "shared", "level": "token"}, 1, 1.0),
+        pytest.param({**PPO, "critic": "shared", "level": "action", "critic_sees": "history"}, 1, 1.0, marks=SLOW),
+        pytest.param({**PPO, "critic": "per_agent", "level": "token"}, 1, 1.0, marks=SLOW),
+        pytest.param({**PPO, "critic": "multi_head", "level": "action"}, 1, 1.0, marks=SLOW),
+        pytest.param({**PPO, "critic": "frozen", "level": "action"}, 1, 1.0, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_players_follow_their_own_returns_without_bias(tmp_path, is_shared, settings, size, factor):
+    world = Game(tmp_path, is_shared, **{"level": "token", **settings})
+    if settings["advantage"] == "rae":  # a baseline of earlier batches
+        world.trainer.parts.checkpoints.owners["running_baselines"].load_state_dict(
+            {"one/": [1.5, 3], "two/": [-1, 3]}
+        )
+    assert_same(world.of_groups(size), world.exact(), factor)
+
+
+def test_returns_of_the_team_are_another_gradient(tmp_path):
+    """The check can fail: players that learn from the sum of all rewards follow something else."""
+    world = Game(tmp_path, False, advantage="none", num_generations=1, returns="team")
+    got, exact = world.of_groups(1), world.exact()
+    assert (got - exact).norm() > 0.2 * exact.norm()
