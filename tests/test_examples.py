@@ -189,6 +189,50 @@ def test_the_store_pays_once_for_each_number(monkeypatch):
     assert act("9", " 5") == ("left done, right done", {"left": 0.0, "right": 0.5}, True)
 
 
+def test_the_rules_of_nim(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    nim = importlib.import_module("self_play")
+    game = nim.Nim()
+    assert game.reset(stones=5, first="rival") == "5 stones" and game.whose_turn() == "rival"
+    assert game.step([Turn("rival", " 3", 0)]) == ("2 stones", 0.0, False) and game.whose_turn() == "player"
+    assert game.step([Turn("player", "3", 1)]) == ("Not a move", {"player": -1.0, "rival": 0.0}, True)
+    assert game.step([Turn("player", "2", 1)]) == ("The end", {"player": 1.0, "rival": -1.0}, True)
+    say = lambda stones: nim.perfect([{"content": f"9 stones\n[environment]\n{stones} stones"}])  # noqa: E731
+    assert [say(stones) for stones in (1, 2, 3, 5, 6, 7, 9)] == ["1", "2", "3", "1", "2", "3", "1"]
+    assert say(4) in ("1", "2", "3") and all(
+        row["first"] == "rival" for row in nim.games(50, 0, True) if row["stones"] == 8
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opponent", ["self", "copies", "perfect"])
+def test_self_play_runs(tmp_path, opponent):
+    options = ["--opponent", opponent, "--max_steps", "1", "--teaching_steps", "5", "--output_dir", "out"]
+    output = run([str(ROOT / "examples" / "self_play.py"), *options], tmp_path)
+    assert re.search(r"not lost to a perfect player: [\d.]+% before, [\d.]+% after", output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("opponent", ["self", "copies"])
+def test_self_play_learns(monkeypatch, tmp_path, opponent):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    nim = importlib.import_module("self_play")
+    gains = []
+    for seed in range(2):
+        model, tokenizer = nim.taught_model(seed)
+        model.save_pretrained(tmp_path / "base")
+        trainer = nim.make_trainer(model, tokenizer, tmp_path / "out", opponent, seed, 40, disable_tqdm=True)
+        shares = []
+        for _ in range(2):
+            trainer.save_model(str(tmp_path / "team"))
+            shares.append(nim.share_not_lost(tmp_path / "team", tmp_path / "base", tokenizer, greedy=False))
+            trainer.train() if len(shares) == 1 else None
+        gains.append(shares)
+    print(opponent, gains)
+    assert all(after >= 0.85 and after - before >= 0.2 for before, after in gains)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_path):

@@ -1,0 +1,82 @@
+"""
+Self-play in the game of `examples/self_play.py`, over several seeds: winnable games that are not lost to a perfect
+player, before training, after it, and after twice as many steps.
+
+    python benchmarks/self_play.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200]
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import self_play
+
+
+class Measure(TrainerCallback):
+    """Notes the shares of games not lost, greedy and sampled, at some steps."""
+
+    def __init__(self, steps, measure):
+        self.steps, self.measure, self.found = steps, measure, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in self.steps:
+            self.found.append(self.measure())
+
+
+def run(opponent, seed, steps, games):
+    """Shares `(greedy, sampled)` before training, after `steps` and after twice as many."""
+    model, tokenizer = self_play.taught_model(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(f"{folder}/base")
+        silent = {"disable_tqdm": True, "report_to": [], "logging_steps": 1000}
+        trainer = self_play.make_trainer(model, tokenizer, f"{folder}/out", opponent, seed, 2 * steps, **silent)
+
+        def measure():
+            trainer.save_model(f"{folder}/team")
+            given = {"folder": f"{folder}/team", "model": f"{folder}/base", "tokenizer": tokenizer, "count": games}
+            return [self_play.share_not_lost(**given, greedy=greedy) for greedy in (True, False)]
+
+        measured = Measure([steps, 2 * steps], measure)
+        before = measure()
+        trainer.add_callback(measured)
+        trainer.train()
+    return [before, *measured.found]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opponents", nargs="+", default=["self", "copies", "perfect"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--games", type=int, default=200)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    at = ["before", f"{options.steps} steps", f"{2 * options.steps} steps"]
+    print("| opponent | decoding |", " | ".join(at), "|\n|---|---|---|---|---|")
+    for opponent in options.opponents:
+        start, runs = time.perf_counter(), []
+        for seed in range(options.seeds):
+            runs.append(run(opponent, seed, options.steps, options.games))
+            print(f"<!-- {opponent}, seed {seed}: {runs[-1]} -->", file=sys.stderr, flush=True)
+        for index, decoding in enumerate(("greedy", "sampled")):
+            cells = []
+            for moment in range(3):
+                shares = [one[moment][index] for one in runs]
+                cells.append(f"{statistics.median(shares):.1%} ({min(shares):.1%} - {max(shares):.1%})")
+            print(f"| {opponent} | {decoding} | {' | '.join(cells)} |", flush=True)
+        print(f"<!-- {opponent}: {(time.perf_counter() - start) / options.seeds:.0f} s per run -->", flush=True)
+
+
+if __name__ == "__main__":
+    main()
