@@ -296,6 +296,25 @@ def test_an_opponent_speaks_with_the_weights_of_its_copy(model_folder, tmp_path)
     assert texts[2] != texts[3]
 
 
+def test_every_copy_has_a_place_of_its_own_on_servers(model_folder, tmp_path):
+    """And keeps it as long as it is in the pool, also where a resumed run takes copies at other steps."""
+    past = trainer_of(
+        model_folder, tmp_path, AgentSpec("right", copy_of="left", copy_every=1, copies=3)
+    ).parts.runner.copies
+    assert [past.at("right", place) for place in range(3)] == [0, 0, 0]
+    for step in (3, 6, 9, 10):
+        before = {one: past.entry("right", one) for one in past.steps("right")}
+        past.take(step)
+        steps = past.steps("right")
+        assert len({past.entry("right", one) for one in steps}) == len(steps) == min(3, len(before) + 1)
+        assert all(past.entry("right", one) == before[one] for one in steps if one in before)
+        assert {past.at("right", place) for place in range(3)} == set(steps)
+        assert all(past.entry("right", past.at("right", place)).endswith(str(place)) for place in range(len(steps)))
+    past.save(tmp_path)
+    past.load(tmp_path)
+    assert past.steps("right") == [6, 9, 10] and len({past.entry("right", one) for one in (6, 9, 10)}) == 3
+
+
 def test_draws_depend_on_the_place_of_an_episode_alone(model_folder, tmp_path):
     trainer = trainer_of(model_folder, tmp_path, COPY)
     past = trainer.parts.runner.copies

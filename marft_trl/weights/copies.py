@@ -40,6 +40,7 @@ class PastCopies:
         self._specs = {one.adapter: one for one in agents if one.copy_of is not None}
         self._sources = {name: specs[str(one.copy_of)].adapter for name, one in self._specs.items()}
         self._pools: dict[str, dict[int, list[torch.Tensor]]] = {name: {} for name in self._specs}
+        self._places: dict[str, dict[int, int]] = {name: {} for name in self._specs}  # of copies on servers
 
     @property
     def agents(self) -> list[str]:
@@ -64,7 +65,14 @@ class PastCopies:
                 continue
             copy = [p.detach().clone() for p in self._policies.parameters(self._sources[name]).values()]
             self._pools[name] = dict([*pool.items(), (step, copy)][-spec.copies :])
+            self._set_places(name)
             self._set_newest(name)
+
+    def _set_places(self, adapter: str) -> None:
+        """Give each copy a place, and leave those that have one where they are."""
+        kept = {step: place for step, place in self._places[adapter].items() if step in self._pools[adapter]}
+        free = iter(sorted(set(range(self._specs[adapter].copies)) - set(kept.values())))
+        self._places[adapter] = {step: kept[step] if step in kept else next(free) for step in self._pools[adapter]}
 
     def _set_newest(self, adapter: str) -> None:
         newest = self._pools[adapter][max(self._pools[adapter])]
@@ -86,14 +94,12 @@ class PastCopies:
     def entry(self, agent: str, step: int) -> str:
         """Name of a copy on servers, which have a place for each copy that a pool may hold."""
         adapter = self._adapters[agent]
-        spec = self._specs[adapter]
-        return copy_entries(spec)[step // spec.copy_every % spec.copies]
+        return copy_entries(self._specs[adapter])[self._places[adapter][step]]
 
     def at(self, agent: str, position: int) -> int:
         """The copy that has a place on servers; the newest one where there is none yet."""
-        spec = self._specs[self._adapters[agent]]
-        steps = self.steps(agent)
-        return next((step for step in steps if step // spec.copy_every % spec.copies == position), steps[-1])
+        places = self._places[self._adapters[agent]]
+        return next((step for step, place in places.items() if place == position), max(places))
 
     @contextlib.contextmanager
     def acting(self, agent: str, step: int) -> Iterator[None]:
@@ -127,6 +133,7 @@ class PastCopies:
                     f"after step {missing[0]}. Resume from another checkpoint."
                 )
             self._pools[name] = {step: self._pools[name][step] for step in steps[-self._specs[name].copies :]}
+            self._set_places(name)
 
     def save(self, folder: str | Path) -> None:
         """Write the copies into a checkpoint."""
@@ -165,7 +172,9 @@ class PastCopies:
                     "with the settings that it was written with."
                 )
             pools[name] = dict(sorted(pool.items()))
-        self._pools = pools
+        self._pools = {name: dict(list(its.items())[-self._specs[name].copies :]) for name, its in pools.items()}
+        for name in pools:
+            self._set_places(name)
 
 
 def copy_entries(agent: AgentSpec) -> list[str]:
