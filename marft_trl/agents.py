@@ -130,10 +130,10 @@ class AgentSpec:
         copy_of (`str`, *optional*):
             Name of a trained agent. The agent acts with past copies of that agent's adapter, as in fictitious
             self-play: each episode draws one from a pool. It is never trained.
-        copy_every (`int`, *optional*, defaults to `20`):
+        copy_every (`int`, *optional*, defaults to `20` with `copy_of`):
             Number of optimizer steps after which a copy joins the pool. The pool begins with the adapter as it was
             before training.
-        copies (`int`, *optional*, defaults to `4`):
+        copies (`int`, *optional*, defaults to `4` with `copy_of`):
             Largest number of copies in the pool. A further one takes the place of the oldest.
     """
 
@@ -155,8 +155,8 @@ class AgentSpec:
     tools: Callable | Sequence[Callable] | None = None
     reply: Callable | None = None
     copy_of: str | None = None
-    copy_every: int = 20
-    copies: int = 4
+    copy_every: int = None  # type: ignore[assignment]  # set below
+    copies: int = None  # type: ignore[assignment]
 
     def __post_init__(self):
         check_name(self.name, "an agent")
@@ -185,6 +185,15 @@ class AgentSpec:
             raise TypeError(self._complaint("reply", "a function `reply(messages)` or None"))
         if self.copy_of is not None:
             check_name(self.copy_of, f"the agent that {self.name!r} is a copy of")
+            object.__setattr__(self, "copy_every", 20 if self.copy_every is None else self.copy_every)
+            object.__setattr__(self, "copies", 4 if self.copies is None else self.copies)
+        elif self.copy_every is not None or self.copies is not None:
+            name = "copy_every" if self.copy_every is not None else "copies"
+            raise ValueError(
+                f"`{name}` of agent {self.name!r} has no effect without `copy_of`. Set it, or leave it out."
+            )
+        if self.reply is not None and self.adapter == self.name:  # of a spec that is changed
+            object.__setattr__(self, "adapter", None)
         kind = "reply" if self.reply is not None else "copy_of" if self.copy_of is not None else None
         unused = {
             "reply": ("copy_of", "adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop"),
@@ -276,7 +285,17 @@ def check_team(agents: object) -> list[AgentSpec]:
         seen[agent.name] = agent
     _check_shared_adapters([agent for agent in agents if agent.has_policy])
     _check_copies(seen)
+    _check_scripted(seen)
     return list(agents)
+
+
+def _check_scripted(agents: dict[str, AgentSpec]) -> None:
+    for agent in agents.values():
+        if agent.has_policy and agent.adapter in agents and not agents[agent.adapter].has_policy:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is the name of an agent "
+                "whose turns a function writes. Choose another name for the adapter."
+            )
 
 
 def _check_copies(agents: dict[str, AgentSpec]) -> None:

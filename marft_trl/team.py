@@ -399,6 +399,7 @@ def _runner(
         ends=engine.ends,
         aliases=aliases,
         alone=setup.is_alone(agents, workflow),
+        unread=[agent.name for agent in agents if not agent.has_policy],
     )
     setup.warn_of_unprotected(prompts, uses_tools)
     return EpisodeRunner(

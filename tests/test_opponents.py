@@ -4,9 +4,12 @@ import asyncio
 import itertools
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Team
 from marft_trl.agents import check_team
@@ -16,7 +19,7 @@ from marft_trl.reporting.games import GameMetrics, Played
 from marft_trl.weights.copies import COPIES_NAME
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
 
-from .helpers import StopAt, moved, team_trainer, weights
+from .helpers import StopAt, lora, moved, team_trainer, weights
 from .test_own_returns import Alternating, own
 
 
@@ -48,9 +51,9 @@ class Polite:
         self.calls = state["calls"]
 
 
-def trainer_of(model, folder, *opponent, **settings):
+def trainer_of(model, folder, *opponent, is_last=True, **settings):
     arguments = {"workflow": GAME, "reward_funcs": [], **settings.pop("arguments", {})}
-    agents = [AgentSpec("left"), *opponent]
+    agents = [AgentSpec("left"), *opponent] if is_last else [*opponent, AgentSpec("left")]
     return team_trainer(model, folder, agents=agents, settings={"max_completion_length": 4, **settings}, **arguments)
 
 
@@ -102,10 +105,12 @@ def test_what_a_function_writes_is_a_turn_that_is_never_trained(model_folder, tm
     ids=str,
 )
 @pytest.mark.parametrize("opponent", [AgentSpec("right", reply=parrot), COPY], ids=["function", "copy"])
-def test_every_setting_trains_beside_an_opponent(model_folder, tmp_path, opponent, settings):
-    trainer = trainer_of(model_folder, tmp_path, opponent, **settings)
+@pytest.mark.parametrize("is_last", [pytest.param(True, marks=SLOW), False], ids=["last", "first"])
+def test_every_setting_trains_beside_an_opponent(model_folder, tmp_path, opponent, is_last, settings):
+    trainer = trainer_of(model_folder, tmp_path, opponent, is_last=is_last, **settings)
     before = weights(trainer)
     trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(8)))
     changed = adapters(moved(before, weights(trainer)))
     expected = {"left"} if opponent.reply else {"left", "right"}  # the newest copy lies in the adapter
     assert {name for name in changed if not name.startswith("_critic")} == expected
@@ -137,7 +142,8 @@ class Pair(Workflow):
         await episode.turn("left")
 
 
-def test_asynchronous_functions_run_side_by_side_in_a_fixed_order(model_folder, tmp_path):
+@pytest.mark.parametrize("kind", ["function", "returns a coroutine"])
+def test_asynchronous_functions_run_side_by_side_in_a_fixed_order(model_folder, tmp_path, kind):
     running, most = 0, 0
 
     async def slow(messages):
@@ -148,10 +154,12 @@ def test_asynchronous_functions_run_side_by_side_in_a_fixed_order(model_folder, 
         running -= 1
         return "slow"
 
-    async def fast(messages):
-        return "fast"
+    class Fast:
+        async def __call__(self, messages):
+            return "fast"
 
-    agents = [AgentSpec("left"), AgentSpec("right", reply=slow), AgentSpec("other", reply=fast)]
+    reply = {"function": slow, "returns a coroutine": lambda messages: slow(messages)}[kind]
+    agents = [AgentSpec("left"), AgentSpec("right", reply=reply), AgentSpec("other", reply=Fast())]
     trainer = team_trainer(
         model_folder, tmp_path, agents=agents, workflow=Pair(), settings={"max_completion_length": 4}
     )
@@ -356,12 +364,86 @@ def test_copies_are_saved_and_resumed_exactly(model_folder, tmp_path):
     assert json.dumps(logs[0]) == json.dumps(logs[1])
 
 
-def test_a_checkpoint_without_its_copies_is_refused(model_folder, tmp_path):
+def pools(trainer):
+    past = trainer.parts.runner.copies
+    return {agent: past.steps(agent) for agent in past.agents} if past is not None else {}
+
+
+@pytest.mark.parametrize(
+    ("agents", "changes", "expected"),
+    [
+        ([replace(COPY, copies=2)], None, {"right": [1, 2]}),
+        ([replace(COPY, copies=5)], None, {"right": [0, 1, 2]}),
+        ([AgentSpec("rival", copy_of="left", copies=3)], {"rename": {"right": "rival"}}, {"rival": [0, 1, 2]}),
+        (
+            [replace(COPY, copies=3), AgentSpec("third", copy_of="left")],
+            {"add": ["third"]},
+            {"right": [0, 1, 2], "third": [2]},
+        ),
+        ([AgentSpec("right", trainable=False)], None, {}),
+    ],
+    ids=["smaller", "larger", "renamed", "another", "no copy any more"],
+)
+def test_pools_follow_changes_of_the_team(model_folder, tmp_path, agents, changes, expected):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    workflow = Sequential(["left"])
+    first = trainer_of(
+        model_folder,
+        tmp_path,
+        replace(COPY, copies=3),
+        arguments={"workflow": workflow, "reward_funcs": letters},
+        **saving,
+    )
+    first.train()
+    saving["max_steps"] = 3
+    arguments = {"workflow": workflow, "reward_funcs": letters}
+    resumed = trainer_of(model_folder, tmp_path, *agents, arguments=arguments, resume_changes=changes, **saving)
+    resumed.add_callback(StopAt(2))
+    found = {}
+
+    class Look(StopAt):
+        def on_train_begin(self, args, state, control, **kwargs):
+            found.update(pools(resumed))
+
+    resumed.add_callback(Look(3))
+    resumed.train(resume_from_checkpoint=True)
+    assert found == expected
+
+
+def letters(completions, **kwargs):
+    return [float(len(str(one)) % 5) for one in completions]
+
+
+def test_a_second_training_begins_with_a_pool_of_its_own(model_folder, tmp_path):
     trainer = trainer_of(model_folder, tmp_path, COPY)
-    with pytest.raises(ValueError, match=r"has no past copies \(marft_copies.safetensors\) for the adapter 'right'"):
-        trainer.parts.runner.copies.load(tmp_path)
-    with pytest.raises(ValueError, match=r"of the copy of 'left' after step 7"):
-        trainer.parts.runner.copies.load_state_dict({"steps": {"right": [0, 7]}})
+    trainer.train()
+    assert pools(trainer) == {"right": [2, 3]}
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert pools(trainer) == {"right": [0, 1]}
+    assert all(
+        map(torch.equal, trainer.policies.parameters("right").values(), trainer.policies.parameters("left").values())
+    )
+
+
+def test_the_best_team_meets_no_later_copies(model_folder, tmp_path):
+    trainer = trainer_of(model_folder, tmp_path, replace(COPY, copies=9))
+    trainer.train()
+    past = trainer.parts.runner.copies
+    past.go_back_to(1)
+    assert past.steps("right") == [0, 1] and past.entry("right", 1).endswith("1")
+
+
+def test_a_copy_has_the_config_of_its_source(model_folder, tmp_path):
+    base = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="left")
+    base.add_adapter("right", lora(r=8))
+    with pytest.raises(
+        ValueError, match=r"'right' acts with past copies of 'left', but its adapter 'right' has another"
+    ):
+        trainer_of(base, tmp_path, COPY, arguments={"peft_config": None})
+    base.delete_adapter("right")
+    trainer = trainer_of(base, tmp_path, COPY, arguments={"peft_config": None})
+    assert trainer.model.peft_config["right"].r == 4 and pools(trainer) == {"right": [0]}
 
 
 def test_a_saved_team_plays_with_the_newest_copy(model_folder, tmp_path):
@@ -388,11 +470,11 @@ class Pool:
 
 def test_win_rates_by_hand():
     games = GameMetrics(["left", "right"], ["left"], own=None, copies=Pool())
-    results = [(1, -1, 2), (0, 0, 2), (-2, 2, 5), (3, 1, 5)]
+    results = [(1, -1, 2), (0.1 + 0.2, 0.3, 2), (-2, 2, 5), (3, 1, 5)]
     played = [Played({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
     assert games.metrics([*played, None]) == {
-        "agents/left/return": 0.5,
-        "agents/right/return": 0.5,
+        "agents/left/return": pytest.approx(2.3 / 4),
+        "agents/right/return": pytest.approx(2.3 / 4),
         "agents/right/copies": 2.0,
         "agents/left/win_rate/right": 0.5,
         "agents/left/draw_rate/right": 0.25,
@@ -432,6 +514,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
         ({"copy_of": 3}, TypeError, r"the agent that 'right' is a copy of must be a string"),
         ({"copy_of": "left", "copies": 0}, ValueError, r"`copies` of agent 'right' must be an integer of at least 1"),
         ({"copy_of": "left", "copy_every": 0.5}, TypeError, r"`copy_every` of agent 'right' must be an integer"),
+        ({"copies": 2}, ValueError, r"`copies` of agent 'right' has no effect without `copy_of`"),
         ({"copy_of": "lefty"}, ValueError, r"is a copy of 'lefty', but the team has 'left', 'right'.*'left'"),
         ({"copy_of": "right"}, ValueError, r"is a copy of 'right', which is not trained"),
         ({"copy_of": "left", "adapter": "left"}, ValueError, r"share the adapter 'left' but differ in `trainable`"),
@@ -440,6 +523,37 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
 def test_what_cannot_be_an_opponent(fields, error, message):
     with pytest.raises(error, match=message):
         check_team([AgentSpec("left"), AgentSpec("right", **fields)])
+
+
+def test_names_of_functions_are_no_adapters():
+    with pytest.raises(ValueError, match=r"'left' acts with an adapter named 'right', which is the name of an agent"):
+        check_team([AgentSpec("left", adapter="right"), AgentSpec("right", reply=parrot)])
+    assert replace(AgentSpec("right"), reply=parrot).adapter is None
+
+
+def test_functions_have_no_window(model_folder, tmp_path):
+    """Nothing reads what they are shown, unless a critic does."""
+    trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", reply=parrot))
+    trainer.parts.runner.prompts.window = 40
+    spec = trainer.agents[1]
+    (observation,) = trainer.parts.runner.observe([(spec, "many " * 100, (), ())])
+    assert len(observation.ids) > 40
+    with pytest.raises(ValueError, match="window"):
+        trainer.parts.runner.observe([(trainer.agents[0], "many " * 100, (), ())])
+    long = AgentSpec("right", reply=parrot, max_completion_length=500)
+    unseen = {"workflow": EnvironmentLoop(Alternating, turns="one", shows="own")}
+    short, long = (trainer_of(model_folder, tmp_path, one, arguments=unseen) for one in (trainer.agents[1], long))
+    assert long.memory_plan().activations < 1.2 * short.memory_plan().activations  # it is no row
+
+
+def test_full_pools_are_in_the_memory_plan(model_folder, tmp_path):
+    sizes = [trainer_of(model_folder, tmp_path, replace(COPY, copies=n)).memory_plan().adapters for n in (1, 5)]
+    assert sizes[1] - sizes[0] == 4 * sizes[0] / 3  # two adapters and one copy, and four copies more
+
+
+def test_rewards_that_cancel_in_turns_are_an_error_too(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="cancel in their sum"):
+        trainer_of(model_folder, tmp_path, AgentSpec("right"), returns="team", max_steps=4).train()
 
 
 def test_what_a_run_cannot_have(model_folder, tmp_path):

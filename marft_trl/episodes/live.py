@@ -321,9 +321,7 @@ class LiveEpisode:
         asynchronous functions continue together as well, so that the order of turns does not depend on how long they
         take. Called by what runs the episode, not by workflows.
         """
-        if not inspect.iscoroutinefunction(function):
-            return await self.call(function, *arguments)
-        return await self._in_order(self._awaited(function, function(*arguments)))
+        return await self._in_order(self._written(function, arguments))
 
     async def _in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
         """What a function returns or raises. Branches that wait at the same time go on in the order of their calls."""
@@ -347,7 +345,14 @@ class LiveEpisode:
         async with one_at_a_time():
             return await self._called(function, in_thread(job, "environments"))
 
-    async def _awaited(self, function: Callable, job: Awaitable) -> tuple[Any, BaseException | None]:
+    async def _written(self, function: Callable, arguments: tuple) -> tuple[Any, BaseException | None]:
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        if is_async:
+            job = function(*arguments)
+        else:
+            job, error = await self._threaded(function, functools.partial(function, *arguments))
+            if error is not None or not inspect.isawaitable(job):
+                return job, error
         try:
             return await self._called(function, job), None
         except Exception as error:

@@ -119,13 +119,13 @@ class TeamLoss:
         for loss in self._parts(model, slice_, learning, notes):
             total += loss()
         self._log(notes)
-        self._policies.activate(self._agents[0])
+        self._policies.activate_first()
         return total
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
         self._log(self._notes)
-        self._policies.activate(self._agents[0])  # whoever uses the model next gets an agent, not the critic
+        self._policies.activate_first()  # whoever uses the model next gets an agent, not the critic
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 

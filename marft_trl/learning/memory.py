@@ -25,7 +25,7 @@ class MemoryPlan:
     Args:
         base (`int`): model that all agents share, as stored. A 4-bit model takes half a byte per weight. Of a sharded
             one, the shards of this process and the layers that are gathered at once.
-        adapters (`int`): LoRAs of the agents and their past copies so far, or 0 if the base itself is trained.
+        adapters (`int`): LoRAs of the agents and pools of past copies, or 0 if the base itself is trained.
         critic (`int`): LoRAs and value heads of the critic.
         gradients (`int`): gradients of all trained parameters.
         optimizer (`int`): optimizer state of all trained parameters.

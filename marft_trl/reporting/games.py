@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,8 +86,10 @@ class GameMetrics:
 
 
 def _against(played: Sequence[Played], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
-    wins = sum(one.returns[name] > one.returns[other] for one in played)
-    draws = sum(one.returns[name] == one.returns[other] for one in played)
+    pairs = [(one.returns[name], one.returns[other]) for one in played]
+    equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
+    wins = sum(mine > theirs and not same for (mine, theirs), same in zip(pairs, equal, strict=True))
+    draws = sum(equal)
     return {
         f"{prefix}/win_rate/{label}": wins / len(played),
         f"{prefix}/draw_rate/{label}": draws / len(played),

@@ -158,6 +158,9 @@ def team_card(
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
     given = "" if base or not manifest.adapters else f', model="{base_name}"'
+    scripted = manifest.inference.replies if manifest.inference is not None else {}
+    if scripted:
+        given += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
     card_data = ModelCardData(
         base_model=base,
         library_name="peft" if manifest.adapters else "transformers",

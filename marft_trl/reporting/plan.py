@@ -159,11 +159,13 @@ class Planner:
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
         prompts = self.rehearse(next(iter(self._dataset()))).prompts
+        read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
+        prompts = [one for one in prompts if one[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
-            adapters=size_of([*adapters, *self._copies.tensors()]),
+            adapters=size_of(adapters) + self._copies.size(),
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),

@@ -97,6 +97,8 @@ class PromptBuilder:
             Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
             are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control
             tokens, and neither they nor results contain lines that look like the name of a speaker.
+        unread (`Collection[str]`, *optional*):
+            Names of agents whose observations no model reads, so that its window does not limit them.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class PromptBuilder:
         ends: Collection[int] = (),
         aliases: Mapping[str, str] | None = None,
         alone: bool = False,
+        unread: Collection[str] = (),
     ):
+        self._unread = frozenset(unread)
         self._tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
@@ -195,7 +199,7 @@ class PromptBuilder:
     def _fit(self, query: Query, observation: Observation) -> Observation:
         agent, prompt = query.agent, query.prompt
         reserved = self._reserved.get(agent.name, 0)
-        if self.window is None or len(observation.ids) + reserved <= self.window:
+        if self.window is None or agent.name in self._unread or len(observation.ids) + reserved <= self.window:
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (

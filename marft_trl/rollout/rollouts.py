@@ -266,8 +266,8 @@ class Rollouts:
 
 
 def _earned_by_agent(episode: Episode) -> dict[str, float]:
-    earned: dict[str, float] = {}
-    for turn, reward in zip(episode.turns, episode.earned, strict=True):
-        if reward:
-            earned[turn.agent] = earned.get(turn.agent, 0.0) + reward
-    return earned
+    """What each agent earned: by its name, whoever acted, or by its turns."""
+    earned: Counter[str] = Counter({name: sum(its) for name, its in episode.own.items()})  # type: ignore[arg-type]
+    for k, (turn, reward) in enumerate(zip(episode.turns, episode.earned, strict=True)):
+        earned[turn.agent] += reward - sum(its[k] for its in episode.own.values())  # type: ignore[assignment]
+    return {name: reward for name, reward in earned.items() if abs(reward) > 1e-9}

@@ -84,7 +84,7 @@ class Checkpoints:
         processes: Processes,
         copies: PastCopies,
     ):
-        self._copies = copies
+        self.copies = copies
         self.owners = dict(owners)
         self.folder = RunFolder(args.output_dir or ".")
         self.changes = ResumeChanges.of(args.resume_changes)
@@ -166,8 +166,8 @@ class Checkpoints:
         save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
-        if self._copies.agents and self._args.should_save:
-            self._copies.save(folder)
+        if self.copies.agents and self._args.should_save:
+            self.copies.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
         is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
@@ -304,8 +304,8 @@ class Checkpoints:
         """Go on from the state of this process in a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
-        if self._copies.agents:
-            self._copies.load(folder)
+        if self.copies.agents:
+            self.copies.load(folder, self.source_of)
         is_changed = not self.changes.is_empty
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:

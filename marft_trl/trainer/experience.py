@@ -132,7 +132,7 @@ class Experience:
         rows = self._rows(rollout, turns, training)
         last_values: list[dict[str, float]] = []
         if training:
-            self._batcher.fit(rows)
+            self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
         may_keep = training and self._learner is not None and self._learner.may_keep_passes
         with self._log_probs.scoring():
             if self._needs_old and training:

@@ -231,6 +231,7 @@ class _Builder:
             ends=trainer.eos_token_ids,
             aliases=choices.aliases,
             alone=setup.is_alone(choices.agents, choices.workflow),
+            unread=[one.name for one in choices.agents if choices.critic is None and not one.has_policy],
         )
         setup.warn_of_unprotected(prompts, self._uses_tools)
         return EpisodeRunner(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -175,7 +176,10 @@ def user_objects(
             objects[name] = getattr(function, "__self__", function)  # the object of a bound method
     for agent in agents:
         if agent.reply is not None:
-            objects[f"{agent.name}.reply"] = getattr(agent.reply, "__self__", agent.reply)
+            reply = agent.reply
+            while isinstance(reply, functools.partial):
+                reply = reply.func
+            objects[f"{agent.name}.reply"] = getattr(reply, "__self__", reply)
     objects["workflow"] = workflow
     objects["environment"] = getattr(workflow, "environment", None)
     return objects

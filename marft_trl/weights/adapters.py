@@ -124,12 +124,28 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
             model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
         if configs[name] is None:
             _copy_weights(model, "default", name)
+    _check_copies(model, agents)
     if has_default:
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
     for agent in agents:
         check_adapter_config(agent, model.peft_config[agent.adapter], alone=True)
     return model
+
+
+def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
+    """Raise if an adapter that is there already cannot hold copies of another one."""
+    left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
+    adapters = {agent.name: agent.adapter for agent in agents}
+    for agent in (one for one in agents if one.copy_of is not None):
+        mine, theirs = (model.peft_config[name].to_dict() for name in (agent.adapter, adapters[str(agent.copy_of)]))
+        other = sorted(key for key in mine if key not in left_out and mine[key] != theirs.get(key))
+        if other:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies of {agent.copy_of!r}, but its adapter {agent.adapter!r} "
+                f"has another `{other[0]}` ({mine[other[0]]!r}, not {theirs.get(other[0])!r}). Delete the adapter "
+                f"from the model (`model.delete_adapter({agent.adapter!r})`), so that it is made anew."
+            )
 
 
 def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from accelerate.logging import get_logger
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from ..agents import AgentSpec
 from ..randomness import seed_of
 from .policies import Policies
 
+
+logger = get_logger(__name__)
 
 COPIES_NAME = "marft_copies.safetensors"
 
@@ -51,6 +55,19 @@ class PastCopies:
         """The copies in the pool of an agent, the oldest first."""
         return sorted(self._pools[self._adapters[agent]])
 
+    def begin(self) -> None:
+        """Fill all pools with a first copy, in place of what is there."""
+        self._pools = {name: {} for name in self._specs}
+        self.take(0)
+
+    def go_back_to(self, step: int) -> None:
+        """Forget copies that are later than a step whose weights were loaded."""
+        for name, pool in self._pools.items():
+            earlier = {at: copy for at, copy in pool.items() if at <= step}
+            newest = [p.detach().clone() for p in self._policies.parameters(name).values()]
+            self._pools[name] = earlier or {step: newest}
+            self._set_places(name)
+
     @torch.no_grad()
     def take(self, step: int) -> None:
         """
@@ -60,13 +77,15 @@ class PastCopies:
             step (`int`): number of optimizer steps so far; 0 fills all pools with a first copy.
         """
         for name, spec in self._specs.items():
-            pool = self._pools[name]
-            if step % spec.copy_every or step in pool:
-                continue
-            copy = [p.detach().clone() for p in self._policies.parameters(self._sources[name]).values()]
-            self._pools[name] = dict([*pool.items(), (step, copy)][-spec.copies :])
-            self._set_places(name)
-            self._set_newest(name)
+            if step % spec.copy_every == 0 and step not in self._pools[name]:
+                self._add(name, step)
+
+    def _add(self, adapter: str, step: int) -> None:
+        copy = [p.detach().clone() for p in self._policies.parameters(self._sources[adapter]).values()]
+        pool = [*self._pools[adapter].items(), (step, copy)]
+        self._pools[adapter] = dict(pool[-self._specs[adapter].copies :])
+        self._set_places(adapter)
+        self._set_newest(adapter)
 
     def _set_places(self, adapter: str) -> None:
         """Give each copy a place, and leave those that have one where they are."""
@@ -109,8 +128,13 @@ class PastCopies:
             yield
 
     def tensors(self) -> list[torch.Tensor]:
-        """All copies, for the memory that they take."""
+        """All copies."""
         return [tensor for pool in self._pools.values() for copy in pool.values() for tensor in copy]
+
+    def size(self) -> int:
+        """Bytes of full pools."""
+        own = {name: self._policies.parameters(name).values() for name in self._specs}
+        return sum(spec.copies * sum(p.numel() * p.element_size() for p in own[n]) for n, spec in self._specs.items())
 
     # ---- Saving ----
 
@@ -119,20 +143,10 @@ class PastCopies:
         return {"steps": {adapter: sorted(pool) for adapter, pool in self._pools.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Keep the copies of a [`state_dict`], of those that were loaded.
-
-        Raises:
-            ValueError: the weights of a copy were not loaded.
-        """
-        for name, steps in state["steps"].items():
-            missing = sorted(set(steps) - set(self._pools.get(name, {})))
-            if missing:
-                raise ValueError(
-                    f"The checkpoint has no weights ({COPIES_NAME}) of the copy of {self._sources.get(name, name)!r} "
-                    f"after step {missing[0]}. Resume from another checkpoint."
-                )
-            self._pools[name] = {step: self._pools[name][step] for step in steps[-self._specs[name].copies :]}
+        """Keep the copies of a [`state_dict`], of those that are there: [`~PastCopies.load`] has their weights."""
+        for name, pool in self._pools.items():
+            steps = [step for step in state["steps"].get(name, ()) if step in pool]
+            self._pools[name] = {step: pool[step] for step in steps} or pool
             self._set_places(name)
 
     def save(self, folder: str | Path) -> None:
@@ -143,38 +157,45 @@ class PastCopies:
             for step, copy in pool.items()
             for position, tensor in enumerate(copy)
         }
-        save_file(tensors, Path(folder) / COPIES_NAME)
+        save_file(tensors, Path(folder) / COPIES_NAME, metadata=self._sources)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
         """
-        Load what [`~PastCopies.save`] wrote.
+        Load what [`~PastCopies.save`] wrote. A pool that the checkpoint does not have begins with the present adapter.
 
-        Raises:
-            ValueError: the checkpoint has no copies, or those of other adapters.
+        Args:
+            folder (`str` or `Path`): the checkpoint, whose adapters are loaded.
+            source_of (`Callable`, *optional*): name that an adapter has in the checkpoint.
         """
-        path = Path(folder) / COPIES_NAME
-        saved = load_file(path) if path.is_file() else {}
-        pools: dict[str, dict[int, list[torch.Tensor]]] = {name: {} for name in self._pools}
-        for name, pool in pools.items():
-            own = list(self._policies.parameters(name).values())
-            keys = [key.rpartition(".")[0] for key in saved if key.rpartition(".")[2] == "0"]
-            for key in (key for key in keys if key.rpartition(".")[0] == name):
-                copy = [saved.get(f"{key}.{position}") for position in range(len(own))]
-                whole = [
-                    its for its, mine in zip(copy, own, strict=True) if its is not None and its.shape == mine.shape
-                ]
-                if len(whole) == len(own):
-                    pairs = zip(whole, own, strict=True)
-                    pool[int(key.rpartition(".")[2])] = [its.to(mine.device, mine.dtype) for its, mine in pairs]
-            if not pool:
-                raise ValueError(
-                    f"The checkpoint {folder} has no past copies ({COPIES_NAME}) for the adapter {name!r}. Resume "
-                    "with the settings that it was written with."
+        path, named = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
+        saved: dict[str, torch.Tensor] = {}
+        sources: dict[str, str] = {}
+        if path.is_file():
+            with safe_open(path, "pt") as opened:
+                keys = list(opened.keys())
+                saved, sources = {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
+        for name, source in self._sources.items():
+            then = named(name)
+            is_same = then is not None and then in sources and sources[then] == named(source)
+            self._pools[name] = self._read(saved, str(then), name) if is_same else {}
+            if not self._pools[name]:
+                logger.warning(
+                    f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}: its pool "
+                    "begins anew."
                 )
-            pools[name] = dict(sorted(pool.items()))
-        self._pools = {name: dict(list(its.items())[-self._specs[name].copies :]) for name, its in pools.items()}
-        for name in pools:
+                number = Path(folder).name.rpartition("-")[2]
+                self._add(name, int(number) if number.isdecimal() else 0)
             self._set_places(name)
+            self._set_newest(name)
+
+    def _read(self, saved: Mapping[str, torch.Tensor], then: str, name: str) -> dict[int, list[torch.Tensor]]:
+        """The latest copies of an adapter in a file, by step."""
+        own = list(self._policies.parameters(name).values())
+        steps = sorted(int(key.split(".")[1]) for key in saved if key.split(".")[0] == then and key.endswith(".0"))
+        return {
+            step: [saved[f"{then}.{step}.{k}"].to(mine.device, mine.dtype) for k, mine in enumerate(own)]
+            for step in steps[-self._specs[name].copies :]
+        }
 
 
 def copy_entries(agent: AgentSpec) -> list[str]:
@@ -199,6 +220,10 @@ class TakeCopies(TrainerCallback):
 
     def __init__(self, copies: PastCopies):
         self._copies = copies
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self._copies.begin()
 
     def on_step_end(self, args, state, control, **kwargs):
         self._copies.take(state.global_step)

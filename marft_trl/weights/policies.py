@@ -84,11 +84,15 @@ class Policies:
         """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
         self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
-        self.activate_adapter(self.names[0])
+        self.activate_first()
 
     def activate(self, agent: str) -> None:
         """Activate an agent's adapter. With gradient checkpointing, it must stay active until backward has run."""
         self.activate_adapter(self._adapter_of[agent])
+
+    def activate_first(self) -> None:
+        """Activate the adapter of the first agent that has one."""
+        self.activate_adapter(next(name for name in self._adapter_of.values() if name != NO_POLICY))
 
     def activate_adapter(self, name: str) -> None:
         """Like [`~Policies.activate`], for an adapter by name, such as one of the critic."""
