@@ -187,7 +187,7 @@ def check_choices(args: Any) -> None:
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,
         "candidate_reward": CANDIDATE_REWARDS,
-        "continue_from": CONTINUATIONS,
+        "continue_from": (None, *CONTINUATIONS),
         "context_overflow": CONTEXT_OVERFLOWS,
         "on_episode_error": ON_EPISODE_ERROR,
         "loss_type": LOSS_TYPES,
@@ -249,8 +249,14 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             baseline is not None and baseline.uses_candidates and args.turn_candidates < 2,
-            f"`advantage='turn'` compares candidates for a turn with one another, but `turn_candidates` is "
-            f"{args.turn_candidates}. Set 2 or more.",
+            f"`advantage={args.advantage!r}` compares candidates for a turn with one another, but `turn_candidates` "
+            f"is {args.turn_candidates}. Set 2 or more.",
+        ),
+        (
+            args.advantage == "c3" and args.continue_from == "best",
+            "`advantage='c3'` compares a turn with alternatives at the observation that the policy came to, but with "
+            "`continue_from='best'` later observations follow the best alternative. Use `continue_from='sampled'`, or "
+            "`advantage='turn'`.",
         ),
         (
             is_lone and (args.advantage == "batch" or normalizes),
@@ -323,18 +329,18 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             rule.reruns and args.credit_kind == "rewards",
-            "`credit='counterfactual'` compares the whole outcome for every turn, so adding it up over turns "
+            f"`credit={args.credit!r}` compares the whole outcome for every turn, so adding it up over turns "
             "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
         ),
         (
             uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
-            f"`advantage='turn'` scores each candidate of a turn, which leaves nothing for `credit={args.credit!r}` "
-            "to divide. Use `credit='equal'` or `'per_step'`.",
+            f"`advantage={args.advantage!r}` scores each candidate of a turn, which leaves nothing for "
+            f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
         ),
         (
             uses_candidates(args) and args.credit_kind == "rewards",
-            "`advantage='turn'` has the return of every candidate, so `credit_kind='rewards'` does not apply. Leave "
-            "it out.",
+            f"`advantage={args.advantage!r}` has the return of every candidate, so `credit_kind='rewards'` does not "
+            "apply. Leave it out.",
         ),
         (
             args.multi_objective_aggregation == "normalize_then_sum" and not (normalizes and args.credit == "equal"),
@@ -374,8 +380,8 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.update_order == "sequential" and uses_candidates(args),
-            "`update_order='sequential'` multiplies ratios along an episode, but with `advantage='turn'` most rows "
-            "are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
+            f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
+            "most rows are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
         ),
         (
             args.sync_ref_model and args.beta == 0.0,
@@ -399,7 +405,8 @@ def check_failures(args: Any) -> None:
     if args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns):
         raise ValueError(
             f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
-            "(`advantage='turn'`) or re-runs (`credit='counterfactual'`): those of an episode that fails would be "
+            "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): those of an episode "
+            "that fails would be "
             "learned from without it. Set `on_episode_error='raise'`."
         )
 
@@ -534,8 +541,8 @@ def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             uses_candidates(args) or CREDITS[args.credit].reruns,
-            f"{stale} does not go with candidates for turns (`advantage='turn'`) or re-runs "
-            "(`credit='counterfactual'`), which are scored while episodes run. Set `max_staleness=0`.",
+            f"{stale} does not go with candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+            "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
         ),
         (
             args.update_order == "resampled",

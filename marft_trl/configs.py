@@ -30,9 +30,9 @@ from .config_checks import (
     check_numbers,
     check_supported,
     check_vllm,
-    has_turn_ratio,
 )
 from .config_copies import Copies
+from .config_defaults import resolve
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
@@ -67,9 +67,10 @@ class MARFTConfig(Copies, GRPOConfig):
             that equals the default counts as not passed.
         advantage (`str`, *optional*, defaults to `"group"`):
             Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
-            the turns of the same agent in these episodes; `"turn"`: the other candidates for the same turn;
-            `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all episodes of the generation batch;
-            `"rae"`: the mean of earlier batches; `"none"`: no baseline; `"gae"`: the values of a critic.
+            the turns of the same agent in these episodes; `"turn"` and `"c3"`: the other candidates for the same turn,
+            standardized or as they are; `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all
+            episodes of the generation batch; `"rae"`: the mean of earlier batches; `"none"`: no baseline; `"gae"`: the
+            values of a critic.
         returns (`str`, *optional*, defaults to `None`):
             Rewards that an agent learns from. `"agent"`: those that it receives itself, which are rewards for all, and
             rewards by its name (a mapping from an environment or from `episode.earn`). Turns are then compared with
@@ -125,28 +126,29 @@ class MARFTConfig(Copies, GRPOConfig):
             Rule that assigns the team's reward to turns. `"equal"`: every turn gets the reward of the episode;
             `"step_discount"`: earlier turns get less; `"per_step"`: each turn has its own reward, from
             `AgentSpec.reward_funcs` or `Workflow.reward_funcs`; `"counterfactual"`: each turn gets the reward that is
-            lost in re-runs of the episode in which the agent's reference generates this turn.
+            lost in re-runs of the episode in which the agent's reference generates this turn; `"removed"`: the reward
+            that is lost in re-runs in which teammates see an empty turn in its place.
         credit_discount (`float`, *optional*, defaults to `1.0`):
             Factor that `credit="step_discount"` applies once for every turn that follows, in `[0, 1]`.
         credit_kind (`str`, *optional*, defaults to `None`):
             Meaning of the values that `credit` assigns to turns. `"rewards"`: rewards, which GAE (or, without a
             critic, the discounted sum from the turn on) accumulates into returns; `"returns"`: returns, which are used
             as they are. If `None`, `"rewards"` is used with a critic and `"returns"` without one. With
-            `credit="counterfactual"`, `None` always means `"returns"`.
+            re-runs (`"counterfactual"`, `"removed"`), `None` always means `"returns"`.
         own_reward_weight (`float`, *optional*, defaults to `1.0`):
             Weight of a turn's own reward with `credit="per_step"`, in `[0, 1]`. The team's reward has the remaining
             weight, `1 - own_reward_weight`.
         counterfactual_samples (`int`, *optional*, defaults to `1`):
-            Number of re-runs for each turn with `credit="counterfactual"`.
+            Number of re-runs for each turn with `credit="counterfactual"` or `"removed"`.
         turn_candidates (`int`, *optional*, defaults to `4`):
-            Number of candidates that are sampled for each turn with `advantage="turn"`.
+            Number of candidates that are sampled for each turn with `advantage="turn"` or `"c3"`.
         candidate_reward (`str`, *optional*, defaults to `"episode"`):
-            Reward of a candidate with `advantage="turn"`: `"episode"` completes an episode from the candidate and uses
+            Reward of a candidate: `"episode"` completes an episode from the candidate and uses
             its reward; `"turn"` scores the candidate as if it were the team's answer, as AT-GRPO's code does. `"turn"`
             needs no further generation.
-        continue_from (`str`, *optional*, defaults to `"best"`):
-            Candidate that the episode continues from with `advantage="turn"`: the `"best"` one, which biases the
-            observations that follow, or a randomly `"sampled"` one.
+        continue_from (`str`, *optional*, defaults to `None`):
+            Candidate that the episode continues from: the `"best"` one, which biases the observations that follow, or
+            a randomly `"sampled"` one. If `None`, it is `"best"` with `advantage="turn"` and `"sampled"` with `"c3"`.
         target_kl (`float`, *optional*, defaults to `None`):
             Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
             limit.
@@ -383,11 +385,11 @@ class MARFTConfig(Copies, GRPOConfig):
     )
     counterfactual_samples: int = field(
         default=1,
-        metadata={"help": "Number of re-runs for each turn with credit='counterfactual'."},
+        metadata={"help": "Number of re-runs for each turn with credit='counterfactual' or 'removed'."},
     )
     turn_candidates: int = field(
         default=4,
-        metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn'."},
+        metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn' or 'c3'."},
     )
     candidate_reward: str = field(
         default="episode",
@@ -396,8 +398,8 @@ class MARFTConfig(Copies, GRPOConfig):
             "choices": list(CANDIDATE_REWARDS),
         },
     )
-    continue_from: str = field(
-        default="best",
+    continue_from: str | None = field(
+        default=None,
         metadata={"help": "Candidate that an episode goes on from.", "choices": list(CONTINUATIONS)},
     )
     target_kl: float | None = field(
@@ -541,13 +543,7 @@ class MARFTConfig(Copies, GRPOConfig):
 
     def __post_init__(self):
         self._apply_preset()
-        if self.loss_type is None:
-            self.loss_type = LEVELS[self.level].loss_type if self.level in LEVELS else "dapo"
-        if has_turn_ratio(self) and "use_bias_correction_kl" not in self.given:
-            self.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
-        if self.credit_kind is None:
-            is_stream = self.advantage == "gae" and not (self.credit in CREDITS and CREDITS[self.credit].reruns)
-            self.credit_kind = "rewards" if is_stream else "returns"
+        resolve(self)
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()

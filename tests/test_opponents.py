@@ -96,6 +96,8 @@ def test_what_a_function_writes_is_a_turn_that_is_never_trained(model_folder, tm
         pytest.param({"advantage": "turn", "num_generations": 1, "turn_candidates": 2}, marks=SLOW),
         {"advantage": "turn", "turn_candidates": 2, "continue_from": "sampled"},
         pytest.param({"credit": "counterfactual"}, marks=SLOW),
+        pytest.param({"credit": "removed"}, marks=SLOW),
+        pytest.param({"advantage": "c3", "turn_candidates": 2, "num_generations": 1}, marks=SLOW),
         {"advantage": "gae", "critic": "shared", "num_generations": 1},
         pytest.param({"advantage": "gae", "critic": "per_agent", "critic_sees": "history"}, marks=SLOW),
         pytest.param({"advantage": "gae", "critic": "multi_head", "returns": "team"}, marks=SLOW),

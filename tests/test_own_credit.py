@@ -47,8 +47,11 @@ def test_scores_of_a_turn_come_on_top_of_what_its_agent_receives(model_folder, t
             assert close(row.advantage, weight * score + own(episode, turn.agent))
 
 
+@pytest.mark.parametrize("credit", [pytest.param("counterfactual", marks=SLOW), "removed"])
 @pytest.mark.parametrize("advantage", ["none", pytest.param("leave_one_out", marks=SLOW)])
-def test_reruns_are_compared_by_what_the_agent_of_the_turn_receives(model_folder, tmp_path, advantage, monkeypatch):
+def test_reruns_are_compared_by_what_the_agent_of_the_turn_receives(
+    model_folder, tmp_path, advantage, credit, monkeypatch
+):
     from marft_trl.rollout.runner import EpisodeRunner
 
     done, plain = [], EpisodeRunner.run
@@ -60,7 +63,7 @@ def test_reruns_are_compared_by_what_the_agent_of_the_turn_receives(model_folder
         return episodes
 
     monkeypatch.setattr(EpisodeRunner, "run", run_and_note)
-    settings = {"advantage": advantage, "credit": "counterfactual"}
+    settings = {"advantage": advantage, "credit": credit}
     ((rollout, rows, _),) = run(model_folder, tmp_path, GAME, **settings)
     jobs = iter(done)
     credit = [

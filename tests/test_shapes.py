@@ -302,6 +302,29 @@ def test_a_rerun_repeats_turns_side_by_side_as_they_were():
         assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
 
 
+@pytest.mark.parametrize("removed", range(3))
+def test_a_removed_turn_is_an_empty_one_and_what_saw_it_is_written_again(removed):
+    class Both(Workflow):
+        async def run(self, episode):
+            await together([episode.turn("a"), episode.turn("b", sees=[])])
+            await episode.turn("c")
+
+    (episode,) = run(Both(), ["a", "b", "c"])
+    asked = []
+
+    def answer(requests):
+        asked.extend((request.agent, request.by_reference, [one.text for one in request.seen]) for request in requests)
+        return echo()(requests)
+
+    (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [Rerun(episode, removed=removed)])
+    texts = [turn.text for turn in episode.turns]
+    assert [turn.agent for turn in again.turns] == ["a", "b", "c"] and again.turns[removed].text == ""
+    assert again.turns[removed].completion_ids == () and again.turns[removed].raw_text == ""
+    seen = ["" if index == removed else text for index, text in enumerate(texts[:2])]
+    assert asked == ([("c", False, seen)] if removed < 2 else [])
+    assert [again.turns[k].text for k in range(2) if k != removed] == [texts[k] for k in range(2) if k != removed]
+
+
 def test_an_episode_that_ends_in_one_branch_ends_in_all():
     class Chains(Workflow):
         async def run(self, episode):

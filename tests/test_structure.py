@@ -23,7 +23,18 @@ PACKAGES = [
     *("weights", "rewards", "metrics", "dataset_checks", "presets"),
     # What a user chooses by name, which the configuration checks
     *("advantages.baselines", "advantages.credit_rules", "learning.data", "learning.levels", "learning.critic"),
-    *("config_checks", "config_copies", "configs", "engine", "rollout", "learning", "advantages", "reporting", "tiny"),
+    *(
+        "config_checks",
+        "config_copies",
+        "config_defaults",
+        "configs",
+        "engine",
+        "rollout",
+        "learning",
+        "advantages",
+        "reporting",
+        "tiny",
+    ),
     *("trainer.sharding", "trainer.setup", "team", "trainer"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.

@@ -47,8 +47,9 @@ def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, workfl
 
 @pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
 @pytest.mark.parametrize("advantage", ["none", "leave_one_out"])
-def test_counterfactual_credit_is_unbiased(tmp_path, workflow, advantage):
-    world = World(tmp_path, workflow=workflow, advantage=advantage, credit="counterfactual")
+@pytest.mark.parametrize("credit", ["counterfactual", "removed"])
+def test_counterfactual_credit_is_unbiased(tmp_path, workflow, advantage, credit):
+    world = World(tmp_path, workflow=workflow, advantage=advantage, credit=credit)
     assert_same(with_branches(world), world.exact())
 
 
@@ -62,6 +63,14 @@ def test_candidates_are_unbiased_where_the_episode_goes_on_from_a_sampled_one(tm
     got, half = of_candidates(world), len(exact) // 2
     assert_same(got[:half], exact[:half])
     assert (got[half:] - exact[half:]).norm() > 0.05 * exact[half:].norm()  # other observations than the policy's
+
+
+@pytest.mark.slow
+def test_alternatives_of_every_turn_are_unbiased(tmp_path):
+    """Both of two alternatives are rows, each compared with the other one alone."""
+    world = World(tmp_path, advantage="c3", turn_candidates=2, num_generations=1)
+    assert world.trainer.args.continue_from == "sampled"
+    assert_same(of_candidates(world), world.exact(), factor=2.0)
 
 
 def test_scaled_and_decayed_estimators_are_biased(tmp_path):

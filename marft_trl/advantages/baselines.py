@@ -88,6 +88,8 @@ class Baseline:
             Whether it divides by the deviation that `scale_rewards` names.
         uses_candidates (`bool`, *optional*, defaults to `False`):
             Whether it compares candidates for one turn, which the trainer then samples.
+        goes_on (`str`, *optional*, defaults to `"best"`):
+            Value of `continue_from` if none is set.
         takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
             Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
         is_running (`bool`, *optional*, defaults to `False`):
@@ -104,6 +106,7 @@ class Baseline:
     needs_group: bool = False
     scales: bool = False
     uses_candidates: bool = False
+    goes_on: str = "best"
     takes_normalized_objectives: bool = False
     is_running: bool = False
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -136,6 +139,12 @@ def _leave_one_out(samples: Samples, scale: str) -> torch.Tensor:
     return functional.leave_one_out_advantages(samples.returns, samples.runs, samples.prompts, samples.per_episode)
 
 
+def _c3(samples: Samples, scale: str) -> torch.Tensor:
+    cells = samples.episodes * (int(samples.nodes.max()) + 1) + samples.nodes
+    each = torch.arange(len(cells))
+    return functional.leave_one_out_advantages(samples.returns, each, cells, samples.per_turn)
+
+
 def _batch(samples: Samples, scale: str) -> torch.Tensor:
     return functional.cell_advantages(samples.returns, samples.all_alike, samples.per_episode, samples.all_alike)
 
@@ -161,6 +170,7 @@ BASELINES: dict[str, Baseline] = {
         ),
         Baseline("agent", _agent, needs_group=True, scales=True, takes_normalized_objectives=True),
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
+        Baseline("c3", _c3, uses_candidates=True, goes_on="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),
         Baseline("rae", _rae, is_running=True),

@@ -29,7 +29,9 @@ class CreditRule:
             `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards` tells
             whether the credit is a stream of rewards, which is summed, or the return of each turn.
         reruns (`bool`, *optional*, defaults to `False`):
-            Whether it subtracts the mean reward of re-runs in which the turn is sampled anew.
+            Whether it subtracts the mean reward of re-runs in which the turn is another one.
+        removes (`bool`, *optional*, defaults to `False`):
+            Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
         scores_turns (`bool`, *optional*, defaults to `False`):
             Whether turns have rewards of their own, from reward functions of agents, which are mixed in.
         in_evaluation (`str`, *optional*):
@@ -39,8 +41,14 @@ class CreditRule:
     name: str
     share: Callable[[float, Sequence[Turn], torch.Tensor, float, bool], torch.Tensor]
     reruns: bool = False
+    removes: bool = False
     scores_turns: bool = False
     in_evaluation: str | None = None
+
+    @property
+    def uses_references(self) -> bool:
+        """`True` if turns are sampled from references."""
+        return self.reruns and not self.removes
 
 
 def _equal(
@@ -62,5 +70,6 @@ CREDITS: dict[str, CreditRule] = {
         CreditRule("step_discount", _step_discount),
         CreditRule("per_step", _equal, scores_turns=True, in_evaluation="equal"),
         CreditRule("counterfactual", _equal, reruns=True, in_evaluation="equal"),
+        CreditRule("removed", _equal, reruns=True, removes=True, in_evaluation="equal"),
     )
 }

@@ -23,8 +23,8 @@ class Found(NamedTuple):
     Args:
         completion ([`Completion`]): what was generated.
         asked (`tuple[Turn | Feedback, ...]`): items that the recorded workflow asked to show for it.
-        origin (`int`, *optional*): position of its turn in the recorded episode; `None` for a candidate, which has
-            none.
+        origin (`int`, *optional*): position of its turn in the recorded episode; `None` for a candidate and for an
+            empty turn in place of another one, which have none.
     """
 
     completion: Completion
@@ -44,6 +44,8 @@ class Rerun:
             The record; the episode may still be running.
         changed (`int`, *optional*):
             Index of the turn that is not repeated: it is sampled anew from the agent's reference.
+        removed (`int`, *optional*):
+            Index of the turn that is an empty one.
         candidate (`tuple[str, Sequence[Turn | Feedback], Completion]`, *optional*):
             Agent, items to see and completion of a turn that is yet to come.
         skip (`int`, *optional*, defaults to `0`):
@@ -54,6 +56,7 @@ class Rerun:
         self,
         episode: Episode,
         changed: int | None = None,
+        removed: int | None = None,
         candidate: tuple[str, Sequence[Seen], Completion] | None = None,
         skip: int = 0,
     ):
@@ -66,7 +69,11 @@ class Rerun:
             place = turn.agent, tuple(map(_key, asked))
             shown = [item for item in asked if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
             is_changed = turn.index == changed
-            self._recorded[place].append(None if is_changed else Found(Completion.of(turn, shown), asked, turn.index))
+            found: Found | None = Found(Completion.of(turn, shown), asked, turn.index)
+            if turn.index == removed:
+                empty = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
+                found = Found(empty, asked, None)
+            self._recorded[place].append(None if is_changed else found)
             if is_changed:
                 self._changed_place = place
         if candidate is not None:

@@ -143,8 +143,9 @@ class Alternatives:
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
-        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is sampled anew from the reference of
-        its agent and what depends on it is generated again; NaN for the turns of frozen agents.
+        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is another one and what depends on it is
+        generated again; NaN for the turns of frozen agents. Turn `k` is sampled anew from the reference of its agent,
+        or is empty (`credit="removed"`).
         """
         samples = self._args.counterfactual_samples
         rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
@@ -157,7 +158,11 @@ class Alternatives:
         counts = self._processes.gather([len(jobs)])
         first = sum(counts[: self._processes.index])
         for sample in range(samples if sum(counts) else 0):
-            reruns = [Rerun(episodes[index], changed=k) for index, k in jobs]
+            removes = CREDITS[self._args.credit].removes
+            reruns = [
+                Rerun(episodes[index], removed=k) if removes else Rerun(episodes[index], changed=k)
+                for index, k in jobs
+            ]
             rows = [episodes[index].row for index, _ in jobs]
             completed = self._runner.run(rows, self._counted, reruns, first=first)
             agents = [episodes[index].turns[k].agent for index, k in jobs]

@@ -198,7 +198,7 @@ def _entries(
             functools.partial(next_token, agent.name, by_reference=False),
             is_fixed=adapter not in policies.trained,
         )
-    if not CREDITS[args.credit].reruns:
+    if not CREDITS[args.credit].uses_references:
         return entries
     for agent in agents:
         adapter, reference = agent.adapter, functools.partial(next_token, agent.name, by_reference=True)

@@ -408,7 +408,7 @@ def check_learning(args: MARFTConfig, policies: Policies) -> None:
     Raises:
         ValueError: the message names the setting.
     """
-    needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].reruns}
+    needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
     for name, is_set in needs.items():
         if is_set and not policies.has_adapters:
             raise ValueError(

@@ -1,0 +1,24 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Values of settings that are not set and depend on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .advantages.baselines import BASELINES
+from .advantages.credit_rules import CREDITS
+from .config_checks import has_turn_ratio, uses_candidates
+from .learning.levels import LEVELS
+
+
+def resolve(config: Any) -> None:
+    """Set what is `None` and depends on other settings of a [`MARFTConfig`], in place."""
+    if config.loss_type is None:
+        config.loss_type = LEVELS[config.level].loss_type if config.level in LEVELS else "dapo"
+    if has_turn_ratio(config) and "use_bias_correction_kl" not in config.given:
+        config.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
+    if config.credit_kind is None:
+        is_stream = config.advantage == "gae" and not (config.credit in CREDITS and CREDITS[config.credit].reruns)
+        config.credit_kind = "rewards" if is_stream else "returns"
+    if config.continue_from is None and uses_candidates(config):
+        config.continue_from = BASELINES[config.advantage].goes_on
