@@ -321,7 +321,8 @@ def _with_replies(
             f"The turns of agent {missing[0]!r} came from the function `{inference.replies[missing[0]]}` in training: "
             f"pass it, or another one, as `replies={{{missing[0]!r}: ...}}`."
         )
-    none: dict[str, Any] = dict.fromkeys(("adapter", "tools", "stop", "copy_of", "learning_rate"))
+    names = ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
+    none: dict[str, Any] = dict.fromkeys(names)
     return [
         dataclasses.replace(agent, reply=replies[agent.name], **none) if agent.name in replies else agent
         for agent in agents

@@ -458,6 +458,9 @@ def test_a_saved_team_plays_with_the_newest_copy(model_folder, tmp_path):
     newest = next(one for one in episodes if one.copies["right"] == 3)
     (episode,) = team.run(["Begin"], greedy=True)
     assert [t.completion_ids for t in episode.turns] == [t.completion_ids for t in newest.turns]
+    given = {"environment_factory": Alternating, "replies": {"right": parrot}}
+    (episode,) = Team.from_pretrained(tmp_path, model=model_folder, **given).run(["Begin"])
+    assert episode.turns[1].text == "I he"
 
 
 # ---- Metrics ----
