@@ -50,6 +50,7 @@ def launch(
         pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),
         pytest.param("candidates", "grpo", marks=pytest.mark.slow),
         pytest.param("tools", "dapo", marks=pytest.mark.slow),
+        pytest.param("opponents", "dapo", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from trl.chat_template_utils import qwen3_chat_template
 
-from marft_trl import AgentSpec, Workflow
+from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
@@ -40,10 +40,10 @@ def canned(trainer, kind):
     """Replies drawn from the observation and its repetition, not from the model."""
     seen = Counter()
 
-    def generate(agents, prompt_ids, by_reference=False):
+    def generate(agents, prompt_ids, by_reference=False, copies=None):
         replies = []
-        for agent, ids in zip(agents, prompt_ids, strict=True):
-            key = (trainer.state.global_step, agent, tuple(ids))
+        for agent, ids, copy in zip(agents, prompt_ids, copies or [None] * len(agents), strict=True):
+            key = (trainer.state.global_step, agent, tuple(ids), *([copy] if copy is not None else []))
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
             reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
@@ -65,13 +65,19 @@ LEARNING = {
     "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
     "candidates": {"advantage": "turn", "turn_candidates": 2},
     "orchestrated": {},
+    "opponents": {"max_steps": 4},
 }
 
 
 WORKFLOWS = {
     **{"chain": None, "full": None, "tools": None},
+    "opponents": Sequential(["reasoner", "rival", "judge", "actor"]),
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
+
+
+async def judge(messages):
+    return hashlib.sha256(repr(messages).encode()).hexdigest()[:6]
 
 
 def count(answers, prompt, **columns):
@@ -84,6 +90,8 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     agents = [*tiny_agents(), AgentSpec("idle", system_prompt="x")]
     tokenizer = tiny_tokenizer()
+    if kind == "opponents":
+        agents += [AgentSpec("rival", copy_of="actor", copy_every=1, copies=3), AgentSpec("judge", reply=judge)]
     if kind == "tools":
         agents[0] = AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=128, tools=[add])
         tokenizer.chat_template = qwen3_chat_template
