@@ -94,7 +94,7 @@ def test_what_a_function_writes_is_a_turn_that_is_never_trained(model_folder, tm
         {},
         pytest.param({"advantage": "rae", "num_generations": 1}, marks=SLOW),
         pytest.param({"advantage": "turn", "num_generations": 1, "turn_candidates": 2}, marks=SLOW),
-        {"advantage": "turn", "turn_candidates": 2, "continue_from": "sampled"},
+        pytest.param({"advantage": "turn", "turn_candidates": 2, "continue_from": "sampled"}, marks=SLOW),
         pytest.param({"credit": "counterfactual"}, marks=SLOW),
         pytest.param({"credit": "removed"}, marks=SLOW),
         pytest.param({"advantage": "c3", "turn_candidates": 2, "num_generations": 1}, marks=SLOW),
