@@ -60,8 +60,9 @@ class PastCopies:
         self._pools = {name: {} for name in self._specs}
         self.take(0)
 
-    def go_back_to(self, step: int) -> None:
-        """Forget copies that are later than a step whose weights were loaded."""
+    def go_back_to(self, folder: str | Path) -> None:
+        """Forget copies that are later than a checkpoint whose adapters were loaded."""
+        step = _step_of(folder)
         for name, pool in self._pools.items():
             earlier = {at: copy for at, copy in pool.items() if at <= step}
             newest = [p.detach().clone() for p in self._policies.parameters(name).values()]
@@ -127,10 +128,6 @@ class PastCopies:
         with self._policies.with_weights(adapter, self._pools[adapter][step]):
             yield
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All copies."""
-        return [tensor for pool in self._pools.values() for copy in pool.values() for tensor in copy]
-
     def size(self) -> int:
         """Bytes of full pools."""
         own = {name: self._policies.parameters(name).values() for name in self._specs}
@@ -183,8 +180,7 @@ class PastCopies:
                     f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}: its pool "
                     "begins anew."
                 )
-                number = Path(folder).name.rpartition("-")[2]
-                self._add(name, int(number) if number.isdecimal() else 0)
+                self._add(name, _step_of(folder))
             self._set_places(name)
             self._set_newest(name)
 
@@ -196,6 +192,12 @@ class PastCopies:
             step: [saved[f"{then}.{step}.{k}"].to(mine.device, mine.dtype) for k, mine in enumerate(own)]
             for step in steps[-self._specs[name].copies :]
         }
+
+
+def _step_of(folder: str | Path) -> int:
+    """Number of optimizer steps of a checkpoint, by its name."""
+    number = Path(folder).name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def copy_entries(agent: AgentSpec) -> list[str]:
