@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec
+from marft_trl.advantages.baselines import BASELINES, Samples
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import add
@@ -65,24 +66,37 @@ def test_reruns_are_compared_by_what_the_agent_of_the_turn_receives(
     monkeypatch.setattr(EpisodeRunner, "run", run_and_note)
     settings = {"advantage": advantage, "credit": credit}
     ((rollout, rows, _),) = run(model_folder, tmp_path, GAME, **settings)
+    if credit == "removed":
+        places = [k for episode in rollout.episodes for k in range(len(episode.turns))]
+        assert all(again.turns[k].completion_ids == () for again, k in zip(done, places, strict=True))
     jobs = iter(done)
-    credit = [
+    credits = [
         [own(episode, turn.agent) - own(next(jobs), turn.agent) for turn in episode.turns]
         for episode in rollout.episodes
     ]
-    assert any(any(its) for its in credit) and next(jobs, None) is None
+    assert any(any(its) for its in credits) and next(jobs, None) is None
     for index, its in enumerate(rows):
         for k, row in enumerate(its):
-            expected = credit[index][k]
+            expected = credits[index][k]
             if advantage == "leave_one_out":  # mean credit of the agent in each other episode of the prompt
                 others = [other for other in range(index // 4 * 4, index // 4 * 4 + 4) if other != index]
                 means = [
-                    sum(c for c, one in zip(credit[o], rows[o], strict=True) if one.agent == row.agent)
+                    sum(c for c, one in zip(credits[o], rows[o], strict=True) if one.agent == row.agent)
                     / sum(one.agent == row.agent for one in rows[o])
                     for o in others
                 ]
                 expected -= sum(means) / len(means)
             assert close(row.advantage, expected), (index, k)
+
+
+def test_alternatives_are_compared_with_one_another_alone():
+    """Two nodes of an episode and one of another one; what nothing scored does not count."""
+    nan = float("nan")
+    episodes, nodes = torch.tensor([0, 0, 0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 0, 0])
+    returns = torch.tensor([1.0, 2.0, 6.0, 10.0, nan, -1.0, 3.0])
+    samples = Samples(episodes, torch.zeros(7, dtype=torch.long), nodes, returns, group_size=1, num_agents=1)
+    found = BASELINES["c3"].function(samples, "group").tolist()
+    assert found == [1.0 - 4.0, 2.0 - 3.5, 6.0 - 1.5, 0.0, 0.0, -4.0, 4.0]
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(4, marks=SLOW)], ids=["left is last", "right is last"])

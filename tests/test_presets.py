@@ -160,3 +160,8 @@ def test_trls_coefficients_are_checked_too(name, value):
 def test_a_level_beside_a_preset_brings_its_loss():
     assert config(preset="marft-t", level="action").loss_type == "grpo"
     assert config(preset="marft-t").loss_type == "dapo"
+
+
+def test_mappo_has_a_central_critic_with_normalized_values():
+    args = config(preset="mappo", num_generations=1)
+    assert args.critic_sees == "history" and args.normalize_values
