@@ -20,5 +20,7 @@ def resolve(config: Any) -> None:
     if config.credit_kind is None:
         is_stream = config.advantage == "gae" and not (config.credit in CREDITS and CREDITS[config.credit].reruns)
         config.credit_kind = "rewards" if is_stream else "returns"
+    if config.skip_rows_without_signal is None:
+        config.skip_rows_without_signal = config.share_prefixes
     if config.continue_from is None and uses_candidates(config):
         config.continue_from = BASELINES[config.advantage].goes_on

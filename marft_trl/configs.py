@@ -33,6 +33,7 @@ from .config_checks import (
 )
 from .config_copies import Copies
 from .config_defaults import resolve
+from .config_engine import EngineSettings
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
@@ -42,13 +43,13 @@ from .seams.trl import accepting_one_generation
 
 
 @dataclass
-class MARFTConfig(Copies, GRPOConfig):
+class MARFTConfig(Copies, EngineSettings, GRPOConfig):
     r"""
     Configuration class for the [`MARFTTrainer`].
 
     This class includes all parameters of [`~trl.GRPOConfig`], which count episodes where GRPO counts completions. Only
-    new parameters and those with a different default are listed below. Agents are not training arguments: see
-    [`AgentSpec`].
+    new parameters and those with a different default are listed below, and those of vLLM in [`EngineSettings`]. Agents
+    are not training arguments: see [`AgentSpec`].
 
     Args:
         learning_rate (`float`, *optional*, defaults to `5e-6`):
@@ -178,6 +179,11 @@ class MARFTConfig(Copies, GRPOConfig):
             generation batch serves several optimizer steps, the episodes of a group stay in the same step. If
             `False`, the forward passes are those of `GRPOTrainer`, so a single agent reproduces its results bit by
             bit; models with learned position embeddings (GPT-2) are passed explicit positions.
+        skip_rows_without_signal (`bool`, *optional*, defaults to `None`):
+            Whether rows whose gradient is exactly 0, because their advantage is 0 and nothing else is in the loss, are
+            left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
+            over the other rows, and `frac_rows_without_signal` has the share of these. If `None`, it is the value of
+            `share_prefixes`.
         context_overflow (`str`, *optional*, defaults to `"raise"`):
             Behaviour if an observation plus the agent's `max_completion_length` is longer than the model's window.
             `"raise"`: an error is raised. `"drop_oldest_turn"`: the oldest turns are left out (counted in
@@ -220,36 +226,6 @@ class MARFTConfig(Copies, GRPOConfig):
             Number of consecutive generation batches without a single reward after which training stops with an error.
             A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
             continues, with TRL's warning.
-        vllm_mode (`str`, *optional*, defaults to `"server"`):
-            Where vLLM runs with `use_vllm=True`. `"server"`: on servers that you start with the command that
-            `marft_trl.rollout.vllm_command` gives. `"colocate"`: every training process starts a server of its own, on
-            the device that it trains on, with TRL's `vllm_gpu_memory_utilization`, `vllm_max_model_length`,
-            `vllm_model_impl` and `vllm_enable_sleep_mode`. The server ends when the process does.
-        vllm_python (`str`, *optional*, defaults to `None`):
-            Interpreter of an environment with vLLM, such as `"/opt/vllm/bin/python"`, for `vllm_mode="colocate"`. If
-            `None`, it is the environment variable `MARFT_VLLM_PYTHON`, or else the interpreter that trains.
-        vllm_server_base_url (`str` or `list[str]`, *optional*, defaults to `None`):
-            Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
-            of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
-        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
-            Time in seconds that training waits while no server works. After it, training stops with an error.
-        vllm_request_timeout (`float`, *optional*, defaults to `600.0`):
-            Maximum time in seconds of the generation of one turn. After it, the server counts as one that does not
-            work, and the turn is requested again.
-        vllm_max_inflight (`int`, *optional*, defaults to `256`):
-            Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
-        vllm_adapter_dir (`str`, *optional*, defaults to `None`):
-            Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
-            `None`, it is `_adapters` in `output_dir`.
-        max_staleness (`int`, *optional*, defaults to `0`):
-            Number of generation batches that vLLM servers sample ahead of training. With `0`, rollouts and training
-            take turns, and every turn is sampled by the present weights. With `n`, training on a batch runs while the
-            next `n` are sampled, each from the weights of `n` publications ago; how long rollouts and training take
-            does not change which. The loss is corrected by `vllm_importance_sampling_mode`.
-        fidelity_tolerance (`float`, *optional*, defaults to `None`):
-            Largest mean difference between the log-probabilities of a server and those of the trainer, for the same
-            tokens under the same weights. Above it, training stops with an error. If `None`, it is `1e-3` if both
-            compute in float32, as far as the trainer knows, and `0.2` otherwise.
         resume_changes (`dict`, *optional*, defaults to `None`):
             Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
             start anew. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename": {"solver":
@@ -436,6 +412,10 @@ class MARFTConfig(Copies, GRPOConfig):
         default=True,
         metadata={"help": "Whether to compute the common prefix of several rows only once."},
     )
+    skip_rows_without_signal: bool | None = field(
+        default=None,
+        metadata={"help": "Whether rows whose gradient is exactly 0 take no pass. If None, as share_prefixes."},
+    )
     context_overflow: str = field(
         default="raise",
         metadata={
@@ -490,38 +470,6 @@ class MARFTConfig(Copies, GRPOConfig):
     max_unscored_batches: int | None = field(
         default=None,
         metadata={"help": "Number of consecutive batches without a single reward after which training stops."},
-    )
-    vllm_mode: str = field(
-        default="server",
-        metadata={"help": "Where vLLM runs with use_vllm: on a 'server', or 'colocate' on the training device."},
-    )
-    vllm_python: str | None = field(
-        default=None,
-        metadata={"help": "Interpreter of an environment with vLLM, for vllm_mode='colocate'."},
-    )
-    vllm_server_base_url: list[str] | None = field(
-        default=None,
-        metadata={"help": "Addresses of the vLLM servers, such as http://localhost:8000."},
-    )
-    vllm_request_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Maximum time in seconds of the generation of one turn by a server."},
-    )
-    vllm_max_inflight: int = field(
-        default=256,
-        metadata={"help": "Maximum number of turns that a server generates at the same time."},
-    )
-    vllm_adapter_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '_adapters' in output_dir."},
-    )
-    max_staleness: int = field(
-        default=0,
-        metadata={"help": "Number of generation batches that vLLM servers sample ahead of training."},
-    )
-    fidelity_tolerance: float | None = field(
-        default=None,
-        metadata={"help": "Largest mean difference between log-probabilities of a server and of the trainer."},
     )
     resume_changes: dict | None = field(
         default=None,

@@ -19,6 +19,7 @@ _JOINS = {"clip_ratio/low_min": "min", "clip_ratio/high_max": "max"}
 # TRL's metrics that are also reported for each agent.
 AGENT_METRICS = frozenset(
     {
+        "frac_rows_without_signal",
         *("entropy", "kl", "policy_loss", "clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean"),
         *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
     }

@@ -27,6 +27,7 @@ PACKAGES = [
         "config_checks",
         "config_copies",
         "config_defaults",
+        "config_engine",
         "configs",
         "engine",
         "rollout",

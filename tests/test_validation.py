@@ -15,6 +15,7 @@ from trl import GRPOConfig
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
+from marft_trl.config_engine import EngineSettings
 from marft_trl.dataset_checks import check_prompts
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.reward_checks import check_scores
@@ -298,11 +299,12 @@ def test_a_grpo_config_keeps_its_values():
 def test_every_new_field_is_documented_with_its_default():
     import dataclasses
 
+    documented = MARFTConfig.__doc__ + EngineSettings.__doc__
     known = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(MARFTConfig):
         if field.name in known and field.default == known[field.name].default:
             continue
-        entry = re.search(rf"^        {field.name} \((.+?)\):$", MARFTConfig.__doc__, re.MULTILINE)
+        entry = re.search(rf"^        {field.name} \((.+?)\):$", documented, re.MULTILINE)
         assert entry, f"{field.name} is missing in the docstring"
         shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
         assert f"defaults to `{shown}`" in re.sub(r"e-(\d)\b", r"e-0\1", entry[1]), field.name

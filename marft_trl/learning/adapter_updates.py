@@ -189,6 +189,9 @@ class AdapterUpdates:
             gradients.average_gradients(
                 [parameter for adapter in spoke for parameter in adapters[adapter].values()], self._processes.count
             )
+        else:  # rows without a gradient took no pass: the optimizer is told that it is 0, as after a pass
+            for adapter in self._spoke:
+                gradients.fill_with_zeros(adapters[adapter].values())
         self._spoke.clear()
         self._is_open = False
         if self._args.target_kl is not None or self._args.use_adaptive_entropy:

@@ -94,6 +94,14 @@ def split_groups(
     optimizer.param_groups[:] = groups
 
 
+def fill_with_zeros(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give parameters of which none has a gradient a gradient of 0."""
+    parameters = list(parameters)
+    if all(parameter.grad is None for parameter in parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def add_group(
     optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,10 +19,11 @@ from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights
 from .critic_learner import CriticLearner, ValueSums
-from .data import MicroBatch, Slice
+from .data import MicroBatch, Row, Slice
 from .levels import Level
 from .log_probs import LogProbs
 from .micro_batcher import MicroBatcher
+from .signal import KNOWN_METRICS, WITHOUT_SIGNAL, Signal
 
 
 class Notes:
@@ -81,7 +83,7 @@ class TeamLoss:
         self._critic, self._updates, self._policies, self._level = critic, updates, policies, level
         self._samplings, self._agents = samplings, list(samplings)
         self._args, self._state, self._metrics, self._processes = args, state, metrics, processes
-        self._settings = settings
+        self._settings, self._signal = settings, Signal(args, settings, state)
         self._notes = Notes(self._agents, updates.divergence)
 
     def of_slice(
@@ -140,10 +142,12 @@ class TeamLoss:
         self, model: nn.Module, slice_: Slice, learning: frozenset[str], notes: Notes
     ) -> list[Callable[[], torch.Tensor]]:
         """The losses of the micro-batches of a slice, to be computed one after the other."""
-        trained = [row for row in slice_.rows if row.is_trained]
+        trained = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
         thresholds = self._log_probs.high_entropy_thresholds(
-            [row for row in trained if row.adapter in learning], self._settings.top_entropy_quantile, self._processes
+            trained, self._settings.top_entropy_quantile, self._processes
         )
+        trained, others = self._signal.split(trained)
+        self._note_without_signal(model, slice_, trained, others, notes)
         parts: list[Callable[[], torch.Tensor]] = []
         # The critic comes first: its kept passes are gone before the policies need memory
         if self._critic is not None:
@@ -151,10 +155,25 @@ class TeamLoss:
             batches = [batch for batch in self._critic.batches(slice_.rows) if batch.agent in learning]
             parts += [functools.partial(self._critic.loss, batch, slice_, steps, notes.values) for batch in batches]
         for batch in self._batcher.cut(trained):
-            if batch.adapter in learning:
-                threshold = thresholds.get(batch.agent)
-                parts.append(functools.partial(self._of_batch, model, batch, slice_, threshold, notes))
+            threshold = thresholds.get(batch.agent)
+            parts.append(functools.partial(self._of_batch, model, batch, slice_, threshold, notes))
         return parts
+
+    def _note_without_signal(
+        self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes
+    ) -> None:
+        """Count the rows that have no gradient, and take note of what is known or needed of them."""
+        for rows, value in ((trained, 0.0), (others, 1.0)):
+            for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
+                notes.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
+        if not others:
+            return
+        for batch in self._batcher.cut(others):
+            if self._signal.needs_divergence:
+                with self._log_probs.scoring():
+                    self._of_batch(model, batch, slice_, None, notes)
+            else:
+                notes.metrics.add(batch.agent, KNOWN_METRICS, self._level.weight(batch))
 
     def _of_batch(
         self, model: nn.Module, batch: MicroBatch, slice_: Slice, threshold: torch.Tensor | None, notes: Notes
@@ -201,7 +220,7 @@ def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 
 def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
     """Names of the metrics that TRL's loss adds under these settings, the same on every process."""
-    names = ["entropy"]
+    names = ["entropy", WITHOUT_SIGNAL]
     names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []
     names += ["aux_loss"] if settings.aux_loss_enabled else []

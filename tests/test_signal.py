@@ -1,0 +1,146 @@
+"""Rows whose gradient is exactly 0 take no pass, and the update is that of a full pass."""
+
+import pytest
+import torch
+
+from marft_trl import AgentSpec
+from marft_trl.tiny import tiny_agents
+
+from .helpers import team_trainer, varied_reward, weights
+
+
+AGENT_FIGURES = ("grad_norm", "approx_kl")
+
+
+def reward_of_half(prompts, completions, **kwargs):
+    """Questions about Ann, Ben and Cat earn a reward that differs between completions; the others earn nothing."""
+    scores = varied_reward(completions)
+    return [
+        score if any(name in str(prompt) for name in ("Ann", "Ben", "Cat")) else 0.0
+        for prompt, score in zip(prompts, scores, strict=True)
+    ]
+
+
+def run(model, folder, reward=reward_of_half, agents=None, **settings):
+    """Trains a team; counts the rows that went through the model in training."""
+    defaults = {"per_device_train_batch_size": 32, "max_steps": 3, "gradient_checkpointing": False}
+    trainer = team_trainer(
+        model, folder, settings=defaults | settings, reward_funcs=reward, agents=agents or tiny_agents()
+    )
+    counted = {"rows": 0}
+    inner = trainer.parts.log_probs.for_trl
+
+    def counting(model, input_ids, *args, **kwargs):
+        counted["rows"] += len(input_ids) if torch.is_grad_enabled() else 0
+        return inner(model, input_ids, *args, **kwargs)
+
+    trainer.parts.log_probs.for_trl = counting
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return weights(trainer), logs, counted["rows"]
+
+
+def distance(one, other):
+    """Norm of the difference of trained weights, relative to their norm."""
+    names = [name for name in one if "lora" in name]
+    a, b = (torch.cat([its[name].flatten() for name in names]).double() for its in (one, other))
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 16},
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo"},
+        {"loss_type": "luspo"},
+        {"loss_type": "vespo"},
+        {"level": "action"},
+        {"num_iterations": 2, "target_kl": 1e9},
+        {"update_order": "sequential"},
+    ],
+    ids=str,
+)
+def test_updates_are_those_of_the_full_pass(model_folder, tmp_path, settings):
+    settings = {"learning_rate": 1e-4, **settings}
+    short, logs, rows = run(model_folder, tmp_path, **settings)
+    full, all_logs, all_rows = run(model_folder, tmp_path, skip_rows_without_signal=False, **settings)
+    assert 0 < rows < 0.8 * all_rows
+    assert distance(short, full) < 1e-7
+    for ours, theirs in zip(logs, all_logs, strict=True):
+        names = [f"agents/{agent.name}/{figure}" for agent in tiny_agents() for figure in AGENT_FIGURES]
+        names += ["loss", "grad_norm", "reward", "frac_reward_zero_std", "clip_ratio/region_mean", "cispo_clip_ratio"]
+        for name in names:
+            assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-5), name
+        assert 0 < ours["frac_rows_without_signal"] < 1 and theirs["frac_rows_without_signal"] == 0
+
+
+def test_updates_are_the_same_to_the_bit_where_whole_micro_batches_vanish(model_folder, tmp_path):
+    settings = {"max_tokens_per_micro_batch": 1}  # every row is a micro-batch
+    short, _, rows = run(model_folder, tmp_path, **settings)
+    full, _, all_rows = run(model_folder, tmp_path, skip_rows_without_signal=False, **settings)
+    assert 0 < rows < 0.8 * all_rows
+    assert all(short[name].equal(full[name]) for name in full)
+
+
+def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder, tmp_path):
+    """As after a pass over rows without advantage: the optimizer gets a gradient of 0, not none."""
+
+    class Fading:
+        """Only the first batch says something."""
+
+        __name__ = "fading"
+
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, completions, **kwargs):
+            self.calls += 1
+            return varied_reward(completions) if self.calls == 1 else [0.0] * len(completions)
+
+    moved = []
+    for skip in (True, False):
+        settings = {"skip_rows_without_signal": skip, "max_tokens_per_micro_batch": 1}
+        first, *_ = run(model_folder, tmp_path, Fading(), max_steps=1, lr_scheduler_type="constant", **settings)
+        last, logs, _ = run(model_folder, tmp_path, Fading(), max_steps=3, lr_scheduler_type="constant", **settings)
+        assert distance(last, first) > 1e-4
+        assert [entry["grad_norm"] > 0 for entry in logs] == [True, False, False]
+        assert [entry["frac_rows_without_signal"] == 1 for entry in logs] == [False, skip, skip]
+        moved.append(last)
+    assert all(moved[0][name].equal(moved[1][name]) for name in moved[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1},
+        {"entropy_coef": 0.01},
+        {"top_entropy_quantile": 0.5},
+        {"share_prefixes": False},
+        {"skip_rows_without_signal": False},
+    ],
+    ids=str,
+)
+def test_rows_with_another_gradient_are_trained_on(model_folder, tmp_path, settings):
+    _, logs, rows = run(model_folder, tmp_path, **settings)
+    assert rows == 3 * 32 * 2
+    assert all(entry["frac_rows_without_signal"] == 0 for entry in logs)
+
+
+def test_turns_that_do_not_count_take_no_pass(model_folder, tmp_path):
+    """Whatever else is in the loss, their tokens are masked."""
+    agents = [AgentSpec("reasoner", max_completion_length=2), AgentSpec("actor", max_completion_length=6)]
+    settings = {"mask_truncated_completions": True, "beta": 0.1}
+    _, logs, rows = run(model_folder, tmp_path, varied_reward, agents, **settings)
+    assert rows < 3 * 32 * 2
+    assert all(entry["agents/reasoner/frac_rows_without_signal"] > 0.9 for entry in logs)
+
+
+def test_frozen_agents_are_not_counted(model_folder, tmp_path):
+    agents = [AgentSpec("reasoner", trainable=False), AgentSpec("actor", max_completion_length=6)]
+    _, logs, _ = run(model_folder, tmp_path, agents=agents)
+    assert all("agents/reasoner/frac_rows_without_signal" not in entry for entry in logs)
+    assert all(0 < entry["agents/actor/frac_rows_without_signal"] < 1 for entry in logs)
