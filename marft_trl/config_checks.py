@@ -45,7 +45,7 @@ _ABOVE_ZERO = (
     "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
-    "max_parallel_tools",
+    *("max_parallel_tools", "dynamic_sampling_limit"),
     *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
     *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
 )
@@ -66,7 +66,7 @@ _INTEGERS_OR_NONE = (
 )
 _NEEDED = (
     *(*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS),
-    *("vllm_server_timeout", "vllm_request_timeout"),
+    *("vllm_server_timeout", "vllm_request_timeout", "dynamic_sampling_limit"),
 )
 # Meaning of `None`, for error messages.
 _NONE_MEANS = {
@@ -98,7 +98,7 @@ def _is_read_by_level(name: str) -> Callable[[Any], bool]:
 
 # Fields that have no effect unless another field has a certain value: the field, the other field, the value that is
 # suggested, and whether the other field has such a value.
-_DEPENDENT: list[tuple[str, str, str, Callable[[Any], bool]]] = [
+_DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
     ("action_logprob", "level", "action", _is_read_by_level("action_logprob")),
     ("token_gamma", "level", "token", _is_read_by_level("token_gamma")),
     ("token_gae_lambda", "level", "token", _is_read_by_level("token_gae_lambda")),
@@ -110,6 +110,7 @@ _DEPENDENT: list[tuple[str, str, str, Callable[[Any], bool]]] = [
         (name, "advantage", "turn", uses_candidates)
         for name in ("turn_candidates", "continue_from", "candidate_reward")
     ),
+    ("dynamic_sampling_limit", "dynamic_sampling", True, lambda args: bool(args.dynamic_sampling)),
     *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
     *(
         (name, "advantage", "gae", lambda args: args.advantage == "gae")
@@ -207,6 +208,7 @@ def check_combinations(args: Any) -> None:
         ValueError: Two settings contradict each other. The message contains both fields and a fix.
     """
     refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
+    refused += _sampling_conflicts(args)
     for holds, message in refused:
         if holds:
             raise ValueError(message)
@@ -391,6 +393,38 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
             f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
+        ),
+    ]
+
+
+def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with groups that are chosen by whether their rewards differ."""
+    if not args.dynamic_sampling:
+        return []
+    baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
+    compares = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
+    return [
+        (
+            not compares,
+            "`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, which teaches something "
+            f"with `advantage={args.advantage!r}`. Set `advantage='group'`, 'agent', 'leave_one_out', 'turn' or 'c3', "
+            "or leave it out.",
+        ),
+        (
+            rule.reruns or rule.scores_turns,
+            f"`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, but with "
+            f"`credit={args.credit!r}` their turns differ. Use `credit='equal'` or `'step_discount'`, or leave it "
+            "out.",
+        ),
+        (
+            args.max_staleness > 0,
+            f"`dynamic_sampling=True` asks for further prompts when rewards are known, and "
+            f"`max_staleness={args.max_staleness}` samples ahead. Set `max_staleness=0`, or leave it out.",
+        ),
+        (
+            args.dynamic_sampling_limit < 1,
+            f"`dynamic_sampling_limit` ({args.dynamic_sampling_limit}) counts the prompts of the batch itself, so it "
+            "must be at least 1.",
         ),
     ]
 

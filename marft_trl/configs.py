@@ -150,6 +150,14 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
         continue_from (`str`, *optional*, defaults to `None`):
             Candidate that the episode continues from: the `"best"` one, which biases the observations that follow, or
             a randomly `"sampled"` one. If `None`, it is `"best"` with `advantage="turn"` and `"sampled"` with `"c3"`.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether groups that teach nothing are replaced by groups of further prompts (DAPO), which are drawn from
+            the dataset at random: those whose episodes all earned the same, or, with candidates for turns, episodes
+            whose candidates do not differ. `reward` is then the mean over all that was drawn; `dynamic_sampling/*`
+            has the number of prompts, the share with a signal, and the share of the batch that was filled.
+        dynamic_sampling_limit (`float`, *optional*, defaults to `3.0`):
+            Largest number of prompts that are drawn for a generation batch with `dynamic_sampling=True`, as a multiple
+            of its own prompts. Beyond it, groups that teach nothing stay in the batch.
         target_kl (`float`, *optional*, defaults to `None`):
             Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
             limit.
@@ -377,6 +385,14 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
     continue_from: str | None = field(
         default=None,
         metadata={"help": "Candidate that an episode goes on from.", "choices": list(CONTINUATIONS)},
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Whether groups that teach nothing are replaced by groups of further prompts."},
+    )
+    dynamic_sampling_limit: float = field(
+        default=3.0,
+        metadata={"help": "Largest number of prompts drawn for a batch with dynamic_sampling, relative to its own."},
     )
     target_kl: float | None = field(
         default=None,

@@ -51,6 +51,7 @@ def launch(
         pytest.param("candidates", "grpo", marks=pytest.mark.slow),
         pytest.param("tools", "dapo", marks=pytest.mark.slow),
         pytest.param("opponents", "dapo", marks=pytest.mark.slow),
+        pytest.param("dynamic", "dapo", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
@@ -66,6 +67,8 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     if kind == "uneven":  # never spoke, so neither weight decay nor anything else has moved it
         idle = [name for name in one if ".idle." in name and not name.startswith("start/")]
         assert idle and all(torch.equal(two[name], two["start/" + name]) for name in idle)
+    if kind == "dynamic":
+        assert one["drawn"].max() > 1
     if kind == "tools":
         assert one["calls"].min() > 0 and one["calls"].max() < 8
     assert one.keys() == two.keys()

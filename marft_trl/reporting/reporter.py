@@ -121,15 +121,17 @@ class Reporter:
             own_rewards (`Sequence[Sequence[float]]`): for each episode the own rewards of its turns; may be empty.
             generated (`Mapping[str, int]`): `turns` and `tokens` of candidates and re-runs.
         """
+        sampled = rollout.drawn or rollout  # rewards of episodes that were chosen by their rewards say little
         for index, name in enumerate(self._rewards.names):
-            scores = rollout.rewards_per_func[:, index]
+            scores = sampled.rewards_per_func[:, index]
             self._metrics.add(f"rewards/{name}/mean", torch.nanmean(scores).item())
             self._metrics.add(f"rewards/{name}/std", nan_std(scores).item())
-        self._metrics.add("reward", torch.nanmean(rollout.rewards).item())
-        self._metrics.add("reward_std", nan_std(rollout.rewards).item())
+        self._metrics.add("reward", torch.nanmean(sampled.rewards).item())
+        self._metrics.add("reward_std", nan_std(sampled.rewards).item())
         if std is not None and self._settings.group_size(training=True) > 1:
-            self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
-        self._metrics.add("frac_unscored", rollout.rewards.isnan().float().mean().item())
+            share = share_of_zeros(std) if rollout.drawn is None else rollout.drawn.without_signal
+            self._metrics.add("frac_reward_zero_std", share)
+        self._metrics.add("frac_unscored", sampled.rewards.isnan().float().mean().item())
         self._report_turns(rollout, generated)
         played = self._processes.gather(self._games.played(rollout))
         for name, value in self._games.metrics(played).items():
@@ -152,6 +154,8 @@ class Reporter:
             self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
         self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
         self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
+        if rollout.drawn is not None:
+            self._state.see_tokens(sum(self._processes.gather([rollout.drawn.tokens])))
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
         for name, value in length_metrics([t.tokens for t in turns], [t.truncated for t in turns]).items():
             self._metrics.add(name, value)

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -35,6 +35,23 @@ from .runner import EpisodeRunner
 logger = get_logger(__name__)
 
 
+class Drawn(NamedTuple):
+    """
+    All that was sampled for a batch whose groups are chosen by their rewards. `D` episodes of all processes.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(D,)`): their rewards.
+        rewards_per_func (`torch.Tensor` of shape `(D, F)`): the same by reward function.
+        without_signal (`float`): share of the groups that teach nothing.
+        tokens (`int`): tokens of this process beyond those of the batch.
+    """
+
+    rewards: torch.Tensor
+    rewards_per_func: torch.Tensor
+    without_signal: float
+    tokens: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """
@@ -47,6 +64,7 @@ class Rollout:
         first (`int`): position of the first episode of this process among the `E`.
         nodes (`list[Node]`): candidates, where several are sampled for a turn.
         has_own_returns (`bool`): whether every agent learns from its own return.
+        drawn ([`Drawn`], *optional*): what the episodes were chosen from; `None` if they are all.
     """
 
     episodes: list[Episode]
@@ -55,6 +73,7 @@ class Rollout:
     first: int = 0
     nodes: list[Node] = field(default_factory=list)
     has_own_returns: bool = False
+    drawn: Drawn | None = None
 
     @property
     def own_rewards(self) -> list[float]:
@@ -139,7 +158,6 @@ class Rollouts:
         """
         check_prompts(rows, "the dataset")
         self._runner.dropped_turns = 0
-        self._alternatives.take_generated()
         self._alternatives.take_nodes()
         branching = self._uses_candidates and training
         run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)

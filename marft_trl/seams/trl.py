@@ -251,6 +251,11 @@ class TrlState:
         self._trainer._pending_extra_logs.clear()
         return taken
 
+    def set_user_columns(self, columns: Mapping[str, list]) -> None:
+        """Set the values that [`~TrlState.take_user_columns`] takes next."""
+        self._trainer._pending_extra_logs.clear()
+        self._trainer._pending_extra_logs.update(columns)
+
     def fill_table(self, prompts, completions, advantages, rewards: Mapping, extra: Mapping) -> None:
         """
         Set the rows of the completions table that `GRPOTrainer.log` writes. TRL's own deques hold a fixed number of

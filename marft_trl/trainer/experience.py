@@ -24,8 +24,9 @@ from ..processes import Processes
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
 from ..rollout.alternatives import Alternatives
+from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.reach import RewardReach
-from ..rollout.rollouts import Rollout, Rollouts
+from ..rollout.rollouts import Rollout
 from ..seams.trl import TrlSettings
 from ..weights.policies import Policies
 
@@ -58,7 +59,7 @@ class Experience:
     Makes slices of training rows out of dataset rows.
 
     Args:
-        rollouts ([`Rollouts`]): episodes with rewards.
+        rollouts ([`DynamicSampling`]): episodes with rewards.
         alternatives ([`Alternatives`]): counts what was generated beside the episodes.
         credit ([`CreditAssigner`]): has the rewards of single turns.
         estimator ([`Estimator`]): advantages.
@@ -80,7 +81,7 @@ class Experience:
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: DynamicSampling,
         alternatives: Alternatives,
         credit: CreditAssigner,
         estimator: Estimator,

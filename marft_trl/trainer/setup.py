@@ -388,11 +388,16 @@ def placeholder_prompts(args: MARFTConfig) -> Dataset:
 
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
     """
-    Raise if updates use a generation batch more often than TRL repeats the rows of a stream.
+    Raise if updates use a generation batch more often than TRL repeats the rows of a stream, or rows out of order.
 
     Raises:
-        ValueError: sequential updates with a streamed dataset.
+        ValueError: sequential updates or dynamic sampling with a streamed dataset.
     """
+    if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            "`dynamic_sampling=True` draws further prompts at random, which a streamed `train_dataset` cannot give. "
+            "Pass a `Dataset`, or leave it out."
+        )
     if args.update_order == "sequential" and isinstance(train_dataset, IterableDataset):
         raise ValueError(
             "`update_order='sequential'` uses every generation batch once per agent, but TRL repeats the rows of a "

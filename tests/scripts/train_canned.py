@@ -66,14 +66,21 @@ LEARNING = {
     "candidates": {"advantage": "turn", "turn_candidates": 2},
     "orchestrated": {},
     "opponents": {"max_steps": 4},
+    "dynamic": {"dynamic_sampling": True, "dynamic_sampling_limit": 6.0, "entropy_coef": 0.0, "beta": 0.0},
 }
 
 
 WORKFLOWS = {
-    **{"chain": None, "full": None, "tools": None},
+    **{"chain": None, "full": None, "tools": None, "dynamic": None},
     "opponents": Sequential(["reasoner", "rival", "judge", "actor"]),
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
+
+
+def sometimes(prompts, completions, **kwargs):
+    """Half of the prompts earn nothing, whatever is answered."""
+    pairs = zip(prompts, varied_reward(completions), strict=True)
+    return [score * (int(hashlib.sha256(str(prompt).encode()).hexdigest(), 16) % 2) for prompt, score in pairs]
 
 
 async def judge(messages):
@@ -101,7 +108,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         agents=agents,
         workflow=WORKFLOWS.get(kind, ByPrompt()),
         processing_class=tokenizer,
-        reward_funcs=varied_reward,
+        reward_funcs=sometimes if kind == "dynamic" else varied_reward,
         eval_dataset=tiny_dataset(9, seed=1),
         eval_metrics=count,
         peft_config=None if kind == "full" else lora(),
@@ -130,6 +137,9 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         # none in a step whose turn to learn was that of an agent that never spoke
         entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
+        if kind == "dynamic":
+            drawn = [entry.get("dynamic_sampling/prompts", 0.0) for entry in trainer.state.log_history]
+            tensors["drawn"] = torch.tensor(drawn)
         if kind == "tools":
             for name in ("calls", "failures"):
                 logged = [entry[f"workflow/tools/{name}"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,0 +1,249 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Dynamic sampling: groups that teach nothing are replaced by groups of further prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+
+from ..configs import MARFTConfig
+from ..episodes.records import Episode
+from ..processes import Processes
+from ..run_metrics import Metrics
+from ..seams.trl import TrlSettings, TrlState
+from .alternatives import Node
+from .own_returns import OwnReturns
+from .rollouts import Drawn, Rollout, Rollouts
+
+
+class DynamicSampling:
+    """
+    Fills generation batches with groups that have a signal: episodes of a prompt whose rewards differ, or, where
+    candidates for a turn are compared, episodes with candidates whose returns differ.
+
+    Further prompts come from a permutation of the dataset of their own, so the order of the dataset is left as it is.
+    Every round draws as many of them as are expected to fill the batch. What is in excess is left out, and if the
+    limit is reached, groups without a signal remain in the batch.
+
+    Args:
+        rollouts ([`Rollouts`]): runs episodes.
+        dataset (`Callable`): `dataset()` returns the training set.
+        own ([`OwnReturns`]): what agents received by name.
+        args ([`MARFTConfig`]): `dynamic_sampling_limit`, the seed.
+        uses_candidates (`bool`): whether candidates for a turn are compared.
+        settings ([`TrlSettings`]): sizes of groups.
+        state ([`TrlState`]): values that reward functions logged.
+        metrics ([`Metrics`]): get how many prompts were drawn, and how many of them had a signal.
+        processes ([`Processes`]): the processes of the run.
+
+    Source: DAPO (2503.14476), which draws whole batches until one is full.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        dataset: Callable[[], Dataset],
+        own: OwnReturns,
+        args: MARFTConfig,
+        uses_candidates: bool,
+        settings: TrlSettings,
+        state: TrlState,
+        metrics: Metrics,
+        processes: Processes,
+    ):
+        self._rollouts, self._dataset, self._own, self._args = rollouts, dataset, own, args
+        self._uses_candidates, self._settings, self._state = uses_candidates, settings, state
+        self._metrics, self._processes = metrics, processes
+        self._drawn = 0  # prompts of the permutation that were used
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._drawn = state["drawn"]
+
+    def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
+        """Like [`Rollouts.run`]; in training, groups without a signal are replaced."""
+        rollout = self._rollouts.run(rows, training)
+        if not (training and self._args.dynamic_sampling):
+            return rollout
+        size = self._settings.group_size(training)
+        batch = _Batch(rollout, self._columns(rollout), size)
+        found = self._have_signal(rollout, size)
+        batch.open = [place for place, has in enumerate(found) if not has]
+        total = len(found)
+        most, drawn, used, rounds = self._args.dynamic_sampling_limit * total, total, sum(found), [rollout]
+        while batch.open and (count := self._next_round(len(batch.open), used, drawn, total, most, size)):
+            further = self._rollouts.run(self._rows(count, size), training)
+            columns, has_signal = self._columns(further), self._have_signal(further, size)
+            drawn, used = drawn + count, used + sum(has_signal)
+            rounds.append(further)
+            self._replace(batch, further, columns, [group for group, has in enumerate(has_signal) if has])
+        self._state.set_user_columns(batch.user_columns())
+        self._metrics.add("dynamic_sampling/prompts", drawn / total)
+        self._metrics.add("dynamic_sampling/with_signal", used / drawn)
+        self._metrics.add("dynamic_sampling/filled", 1 - len(batch.open) / total)
+        return batch.rollout(rounds, used / drawn)
+
+    # ---- What a batch needs ----
+
+    def _have_signal(self, rollout: Rollout, size: int) -> list[bool]:
+        """For each group of all processes, whether something can be learned from it."""
+        own_names = sorted({name for episode in rollout.episodes for name in episode.own})
+        branching = {node.episode for node in rollout.nodes if _differ(node.returns)}
+        facts = []
+        for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
+            received = {name: self._own.of_agent(reward, episode, name) for name in own_names}
+            facts.append((received if rollout.has_own_returns else {}, index in branching))
+        everywhere = self._processes.gather(facts)
+        by_function = self._settings.multi_objective_aggregation == "normalize_then_sum"
+        scores = rollout.rewards_per_func if by_function else rollout.rewards.unsqueeze(1)
+        found = []
+        for start in range(0, len(everywhere), size):
+            its = everywhere[start : start + size]
+            if self._uses_candidates:
+                found.append(any(has for _, has in its))
+                continue
+            names = {name for received, _ in its for name in received}
+            columns = [*scores[start : start + size].T.tolist()]
+            columns += [[received.get(name, math.nan) for received, _ in its] for name in names]
+            found.append(any(_differ(column) for column in columns))
+        return found
+
+    def _next_round(self, missing: int, used: int, drawn: int, total: int, most: float, size: int) -> int:
+        """Number of prompts of the next round; 0 if the limit is reached. Episodes divide evenly over processes."""
+        unit = self._processes.count // math.gcd(self._processes.count, size)
+        wanted = min(math.ceil(missing * drawn / max(used, 1)), total)
+        left = int(most - drawn) // unit * unit
+        return min(math.ceil(wanted / unit) * unit, left)
+
+    def _rows(self, count: int, size: int) -> list[dict[str, Any]]:
+        """Rows of this process in a round of so many prompts; the state moves on."""
+        dataset = self._dataset()
+        indices: list[int] = []
+        while len(indices) < count:
+            passes, place = divmod(self._drawn, len(dataset))
+            generator = torch.Generator().manual_seed(self._args.seed + passes)
+            its = torch.randperm(len(dataset), generator=generator)[place : place + count - len(indices)]
+            indices, self._drawn = [*indices, *its.tolist()], self._drawn + len(its)
+        each = count * size // self._processes.count
+        first = self._processes.index * each
+        return [dataset[indices[place // size]] for place in range(first, first + each)]
+
+    def _columns(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """For each episode of this process the values that reward functions passed to `log_extra`."""
+        columns = self._state.take_user_columns()
+        count = len(rollout.episodes)
+        if any(len(values) != count for values in columns.values()):
+            self._state.set_user_columns(columns)  # the reporter says what is wrong
+            return [{} for _ in range(count)]
+        return [{name: values[index] for name, values in columns.items()} for index in range(count)]
+
+    # ---- Replacing ----
+
+    def _replace(
+        self, batch: _Batch, further: Rollout, columns: Sequence[Mapping[str, Any]], groups: Sequence[int]
+    ) -> None:
+        """Put groups of a further rollout into open places of the batch."""
+        pairs = list(zip(groups, batch.open, strict=False))
+        batch.open = batch.open[len(pairs) :]
+        size, place_of = batch.size, dict(pairs)
+        moved: list[_Moved] = []
+        for index, episode in enumerate(further.episodes):
+            group, member = divmod(further.first + index, size)
+            if group in place_of:
+                nodes = [node for node in further.nodes if node.episode == index]
+                if self._processes.count > 1:  # it may be another process that trains on it
+                    episode = replace(episode, environment=None)
+                moved.append(_Moved(place_of[group] * size + member, episode, nodes, dict(columns[index])))
+        for one in self._processes.gather(moved):
+            batch.put(one)
+        for group, place in pairs:
+            batch.score(place, further, group)
+
+
+class _Moved(NamedTuple):
+    """An episode that takes a place of the batch: its position among those of all processes, and what it brings."""
+
+    position: int
+    episode: Episode
+    nodes: list[Node]
+    columns: dict[str, Any]
+
+
+class _Batch:
+    """
+    A generation batch while groups are replaced.
+
+    Args:
+        rollout ([`Rollout`]): the batch as it was sampled.
+        columns (`Sequence[Mapping]`): values that reward functions logged, by episode of this process.
+        size (`int`): episodes of a group.
+
+    Attributes:
+        open (`list[int]`): groups without a signal.
+    """
+
+    def __init__(self, rollout: Rollout, columns: Sequence[Mapping[str, Any]], size: int):
+        self._first, self.size = rollout, size
+        self._episodes, self._columns = list(rollout.episodes), [dict(its) for its in columns]
+        self._nodes = [[node for node in rollout.nodes if node.episode == index] for index in range(len(columns))]
+        self._rewards, self._per_func = rollout.rewards.clone(), rollout.rewards_per_func.clone()
+        self.open: list[int] = []
+
+    def put(self, moved: _Moved) -> None:
+        """Take an episode in, if its position is one of this process."""
+        index = moved.position - self._first.first
+        if not 0 <= index < len(self._episodes):
+            return
+        self._episodes[index] = replace(moved.episode, index=index)
+        self._nodes[index] = [replace(node, episode=index) for node in moved.nodes]
+        self._columns[index] = moved.columns
+
+    def score(self, place: int, further: Rollout, group: int) -> None:
+        """Take the rewards of a group of a further rollout, for a group of the batch."""
+        to, of = (slice(its * self.size, (its + 1) * self.size) for its in (place, group))
+        self._rewards[to], self._per_func[to] = further.rewards[of], further.rewards_per_func[of]
+
+    def user_columns(self) -> dict[str, list]:
+        """Values that reward functions logged, by column."""
+        names = dict.fromkeys(name for its in self._columns for name in its)
+        return {name: [its.get(name) for its in self._columns] for name in names}
+
+    def rollout(self, rounds: Sequence[Rollout], with_signal: float) -> Rollout:
+        """
+        The batch that is trained on.
+
+        Args:
+            rounds (`Sequence[Rollout]`): all that was sampled for it.
+            with_signal (`float`): share of the sampled groups that have a signal.
+        """
+        tokens = sum(_tokens(one.episodes) for one in rounds) - _tokens(self._episodes)
+        rewards = torch.cat([one.rewards for one in rounds])
+        drawn = Drawn(rewards, torch.cat([one.rewards_per_func for one in rounds]), 1 - with_signal, tokens)
+        return replace(
+            self._first,
+            episodes=self._episodes,
+            rewards=self._rewards,
+            rewards_per_func=self._per_func,
+            nodes=[node for its in self._nodes for node in its],
+            has_own_returns=any(one.has_own_returns for one in rounds),
+            drawn=drawn,
+        )
+
+
+def _tokens(episodes: Sequence[Episode]) -> int:
+    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for episode in episodes for turn in episode.turns)
+
+
+def _differ(values: Sequence[float]) -> bool:
+    """`True` if some of the numbers, apart from NaN, differ."""
+    known = [value for value in values if not math.isnan(value)]
+    return bool(known) and max(known) > min(known)

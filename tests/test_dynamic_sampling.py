@@ -1,0 +1,236 @@
+"""Groups that teach nothing are replaced by groups of further prompts."""
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
+from .helpers import StopAt, config, moved, team_trainer, varied_reward, weights
+
+
+def reward_of(*names):
+    """Only questions about these people earn a reward, which differs between completions."""
+
+    def some_reward(prompts, completions, log_extra=None, **kwargs):
+        scores = varied_reward(completions)
+        if log_extra is not None:
+            log_extra("asked", [str(prompt) for prompt in prompts])
+        return [
+            score if any(name in str(prompt) for name in names) else 0.0
+            for prompt, score in zip(prompts, scores, strict=True)
+        ]
+
+    return some_reward
+
+
+def trainer_with(model, folder, reward, callbacks=None, dataset=None, **settings):
+    defaults = {"dynamic_sampling": True, "per_device_train_batch_size": 16, "max_steps": 3, "report_to": []}
+    return team_trainer(
+        model, folder, settings=defaults | settings, reward_funcs=reward, callbacks=callbacks,
+        train_dataset=dataset or tiny_dataset(64),
+    )  # fmt: skip
+
+
+def trained_rollouts(trainer):
+    """Notes the rollouts that are trained on."""
+    found, inner = [], trainer.parts.reporter.rollout
+
+    def noting(rollout, *args):
+        found.append(rollout)
+        return inner(rollout, *args)
+
+    trainer.parts.reporter.rollout = noting
+    return found
+
+
+def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
+    scores, inner = {}, reward_of("Ann", "Ben", "Cat")
+
+    def noting(prompts, completions, **kwargs):
+        found = inner(prompts, completions)
+        scores.update(zip(zip(map(str, prompts), map(str, completions), strict=True), found, strict=True))
+        return found
+
+    trainer = trainer_with(model_folder, tmp_path, noting, dynamic_sampling_limit=8.0)
+    rollouts = trained_rollouts(trainer)
+    trainer.train()
+    for rollout in rollouts:
+        assert len(rollout.episodes) == 16 and [one.index for one in rollout.episodes] == list(range(16))
+        for start in range(0, 16, 4):
+            group = rollout.episodes[start : start + 4]
+            assert len({one.row["prompt"] for one in group}) == 1
+            assert any(name in group[0].row["prompt"] for name in ("Ann", "Ben", "Cat"))
+            assert len(set(rollout.rewards[start : start + 4].tolist())) > 1
+        for episode, reward in zip(rollout.episodes, rollout.rewards.tolist(), strict=True):
+            assert reward == pytest.approx(scores[str(episode.prompt), episode.answer.text])
+    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
+        assert entry["dynamic_sampling/filled"] == 1
+        assert entry["dynamic_sampling/prompts"] >= 1
+        # metrics are those of all that was drawn, not of what was chosen
+        assert entry["frac_reward_zero_std"] == pytest.approx(1 - entry["dynamic_sampling/with_signal"])
+    drawn = [entry["dynamic_sampling/prompts"] for entry in trainer.state.log_history if "loss" in entry]
+    assert max(drawn) > 1
+
+
+def test_it_stops_at_its_limit(model_folder, tmp_path):
+    trainer = trainer_with(model_folder, tmp_path, reward_of(), dynamic_sampling_limit=2.5)
+    before = weights(trainer)
+    trainer.train()
+    assert not moved(before, weights(trainer))
+    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
+        assert entry["dynamic_sampling/prompts"] == 2.5 and entry["dynamic_sampling/filled"] == 0
+        assert entry["frac_rows_without_signal"] == 1
+
+
+def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
+    def different(completions, **kwargs):
+        return [float(index) for index in range(len(completions))]
+
+    on = trainer_with(model_folder, tmp_path / "on", different)
+    on.train()
+    off = trainer_with(model_folder, tmp_path / "off", different, dynamic_sampling=False)
+    off.train()
+    assert not moved(weights(on), weights(off))
+    logs = [[entry for entry in one.state.log_history if "loss" in entry] for one in (on, off)]
+    for mine, theirs in zip(*logs, strict=True):
+        assert mine["dynamic_sampling/prompts"] == 1
+        same = {name for name in theirs if "time" not in name and "second" not in name}
+        assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
+
+
+def test_all_tokens_are_counted(model_folder, tmp_path):
+    trainer = trainer_with(model_folder, tmp_path, reward_of("Ann"), max_steps=1)
+    sampled, inner = [], trainer.parts.runner.generator.generate
+
+    def noting(agents, prompt_ids, **options):
+        found = inner(agents, prompt_ids, **options)
+        sampled.append(sum(map(len, prompt_ids)) + sum(len(one.ids) for one in found))
+        return found
+
+    trainer.parts.runner.generator.generate = noting
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "num_tokens" in entry)
+    assert entry["num_tokens"] == sum(sampled) and entry["dynamic_sampling/prompts"] > 1
+
+
+def test_columns_of_reward_functions_stay_with_their_episodes(model_folder, tmp_path):
+    trainer = trainer_with(model_folder, tmp_path, reward_of("Ann", "Ben"), log_completions=True, max_steps=1)
+    rollouts, tables = trained_rollouts(trainer), []
+    inner = trainer.parts.state.fill_table
+
+    def noting(prompts, completions, advantages, rewards, extra):
+        tables.append(extra)
+        return inner(prompts, completions, advantages, rewards, extra)
+
+    trainer.parts.state.fill_table = noting
+    trainer.train()
+    (rollout,) = rollouts
+    asked = next(table["asked"] for table in tables if table.get("asked"))
+    expected = [str(one.row["prompt"]) for one in rollout.episodes for _ in one.turns]
+    assert [text for text in asked] == expected and rollout.drawn is not None
+
+
+@pytest.mark.parametrize("advantage", ["c3", "turn"])
+def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
+    settings = {"advantage": advantage, "turn_candidates": 2, "num_generations": 1}
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 2, "dynamic_sampling_limit": 6.0}
+    trainer = trainer_with(model_folder, tmp_path, reward_of("Ann", "Ben", "Cat"), **settings)
+    rollouts = trained_rollouts(trainer)
+    trainer.train()
+    for rollout in rollouts:
+        for index, episode in enumerate(rollout.episodes):
+            nodes = [node for node in rollout.nodes if node.episode == index]
+            assert len(nodes) == 2 and any(len(set(node.returns)) > 1 for node in nodes)
+            for turn, node in zip(episode.turns, nodes, strict=True):
+                assert turn.completion_ids in [one.completion_ids for one in node.turns]
+                assert {turn.prompt_ids} == {one.prompt_ids for one in node.turns}
+    assert any(entry.get("dynamic_sampling/prompts", 0) > 1 for entry in trainer.state.log_history)
+
+
+def test_a_resumed_run_draws_the_same_prompts(model_folder, tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_train_epochs": 100}
+
+    def make(folder, callbacks=None):
+        reward = reward_of("Ann", "Ben")
+        return trainer_with(model_folder, tmp_path / folder, reward, callbacks, tiny_dataset(8), **settings)
+
+    whole = make("whole")
+    whole.train()
+    make("cut", [StopAt(2)]).train()
+    resumed = make("cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert not moved(weights(whole), weights(resumed))
+    assert whole.parts.run is not resumed.parts.run
+    numbers = [
+        [entry["dynamic_sampling/prompts"] for entry in one.state.log_history if "loss" in entry]
+        for one in (whole, resumed)
+    ]
+    assert numbers[0] == numbers[1] and max(numbers[0]) > 1
+
+
+def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tmp_path):
+    dataset = Dataset.from_dict({"prompt": [f"Question {number}" for number in range(8)]})
+    trainer = trainer_with(model_folder, tmp_path, reward_of(), dataset=dataset, max_steps=1)
+    asked = []
+
+    inner = trainer.parts.rollouts.run
+
+    def noting(rows, training):
+        asked.append([row["prompt"] for row in rows])
+        return inner(rows, training)
+
+    trainer.parts.rollouts.run = noting
+    trainer.train()
+    first, *further = asked
+    assert len(set(first)) == 4 and all(its == sorted(its, key=its.index) for its in asked)
+    drawn = [prompt for rows in further for prompt in rows[::4]]
+    assert len(drawn) == 8 and len(set(drawn)) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "none"}, "earned the same, which teaches something with `advantage='none'`"),
+        ({"advantage": "gae", "critic": "shared"}, "which teaches something with `advantage='gae'`"),
+        ({"credit": "removed"}, "with `credit='removed'` their turns differ"),
+        ({"credit": "per_step"}, "with `credit='per_step'` their turns differ"),
+        ({"dynamic_sampling_limit": 0.5}, "must be at least 1"),
+        ({"dynamic_sampling_limit": 0}, "`dynamic_sampling_limit` must be a finite number above 0"),
+        ({"dynamic_sampling": False, "dynamic_sampling_limit": 4.0}, "has no effect with `dynamic_sampling=False`"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{"dynamic_sampling": True, **settings})
+
+
+def test_streams_are_refused(model_folder, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}] * 8))
+    with pytest.raises(ValueError, match="which a streamed `train_dataset` cannot give"):
+        trainer_with(model_folder, tmp_path, varied_reward, dataset=stream)
+
+
+def test_own_returns_are_a_signal(model_folder, tmp_path):
+    """Rewards by name may cancel in the team's sum and still differ between episodes."""
+    from marft_trl import Workflow
+
+    class Rivals(Workflow):
+        earns = True
+
+        async def run(self, episode):
+            turns = [await episode.turn("reasoner", sees=[]), await episode.turn("actor", sees=[])]
+            gain = float(len(turns[0].text) % 3)
+            episode.earn(turns[1], {"reasoner": gain, "actor": -gain})
+
+    settings = {"dynamic_sampling": True, "max_steps": 1, "returns": "agent", "dynamic_sampling_limit": 4.0}
+    trainer = team_trainer(
+        model_folder, tmp_path, settings=settings, workflow=Rivals(), reward_funcs=None, agents=tiny_agents()
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert moved(before, weights(trainer))
+    entry = next(entry for entry in trainer.state.log_history if "dynamic_sampling/with_signal" in entry)
+    assert entry["dynamic_sampling/with_signal"] > 0
+    assert torch.isfinite(torch.tensor(entry["loss"]))
