@@ -128,7 +128,7 @@ def test_columns_of_reward_functions_stay_with_their_episodes(model_folder, tmp_
     (rollout,) = rollouts
     asked = next(table["asked"] for table in tables if table.get("asked"))
     expected = [str(one.row["prompt"]) for one in rollout.episodes for _ in one.turns]
-    assert [text for text in asked] == expected and rollout.drawn is not None
+    assert list(asked) == expected and rollout.drawn is not None
 
 
 @pytest.mark.parametrize("advantage", ["c3", "turn"])
