@@ -21,6 +21,7 @@ RETURNS = ("team", "agent")
 CRITIC_VIEWS = ("observation", "history")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
+AGENT_WEIGHTS = ("size", "equal")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
 CANDIDATE_REWARDS = ("episode", "turn")
 CONTINUATIONS = ("best", "sampled")
@@ -187,6 +188,7 @@ def check_choices(args: Any) -> None:
         "normalize_advantages": NORMALIZATIONS,
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,
+        "agent_weight": AGENT_WEIGHTS,
         "candidate_reward": CANDIDATE_REWARDS,
         "continue_from": (None, *CONTINUATIONS),
         "context_overflow": CONTEXT_OVERFLOWS,

@@ -13,6 +13,7 @@ from .advantages.baselines import BASELINES
 from .advantages.credit_rules import CREDITS
 from .config_checks import (
     ACTION_LOGPROBS,
+    AGENT_WEIGHTS,
     CANDIDATE_REWARDS,
     CONTEXT_OVERFLOWS,
     CONTINUATIONS,
@@ -161,6 +162,10 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
         target_kl (`float`, *optional*, defaults to `None`):
             Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
             limit.
+        agent_weight (`str`, *optional*, defaults to `"size"`):
+            Weight of agents that share an adapter. `"size"`: all their turns (or tokens, see `loss_type`) count alike,
+            so an agent that speaks more learns more. `"equal"`: the loss is a mean over agents of the mean over the
+            turns of each. `agents/<name>/grad_share` is an agent's share of the gradient norm.
         agent_iteration_interval (`int`, *optional*, defaults to `0`):
             Number of optimizer steps for which only one agent is trained, before the next agent follows. `0` trains
             all agents in every step.
@@ -397,6 +402,13 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
     target_kl: float | None = field(
         default=None,
         metadata={"help": "KL divergence above which an agent's update is skipped. None disables the limit."},
+    )
+    agent_weight: str = field(
+        default="size",
+        metadata={
+            "help": "Weight of agents that share an adapter: their size, or equal.",
+            "choices": list(AGENT_WEIGHTS),
+        },
     )
     agent_iteration_interval: int = field(
         default=0,

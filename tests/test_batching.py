@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from marft_trl.learning.batching import (
     MicroBatch,
+    Pools,
     Row,
     collate,
     count_rows,
@@ -69,10 +70,11 @@ def test_slices_hold_whole_episodes_and_every_one(sizes, per_slice):
 def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, second):
     """Two processes with one slice each: an adapter's weights, divided by their number, add up to 1."""
     adapters = ["left", "right"]
-    counts = count_rows([first], adapters) + count_rows([second], adapters)
+    pools = Pools(adapters)
+    counts = count_rows([first], pools) + count_rows([second], pools)
     rows_total, tokens_total = torch.zeros(2), torch.zeros(2)
     for rows in (first, second):
-        (slice_,) = weigh([rows], adapters, counts)
+        (slice_,) = weigh([rows], pools, counts)
         assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 2]}
         for batch in micro_batches(rows, 3, 60):
             w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1, level=TokenLevel())
@@ -90,6 +92,21 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
         if loss_type == "grpo":
             share = with_tokens[index].item() / max(counts[0, index, 0].item(), 1)
             assert rows_total[index].item() == pytest.approx(share, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_agents_of_an_adapter_have_equal_weight(loss_type):
+    """Three turns of one agent and one of another: each agent's turns, or tokens, have half of the weight."""
+    lengths = {"talker": (1, 2, 3), "quiet": (4,)}
+    rows = [Row(agent, "team", torch.arange(1), torch.arange(n)) for agent, its in lengths.items() for n in its]
+    pools = Pools(["team"], agents={"talker": "team", "quiet": "team", "silent": "team"})
+    (slice_,) = weigh([rows], pools, count_rows([rows], pools))
+    assert slice_.weights == {"talker": 0.5, "quiet": 0.5} and slice_.adapters == {"team"}
+    for batch in micro_batches(rows, 8, None):
+        w = loss_weights(batch, slice_, loss_type, num_processes=1, steps_per_generation=1, level=TokenLevel())
+        assert w.loss == 0.5
+        if loss_type == "dapo":  # TRL divides the sum over tokens by this
+            assert w.loss / w.num_items_in_batch == 0.5 / sum(lengths[batch.agent])
 
 
 def test_collate_by_hand():

@@ -24,6 +24,7 @@ from ..seams.trl import TrlState
 from ..weights.policies import Policies
 from . import gradients
 from .critic import Critic
+from .gradient_shares import GradientShares
 
 
 logger = get_logger(__name__)
@@ -83,6 +84,7 @@ class AdapterUpdates:
         self._policies, self._critic, self._agents, self._args = policies, critic, agents, args
         self._metrics, self._processes, self._state, self._accelerator = metrics, processes, state, accelerator
         self.divergence = Divergence()
+        self.shares = GradientShares(policies, metrics, processes)
         self._is_open = False
         self._spoke: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
@@ -250,7 +252,7 @@ class AdapterUpdates:
             FloatingPointError: the gradient of an adapter was not finite several times in a row.
         """
         self._accelerator.unscale_gradients()
-        norms = []
+        norms: dict[str, torch.Tensor] = {}
         for adapter, parameters in self.trained_parameters().items():
             present = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
             if not present:
@@ -260,12 +262,14 @@ class AdapterUpdates:
             if self._accelerator.scaler is None:  # with fp16, overflow is the gradient scaler's business
                 self._guard(adapter, norm, present)
             if is_policy and norm.isfinite():
-                norms.append(norm)
+                norms[adapter] = norm
             for name in self._metric_names(adapter):
                 self._metrics.add(f"{name}/grad_norm", norm.item())
+        scale = 1.0 if self._accelerator.scaler is None else self._accelerator.scaler.get_scale()
+        self.shares.report({adapter: norm.item() for adapter, norm in norms.items()}, scale)
         if len(norms) == 1:
-            return norms[0]
-        return torch.stack(norms).norm() if norms else torch.zeros(())
+            return next(iter(norms.values()))
+        return torch.stack(list(norms.values())).norm() if norms else torch.zeros(())
 
     @property
     def _critic_max_norm(self) -> float:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,51 +32,83 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
     ]
 
 
-def count_rows(slices: Sequence[list[Row]], adapters: Sequence[str], critics: Sequence[str] = ()) -> torch.Tensor:
+@dataclass(frozen=True)
+class Pools:
     """
-    Counts `(S, A, 4)` per slice and adapter: rows, loss tokens, rows with at least one token, and value targets. The
-    parts of the critic come after the adapters and only have value targets. [`weigh`] takes the counts summed over
-    processes.
+    Sets of rows over which losses are means: those of each adapter, or of each agent.
+
+    Args:
+        adapters (`Sequence[str]`): names of the adapters.
+        critics (`Sequence[str]`, *optional*): parts of the critic.
+        agents (`Mapping[str, str]`, *optional*): adapter of each agent, if agents of an adapter have equal weight.
     """
-    names = [*adapters, *critics]
-    counts = torch.zeros(len(slices), len(names), 4, dtype=torch.long)
-    position = {name: index for index, name in enumerate(names)}
+
+    adapters: Sequence[str]
+    critics: Sequence[str] = ()
+    agents: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the pools, those of the critic last."""
+        return [*(self.agents or self.adapters), *self.critics]
+
+    def of(self, row: Row) -> str:
+        """The pool of a row."""
+        return row.agent if self.agents else row.adapter
+
+    def adapter(self, pool: str) -> str:
+        """The adapter of a pool."""
+        return self.agents.get(pool, pool)
+
+    def weights(self, rows: Mapping[str, int]) -> dict[str, float]:
+        """Weight of each agent in the loss of its adapter, by its number of rows in the generation batch."""
+        speakers = Counter(self.agents[agent] for agent in self.agents if rows[agent])
+        return {agent: 1 / speakers[its] for agent, its in self.agents.items() if rows[agent]}
+
+
+def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
+    """
+    Counts `(S, A, 4)` per slice and pool: rows, loss tokens, rows with at least one token, and value targets. The
+    parts of the critic come last and only have value targets. [`weigh`] takes the counts summed over processes.
+    """
+    counts = torch.zeros(len(slices), len(pools.names), 4, dtype=torch.long)
+    position = {name: index for index, name in enumerate(pools.names)}
     for index, rows in enumerate(slices):
         for row in rows:
             if row.is_trained:
                 is_spoken = len(row.completion_ids) > 0
-                counts[index, position[row.adapter], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
+                counts[index, position[pools.of(row)], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
             if row.critic is not None:
                 counts[index, position[row.critic], 3] += row.num_value_targets
     return counts
 
 
-def weigh(
-    slices: Sequence[list[Row]], adapters: Sequence[str], counts: torch.Tensor, critics: Sequence[str] = ()
-) -> list[Slice]:
+def weigh(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> list[Slice]:
     """
     Make slices with the counts that their loss weights are computed from.
 
     Args:
         slices (`Sequence[list[Row]]`): rows of this process.
-        adapters (`Sequence[str]`): names of the adapters, in the order of `counts`.
+        pools ([`Pools`]): what the counts are of, in their order.
         counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
-        critics (`Sequence[str]`, *optional*): parts of the critic, after the adapters in the order of `counts`.
     """
     average = counts.double().mean(dim=0).tolist()  # (A, 4)
-    first = len(adapters)
+    first = len(pools.names) - len(pools.critics)
+    names, critics = pools.names[:first], pools.critics
+    weights = pools.weights(dict(zip(names, counts[:, :, 0].sum(dim=0).tolist(), strict=False)))
     weighed = []
     for s, rows in enumerate(slices):
         targets = {critic: int(counts[s, first + c, 3]) for c, critic in enumerate(critics)}
-        spoken = [adapter for a, adapter in enumerate(adapters) if counts[s, a, 2] > 0]
+        spoken = [pools.adapter(name) for a, name in enumerate(names) if counts[s, a, 2] > 0]
         weighed.append(
             Slice(
                 rows=rows,
-                rows_per_slice={adapter: average[a][0] for a, adapter in enumerate(adapters)},
-                tokens_per_slice={adapter: average[a][1] for a, adapter in enumerate(adapters)},
-                tokens={adapter: int(counts[s, a, 1]) for a, adapter in enumerate(adapters)},
+                rows_per_slice={name: average[a][0] for a, name in enumerate(names)},
+                tokens_per_slice={name: average[a][1] for a, name in enumerate(names)},
+                tokens={name: int(counts[s, a, 1]) for a, name in enumerate(names)},
                 adapters=frozenset([*spoken, *(critic for critic, count in targets.items() if count)]),
                 value_targets={critic: average[first + c][3] for c, critic in enumerate(critics)},
+                weights=weights,
             )
         )
     return weighed
@@ -215,8 +248,8 @@ def collate(
         **{OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"},
         **{"sampling_per_token_logps": "sampling_logps", SAMPLING_WEIGHTS: "sampling_weights"},
     }
-    for name, field in fields.items():
-        logps = [getattr(row, field) for row in rows]
+    for name, of_row in fields.items():
+        logps = [getattr(row, of_row) for row in rows]
         if all(row_logps is not None for row_logps in logps):
             batch[name] = padded(logps, 0.0, "right")
     return batch
@@ -281,12 +314,16 @@ def loss_weights(
     - `dapo`, `cispo` and `vespo` divide a sum over tokens by the number of tokens of the generation batch.
 
     For every loss type, the entropy bonus is a mean over the tokens of a slice; at action level, over its turns.
+
+    If agents have equal weight, all of this holds for the rows of each agent, and the loss of an adapter is the mean
+    over its agents.
     """
-    adapter = batch.adapter
-    token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[adapter], 1)
-    num_items = slice_.tokens_per_slice[adapter] * steps_per_generation
+    pool = batch.agent if slice_.weights else batch.adapter
+    weight = slice_.weights.get(pool, 1.0)
+    token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[pool], 1)
+    num_items = slice_.tokens_per_slice[pool] * steps_per_generation
     if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
-        row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[adapter]
+        row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[pool]
         bonus = level.entropy_weight(token_share, row_share)
-        return LossWeights(loss=row_share, num_items_in_batch=num_items, entropy=bonus)
-    return LossWeights(loss=token_share, num_items_in_batch=num_items * token_share, entropy=1.0)
+        return LossWeights(loss=weight * row_share, num_items_in_batch=num_items, entropy=bonus)
+    return LossWeights(loss=weight * token_share, num_items_in_batch=num_items * token_share, entropy=1.0)

@@ -119,6 +119,8 @@ class Slice:
         rows_per_slice (`dict[str, float]`): rows of each adapter per slice, added over processes, mean over slices.
         tokens_per_slice (`dict[str, float]`): loss tokens of each adapter per slice, likewise.
         tokens (`dict[str, int]`): loss tokens of each adapter in this slice, added over processes.
+        weights (`dict[str, float]`): weights of agents in the losses of their adapters, if agents have equal weight;
+            the three counts above are then those of agents. Empty if turns are counted, whosever they are.
         adapters (`frozenset[str]`): adapters that have a non-empty row, and parts of the critic that have a value
             target, in this slice on any process.
         value_targets (`dict[str, float]`): positions that each part of the critic learns from per slice, added
@@ -131,6 +133,7 @@ class Slice:
     tokens: dict[str, int] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
     value_targets: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

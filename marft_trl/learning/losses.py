@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,19 @@ from .levels import Level
 from .log_probs import LogProbs
 from .micro_batcher import MicroBatcher
 from .signal import KNOWN_METRICS, WITHOUT_SIGNAL, Signal
+
+
+class Part(NamedTuple):
+    """
+    A part of the loss of a slice.
+
+    Args:
+        agent (`str`, *optional*): whose rows it is about; `None` for the critic.
+        loss (`Callable`): `loss()` computes it.
+    """
+
+    agent: str | None
+    loss: Callable[[], torch.Tensor]
 
 
 class Notes:
@@ -107,25 +121,28 @@ class TeamLoss:
         if not parts:  # no agent of the slice learns on this process; others may have rows
             return torch.zeros((), device=self._processes.device, requires_grad=True)
         total = torch.zeros((), device=self._processes.device)
-        for loss_of_part in parts[:-1]:
-            loss = loss_of_part()
+        for part in parts[:-1]:
+            self._updates.shares.begin(part.agent)
+            loss = part.loss()
             backward(loss)
             total += loss.detach()
-        return parts[-1]() + total
+        self._updates.shares.begin(parts[-1].agent)  # its backward pass is the Trainer's
+        return parts[-1].loss() + total
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """The loss of an evaluation batch, apart from what training takes note of."""
         notes = Notes(self._agents)
         total = torch.zeros((), device=self._processes.device)
-        for loss in self._parts(model, slice_, learning, notes):
-            total += loss()
+        for part in self._parts(model, slice_, learning, notes):
+            total += part.loss()
         self._log(notes)
         self._policies.activate_first()
         return total
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
+        self._updates.shares.begin(None)
         self._log(self._notes)
         self._policies.activate_first()  # whoever uses the model next gets an agent, not the critic
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
@@ -138,9 +155,7 @@ class TeamLoss:
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _parts(
-        self, model: nn.Module, slice_: Slice, learning: frozenset[str], notes: Notes
-    ) -> list[Callable[[], torch.Tensor]]:
+    def _parts(self, model: nn.Module, slice_: Slice, learning: frozenset[str], notes: Notes) -> list[Part]:
         """The losses of the micro-batches of a slice, to be computed one after the other."""
         trained = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
         thresholds = self._log_probs.high_entropy_thresholds(
@@ -148,15 +163,19 @@ class TeamLoss:
         )
         trained, others = self._signal.split(trained)
         self._note_without_signal(model, slice_, trained, others, notes)
-        parts: list[Callable[[], torch.Tensor]] = []
+        parts: list[Part] = []
         # The critic comes first: its kept passes are gone before the policies need memory
         if self._critic is not None:
             steps = self._state.accumulation_steps
             batches = [batch for batch in self._critic.batches(slice_.rows) if batch.agent in learning]
-            parts += [functools.partial(self._critic.loss, batch, slice_, steps, notes.values) for batch in batches]
+            parts += [
+                Part(None, functools.partial(self._critic.loss, batch, slice_, steps, notes.values))
+                for batch in batches
+            ]
         for batch in self._batcher.cut(trained):
             threshold = thresholds.get(batch.agent)
-            parts.append(functools.partial(self._of_batch, model, batch, slice_, threshold, notes))
+            loss = functools.partial(self._of_batch, model, batch, slice_, threshold, notes)
+            parts.append(Part(batch.agent, loss))
         return parts
 
     def _note_without_signal(

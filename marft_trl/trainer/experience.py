@@ -12,7 +12,7 @@ from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import Estimator
 from ..configs import MARFTConfig
 from ..episodes.records import Turn
-from ..learning.batching import count_rows, cut_slices, together, weigh
+from ..learning.batching import Pools, count_rows, cut_slices, together, weigh
 from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
 from ..learning.data import Row, Slice
@@ -198,9 +198,12 @@ class Experience:
         return dict(zip(names, (flags > 0).tolist(), strict=True))
 
     def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
-        adapters, parts = self._policies.names, self._critic.parts if self._critic is not None else []
-        counts = self._processes.sum(count_rows(slices, adapters, parts))
-        return weigh(slices, adapters, counts, parts)
+        names, parts = self._policies.names, self._critic.parts if self._critic is not None else []
+        by_agent = self._args.agent_weight == "equal"
+        agents = {agent: name for name in names for agent in self._policies.agents_of(name)} if by_agent else {}
+        pools = Pools(names, parts, agents)
+        counts = self._processes.sum(count_rows(slices, pools))
+        return weigh(slices, pools, counts)
 
 
 def _recorded(turn: Turn, training: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,107 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The share of each agent in the gradients of a step, also where agents have one adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from ..processes import Processes
+from ..run_metrics import Metrics
+from ..weights.policies import Policies
+
+
+# Elements of a shared adapter that are looked at. More are thinned out evenly
+_ELEMENTS = 2**20
+
+
+class GradientShares:
+    """
+    Measures the gradient of each agent. Micro-batches are of one agent, so what a backward pass adds to the gradient
+    of an adapter is that agent's.
+
+    Args:
+        policies ([`Policies`]): who acts with which adapter.
+        metrics ([`Metrics`]): get `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of
+            the norms of all agents.
+        processes ([`Processes`]): gradients are averaged over them.
+    """
+
+    def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
+        self._policies, self._metrics, self._processes = policies, metrics, processes
+        groups = {adapter: policies.agents_of(adapter) for adapter in policies.trained}
+        self._groups = {adapter: agents for adapter, agents in groups.items() if len(agents) > 1}
+        self._parts: dict[str, torch.Tensor] = {}  # by agent, since the optimizer step began
+        self._last: dict[str, torch.Tensor] = {}  # by adapter, when the gradient was looked at
+        self._current: str | None = None
+
+    def begin(self, agent: str | None) -> None:
+        """The next backward passes are those of an agent; `None` for none."""
+        if agent is not None and agent == self._current:
+            return
+        self._settle()
+        adapter = None if agent is None else self._policies.adapter_of(agent)
+        self._current = agent if adapter in self._groups else None
+
+    def _settle(self) -> None:
+        """Give what was added to a gradient since the last look to the agent whose passes ran."""
+        if self._current is None:
+            return
+        adapter = self._policies.adapter_of(self._current)
+        now, before = self._look(adapter), self._last.get(adapter)
+        part = now if before is None else now - before
+        known = self._parts.get(self._current)
+        self._parts[self._current] = part if known is None else known + part
+        self._last[adapter], self._current = now, None
+
+    def _look(self, adapter: str) -> torch.Tensor:
+        parameters = list(self._policies.parameters(adapter).values())
+        stride = self._stride(adapter)
+        found = [
+            torch.zeros(len(range(0, p.numel(), stride)), device=p.device)
+            if p.grad is None
+            else p.grad.reshape(-1)[::stride].float()
+            for p in parameters
+        ]
+        return torch.cat(found).clone()
+
+    def _stride(self, adapter: str) -> int:
+        size = sum(parameter.numel() for parameter in self._policies.parameters(adapter).values())
+        return max(math.ceil(size / _ELEMENTS), 1)
+
+    def report(self, norms: Mapping[str, float], scale: float = 1.0) -> None:
+        """
+        Add the metrics of an optimizer step, and forget it.
+
+        Args:
+            norms (`Mapping[str, float]`): norm of the gradient of each trained adapter that has one.
+            scale (`float`, *optional*, defaults to `1.0`): factor of gradients in backward passes (fp16).
+        """
+        self._settle()
+        of_agents: dict[str, float] = {}
+        for adapter, norm in norms.items():
+            agents = self._groups.get(adapter)
+            if agents is None:
+                of_agents[self._policies.agents_of(adapter)[0]] = norm
+            else:
+                of_agents |= self._within(adapter, agents, scale)
+        total = sum(of_agents.values())
+        if total > 0 and math.isfinite(total):
+            for agent, norm in of_agents.items():
+                self._metrics.add(f"agents/{agent}/grad_share", norm / total)
+        self.clear()
+
+    def _within(self, adapter: str, agents: list[str], scale: float) -> dict[str, float]:
+        """Norms of the parts of agents in the gradient of their adapter, averaged over processes."""
+        nothing = torch.zeros_like(self._look(adapter))
+        parts = torch.stack([self._parts.get(agent, nothing) for agent in agents])
+        norms = self._processes.sum(parts).norm(dim=1) / self._processes.count / scale
+        return dict(zip(agents, (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
+
+    def clear(self) -> None:
+        """Begin the next optimizer step."""
+        self._parts.clear()
+        self._last.clear()
+        self._current = None

@@ -1,0 +1,117 @@
+"""Agents that share an adapter: their weights in its loss, and their shares of its gradient."""
+
+import pytest
+import torch
+
+from marft_trl import AgentSpec, Sequential
+
+from .helpers import StopAt, moved, team_trainer, weights
+
+
+TALKER = Sequential(["talker", "talker", "quiet", "talker"])
+
+
+def agents(*shared, own=()):
+    return [
+        *(AgentSpec(name, system_prompt=name, adapter="team", max_completion_length=4) for name in shared),
+        *(AgentSpec(name, system_prompt=name, max_completion_length=4) for name in own),
+    ]
+
+
+def make(model, folder, team=None, workflow=TALKER, callbacks=None, **settings):
+    defaults = {"gradient_checkpointing": False, "max_grad_norm": 0.0}
+    return team_trainer(
+        model, folder, agents=team or agents("talker", "quiet"), workflow=workflow, callbacks=callbacks,
+        settings=defaults | settings,
+    )  # fmt: skip
+
+
+def gradients(trainer, slice_, agent):
+    """Gradient of the loss of an agent's rows, by adapter."""
+    from dataclasses import replace
+
+    trainer.model.zero_grad()
+    rows = [row for row in slice_.rows if row.agent == agent]
+    trainer.compute_loss(trainer.model, replace(slice_, rows=rows)).backward()
+    return {
+        adapter: torch.cat([p.grad.flatten() for p in its.values() if p.grad is not None] or [torch.zeros(0)])
+        for adapter in trainer.policies.trained
+        for its in [trainer.policies.parameters(adapter)]
+    }
+
+
+def prepared(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer.parts.experience.for_training([trainer.train_dataset[i // 4] for i in range(8)])
+    return slice_
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
+    """The talker has three turns of an episode, the other agent one."""
+    found = {}
+    for weight in ("size", "equal"):
+        trainer = make(model_folder, tmp_path / weight, loss_type=loss_type, agent_weight=weight)
+        slice_ = prepared(trainer)
+        found[weight] = {name: gradients(trainer, slice_, name)["team"] for name in ("talker", "quiet")}
+        sizes = {
+            name: [
+                sum(row.agent == name for row in slice_.rows),
+                sum(row.num_loss_tokens for row in slice_.rows if row.agent == name),
+            ]
+            for name in ("talker", "quiet")
+        }
+    column = 0 if loss_type in ("grpo", "dr_grpo") else 1
+    for name in ("talker", "quiet"):
+        total = sum(its[column] for its in sizes.values())
+        factor = 0.5 / sizes[name][column] * total
+        assert found["size"][name].norm() > 0
+        torch.testing.assert_close(found["equal"][name], factor * found["size"][name], rtol=1e-4, atol=1e-7)
+
+
+def test_own_adapters_do_not_notice(model_folder, tmp_path):
+    ends = []
+    for weight in ("size", "equal"):
+        trainer = make(model_folder, tmp_path / weight, agents(own=["talker", "quiet"]), agent_weight=weight)
+        trainer.train()
+        ends.append(weights(trainer))
+    assert not moved(*ends)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"max_tokens_per_micro_batch": 40}], ids=str)
+def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings):
+    """With SGD and without accumulation, the gradient of each agent can be computed alone."""
+    team = agents("talker", "quiet", own=["judge"])
+    workflow = Sequential(["talker", "talker", "quiet", "judge"])
+    trainer = make(model_folder, tmp_path, team, workflow, max_steps=1, learning_rate=0.0, **settings)
+    slices = []
+    inner = trainer.parts.loss.of_slice
+
+    def noting(model, slice_, *args):
+        slices.append(slice_)
+        return inner(model, slice_, *args)
+
+    trainer.parts.loss.of_slice = noting
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "agents/quiet/grad_share" in entry)
+    steps = settings.get("gradient_accumulation_steps", 1)
+    assert len(slices) == steps
+    trainer.parts.loss.of_slice = inner
+    trainer.model.train()
+    norms = {}
+    for name, adapter in (("talker", "team"), ("quiet", "team"), ("judge", "judge")):
+        norms[name] = sum(gradients(trainer, slice_, name)[adapter] for slice_ in slices).norm().item()
+    for name, norm in norms.items():
+        assert entry[f"agents/{name}/grad_share"] == pytest.approx(norm / sum(norms.values()), rel=1e-3)
+
+
+def test_a_resumed_run_is_the_same(model_folder, tmp_path):
+    settings = {"agent_weight": "equal", "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"steps_per_generation": 2, "num_train_epochs": 100}
+    whole = make(model_folder, tmp_path / "whole", **settings)
+    whole.train()
+    make(model_folder, tmp_path / "cut", callbacks=[StopAt(1)], **settings).train()  # in the middle of its rows
+    resumed = make(model_folder, tmp_path / "cut", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert not moved(weights(whole), weights(resumed))
