@@ -21,6 +21,7 @@ RETURNS = ("team", "agent")
 CRITIC_VIEWS = ("observation", "history")
 NORMALIZATIONS = ("batch", "agent", "none")
 VALUE_LOSSES = ("huber", "squared")
+ON_COLLAPSE = ("warn", "restore", "ignore")
 AGENT_WEIGHTS = ("size", "equal")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
 CANDIDATE_REWARDS = ("episode", "turn")
@@ -46,19 +47,19 @@ _ABOVE_ZERO = (
     "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
     *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
-    *("max_parallel_tools", "dynamic_sampling_limit"),
+    *("max_parallel_tools", "dynamic_sampling_limit", "collapse_window"),
     *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
     *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
 )
 _SHARES = (
     *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
     "rae_decay",
-    "max_skipped_share",
+    *("max_skipped_share", "collapse_drop"),
 )
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
     *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight", "max_staleness"),
-    "max_parallel_tools",
+    *("max_parallel_tools", "collapse_window"),
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
@@ -112,6 +113,10 @@ _DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
         for name in ("turn_candidates", "continue_from", "candidate_reward")
     ),
     ("dynamic_sampling_limit", "dynamic_sampling", True, lambda args: bool(args.dynamic_sampling)),
+    *(
+        (name, "on_collapse", "restore", lambda args: args.on_collapse != "ignore")
+        for name in ("collapse_drop", "collapse_window")
+    ),
     *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
     *(
         (name, "advantage", "gae", lambda args: args.advantage == "gae")
@@ -189,6 +194,7 @@ def check_choices(args: Any) -> None:
         "value_loss": VALUE_LOSSES,
         "update_order": UPDATE_ORDERS,
         "agent_weight": AGENT_WEIGHTS,
+        "on_collapse": ON_COLLAPSE,
         "candidate_reward": CANDIDATE_REWARDS,
         "continue_from": (None, *CONTINUATIONS),
         "context_overflow": CONTEXT_OVERFLOWS,
@@ -579,6 +585,11 @@ def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
             uses_candidates(args) or CREDITS[args.credit].reruns,
             f"{stale} does not go with candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
             "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
+        ),
+        (
+            args.on_collapse == "restore",
+            f"{stale} samples ahead from weights that `on_collapse='restore'` takes back. Set `on_collapse='warn'`, "
+            "or `max_staleness=0`.",
         ),
         (
             args.update_order == "resampled",

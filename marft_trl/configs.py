@@ -20,6 +20,7 @@ from .config_checks import (
     CREDIT_KINDS,
     CRITIC_VIEWS,
     NORMALIZATIONS,
+    ON_COLLAPSE,
     ON_EPISODE_ERROR,
     RETURNS,
     UPDATE_ORDERS,
@@ -177,6 +178,16 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
         sequential_clip (`float`, *optional*, defaults to `0.5`):
             Clip range of the ratio products of `update_order="sequential"`, which are clipped to
             `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
+        on_collapse (`str`, *optional*, defaults to `"warn"`):
+            What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches is
+            below its best by more than `collapse_drop`. `"warn"`: it is said once. `"restore"`: adapters that have
+            fallen, which is found by trial, go back to their weights and optimizer state at the best mean, and the
+            batch is sampled anew. `"ignore"`: nothing.
+        collapse_drop (`float`, *optional*, defaults to `0.1`):
+            How far the mean reward may be below its best, as a share of its largest absolute value so far, in
+            `[0, 1]`.
+        collapse_window (`int`, *optional*, defaults to `8`):
+            Number of generation batches whose mean reward is watched.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
             Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
             of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a
@@ -424,6 +435,18 @@ class MARFTConfig(Copies, EngineSettings, GRPOConfig):
     sequential_clip: float | None = field(
         default=0.5,
         metadata={"help": "Clip range of the ratio products of update_order='sequential'. None: no clipping."},
+    )
+    on_collapse: str = field(
+        default="warn",
+        metadata={"help": "What happens if the mean reward falls from its best.", "choices": list(ON_COLLAPSE)},
+    )
+    collapse_drop: float = field(
+        default=0.1,
+        metadata={"help": "How far the mean reward may fall, as a share of its largest absolute value."},
+    )
+    collapse_window: int = field(
+        default=8,
+        metadata={"help": "Number of generation batches whose mean reward is watched for a collapse."},
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,

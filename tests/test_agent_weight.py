@@ -79,7 +79,9 @@ def test_own_adapters_do_not_notice(model_folder, tmp_path):
     assert not moved(*ends)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"max_tokens_per_micro_batch": 40}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_accumulation_steps": 2}, {"max_tokens_per_micro_batch": 40}], ids=str
+)
 def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings):
     """With SGD and without accumulation, the gradient of each agent can be computed alone."""
     team = agents("talker", "quiet", own=["judge"])

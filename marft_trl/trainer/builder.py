@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from typing import cast
 
+import torch
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -49,12 +50,14 @@ from ..run_metrics import Metrics
 from ..seams.models import ScoringTemperature
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
+from ..weights.best import BestAdapters
 from ..weights.copies import PastCopies, TakeCopies
 from ..weights.fingerprints import describe_base
 from ..weights.policies import Policies
 from . import setup
 from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
+from .collapse import Collapse
 from .engine import make_vllm_generator, tolerance_of
 from .experience import Experience
 from .look_ahead import LookAhead
@@ -102,6 +105,7 @@ class Builder:
         given = [getattr(function, "__wrapped__", function) for function in self._functions.functions]
         self.users = UserState(setup.user_objects(given, choices.turn_rewards, choices.workflow, choices.agents))
         self.past = PastCopies(choices.policies, choices.agents)
+        self.best = BestAdapters(choices.policies, lambda: trainer.optimizer)
         self.runner = self._runner()
         ahead = args.max_staleness
         self.look_ahead = LookAhead(self.state, choices.schedule, ahead) if ahead else None
@@ -215,6 +219,18 @@ class Builder:
             processes=self.processes,
         )
 
+    def _forget(self) -> None:
+        self._checkpoints.forget()
+
+    def collapse(self, rollouts: Rollouts) -> Collapse:
+        def act(rows):
+            rollout = rollouts.run(rows, training=False)
+            tokens = sum(len(t.prompt_ids) + len(t.completion_ids) for one in rollout.episodes for t in one.turns)
+            self.state.see_tokens(sum(self.processes.gather([tokens])))
+            return torch.nanmean(rollout.rewards).item()
+
+        return Collapse(self.best, self._choices.policies, act, self._forget, self._args, self.metrics)
+
     def _trained_agents(self) -> list[str]:
         return [name for name in self._names if self._choices.policies.is_trained(name)]
 
@@ -249,7 +265,7 @@ class Builder:
             dataset=trainer.train_dataset,
             num_processes=self.processes.count,
         )
-        return Checkpoints(
+        self._checkpoints = Checkpoints(
             state=self.state,
             owners=owners,
             schedule=choices.schedule,
@@ -263,7 +279,9 @@ class Builder:
             args=choices.args,
             processes=self.processes,
             copies=self.past,
+            best=self.best,
         )
+        return self._checkpoints
 
     def run(self, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
         trained = [p for p in self._trainer.model.parameters() if p.requires_grad]
@@ -354,6 +372,7 @@ class Builder:
     def experience(
         self,
         rollouts: DynamicSampling,
+        collapse: Collapse,
         alternatives: Alternatives,
         scorer: RewardScorer,
         log_probs: LogProbs,
@@ -375,6 +394,7 @@ class Builder:
         )
         return Experience(
             rollouts=rollouts,
+            collapse=collapse,
             alternatives=alternatives,
             credit=credit,
             estimator=self._estimator(credit),

@@ -27,6 +27,7 @@ from ..processes import Processes
 from ..randomness import RandomStates, undisturbed
 from ..seams.trl import TrlState
 from ..weights.adapters import load_adapter_weights
+from ..weights.best import BestAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from ..weights.references import load_references, save_references
@@ -66,6 +67,7 @@ class Checkpoints:
         args ([`MARFTConfig`]): folder, `save_total_limit`, `sync_ref_model`, `resume_changes`.
         processes ([`Processes`]): the processes of the run.
         copies ([`PastCopies`]): past copies of adapters.
+        best ([`BestAdapters`]): adapters at the team's best.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class Checkpoints:
         args: MARFTConfig,
         processes: Processes,
         copies: PastCopies,
+        best: BestAdapters,
     ):
-        self.copies = copies
+        self.copies, self.best = copies, best
         self.owners = dict(owners)
         self.folder = RunFolder(args.output_dir or ".")
         self.changes = ResumeChanges.of(args.resume_changes)
@@ -168,6 +171,8 @@ class Checkpoints:
             save_references(self._policies, self._ref_model, folder)
         if self.copies.agents and self._args.should_save:
             self.copies.save(folder)
+        if self.best.adapters and self._args.should_save:
+            self.best.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
         is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
@@ -306,6 +311,7 @@ class Checkpoints:
             load_references(self._policies, self._ref_model, folder)
         if self.copies.agents:
             self.copies.load(folder, self.source_of)
+        self.best.load(folder, self.source_of)
         is_changed = not self.changes.is_empty
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:

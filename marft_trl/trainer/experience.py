@@ -29,6 +29,7 @@ from ..rollout.reach import RewardReach
 from ..rollout.rollouts import Rollout
 from ..seams.trl import TrlSettings
 from ..weights.policies import Policies
+from .collapse import Collapse
 
 
 class Evaluated(NamedTuple):
@@ -60,6 +61,7 @@ class Experience:
 
     Args:
         rollouts ([`DynamicSampling`]): episodes with rewards.
+        collapse ([`Collapse`]): may restore adapters once it has seen the rewards.
         alternatives ([`Alternatives`]): counts what was generated beside the episodes.
         credit ([`CreditAssigner`]): has the rewards of single turns.
         estimator ([`Estimator`]): advantages.
@@ -82,6 +84,7 @@ class Experience:
     def __init__(
         self,
         rollouts: DynamicSampling,
+        collapse: Collapse,
         alternatives: Alternatives,
         credit: CreditAssigner,
         estimator: Estimator,
@@ -100,7 +103,8 @@ class Experience:
         processes: Processes,
         correction: SamplingCorrection | None = None,
     ):
-        self._rollouts, self._alternatives, self._credit, self._estimator = rollouts, alternatives, credit, estimator
+        self._rollouts, self._collapse, self._alternatives = rollouts, collapse, alternatives
+        self._credit, self._estimator = credit, estimator
         self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
         self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
         self._args, self._settings, self._needs_old, self._share = args, settings, needs_old, share
@@ -109,6 +113,8 @@ class Experience:
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
         rollout = self._rollouts.run(inputs, training=True)
+        if self._collapse.is_undone(rollout, inputs):
+            rollout = self._rollouts.run(inputs, training=True)
         rows, std, credited = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))
         advantages = advantages_by_turn(rollout, rows)

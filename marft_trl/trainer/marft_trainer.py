@@ -200,8 +200,8 @@ class MARFTTrainer(GRPOTrainer):
         others = level, view, turn_rewards, eval_metrics, aliases, failures, engine
         self.parts = assemble(self, Choices(*team, *others))
         sharding.keep_in_step(self, self.parts.processes)
-        self.add_callback(self.parts.health)
-        self.add_callback(self.parts.run)
+        for callback in (self.parts.health, self.parts.collapse, self.parts.run):
+            self.add_callback(callback)
 
     # ---- What users call ----
 

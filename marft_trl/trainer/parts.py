@@ -25,6 +25,7 @@ from ..seams.trl import TrlState
 from .builder import Builder
 from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
+from .collapse import Collapse
 from .experience import Experience
 from .look_ahead import LookAhead
 from .run import Run
@@ -57,6 +58,7 @@ class Parts:
         run ([`Run`]): the course of the run.
         look_ahead ([`LookAhead`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
+        collapse ([`Collapse`]): says when a run falls, and may undo it.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
 
@@ -80,6 +82,7 @@ class Parts:
     run: Run
     look_ahead: LookAhead | None
     health: Health
+    collapse: Collapse
     seeds: random.Random
 
 
@@ -94,6 +97,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
     builder = Builder(trainer, choices)
     scorer, reach, alternatives, rollouts = builder.rewards()
     sampling = builder.dynamic_sampling(rollouts)
+    collapse = builder.collapse(rollouts)
     batcher, log_probs, learner, loss, updates, sequential = builder.learning()
     reporter, planner = builder.reporting(batcher, learner)
     health = builder.health(updates)
@@ -101,6 +105,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "user_randomness": builder.randomness,
         "rollouts": rollouts,
         "dynamic_sampling": sampling,
+        "collapse": collapse,
         "reach": reach,
         "own_returns": builder.own_returns,
         "running_baselines": builder.running,
@@ -119,7 +124,9 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         metrics=builder.metrics,
         runner=builder.runner,
         rollouts=rollouts,
-        experience=builder.experience(sampling, alternatives, scorer, log_probs, batcher, learner, reporter, reach),
+        experience=builder.experience(
+            sampling, collapse, alternatives, scorer, log_probs, batcher, learner, reporter, reach
+        ),
         batcher=batcher,
         passes=builder.passes,
         log_probs=log_probs,
@@ -134,5 +141,6 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         run=builder.run(checkpoints, rollouts),
         look_ahead=builder.look_ahead,
         health=health,
+        collapse=collapse,
         seeds=random.Random(choices.args.seed),  # noqa: S311
     )

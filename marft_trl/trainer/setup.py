@@ -414,6 +414,7 @@ def check_learning(args: MARFTConfig, policies: Policies) -> None:
         ValueError: the message names the setting.
     """
     needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
+    needs["on_collapse"] = args.on_collapse == "restore"
     for name, is_set in needs.items():
         if is_set and not policies.has_adapters:
             raise ValueError(

@@ -1,0 +1,192 @@
+"""A run that falls from its best: said, and undone for the agent that has fallen."""
+
+import logging
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import TrainerCallback
+
+from marft_trl import AgentSpec
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+from .helpers import StopAt, config, moved, team_trainer, weights
+
+
+@pytest.fixture(scope="module")
+def taught_model():
+    return tiny_team_model()
+
+
+class Spoil(TrainerCallback):
+    """Destroys adapters after a step."""
+
+    def __init__(self, step, *names):
+        self.step, self.names, self.trainer, self.before = step, names, None, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.before = weights(self.trainer)
+            for name in self.names:
+                for key, parameter in self.trainer.policies.parameters(name).items():
+                    if "lora_B" in key:
+                        parameter.data.normal_(std=1.0)
+
+
+def make(model, folder, spoil=None, agents=None, callbacks=(), **settings):
+    defaults = {"collapse_window": 2, "collapse_drop": 0.4, "max_steps": 8, "learning_rate": 1e-5, "seed": 1}
+    defaults |= {"per_device_train_batch_size": 64, "lr_scheduler_type": "constant", "on_collapse": "restore"}
+    trainer = team_trainer(
+        model, folder, agents=agents or tiny_agents(), reward_funcs=exact_answer, settings=defaults | settings,
+        train_dataset=tiny_dataset(256), callbacks=[*([spoil] if spoil else []), *callbacks],
+    )  # fmt: skip
+    if spoil is not None:
+        spoil.trainer = trainer
+    return trainer
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("fallen", ["reasoner", "actor"])
+def test_only_the_fallen_agent_is_restored(taught_model, tmp_path, caplog, fallen):
+    spoil = Spoil(4, fallen)
+    trainer = make(taught_model, tmp_path, spoil)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    rewards = logged(trainer, "reward")
+    assert min(rewards[:4]) > 0.3 and max(rewards[5:]) > 0.3  # the batch of the restored team is the one trained on
+    assert logged(trainer, "collapse/restored") == [1.0]
+    other = "actor" if fallen == "reasoner" else "reasoner"
+    (message,) = [text for text in caplog.messages if "RESTORED" in text]
+    assert f"RESTORED to their best, with the state of their optimizer: {fallen!r} (agents {fallen!r})." in message
+    ends = weights(trainer)
+    for name, before in spoil.before.items():
+        if "lora" in name:  # four more steps at 1e-5 from what it was, not from what it was spoiled to
+            assert (ends[name] - before).abs().max() < 1e-3, name
+    assert any(f".{other}." in name for name in moved(spoil.before, ends))
+
+
+def test_all_are_restored_where_one_alone_does_not_help(taught_model, tmp_path):
+    spoil = Spoil(4, "reasoner", "actor")
+    trainer = make(taught_model, tmp_path, spoil)
+    trainer.train()
+    assert logged(trainer, "collapse/restored") == [2.0] and max(logged(trainer, "reward")[5:]) > 0.3
+
+
+def test_the_optimizer_goes_back_too(taught_model, tmp_path):
+    """What is restored is what was copied before the update of the best batch: weights and moments."""
+    taken, restored, best = {}, {}, {}
+    trainer = make(taught_model, tmp_path, spoil := Spoil(4, "actor"), learning_rate=1e-3)
+    keeper = trainer.parts.checkpoints.best
+    take, restore = keeper.take, keeper.restore
+
+    def snapshot():
+        return {
+            name: [
+                (p.detach().clone(), {k: v.clone() for k, v in trainer.optimizer.state.get(p, {}).items()})
+                for p in its.values()
+            ]
+            for name in trainer.policies.trained
+            for its in [trainer.policies.parameters(name)]
+        }
+
+    def taking():
+        take()
+        taken.clear()
+        taken.update(snapshot())
+
+    def restoring(adapter):
+        other = {name: its for name, its in snapshot().items() if name != adapter}
+        restore(adapter)
+        restored[adapter], best[adapter] = snapshot(), taken[adapter]
+        for name, its in other.items():  # the others stay as they are
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(its, restored[adapter][name], strict=True))
+
+    keeper.take, keeper.restore = taking, restoring
+    trainer.train()
+    assert spoil.before and set(restored) == {"actor"}
+    for (weight, moments), (found, its) in zip(best["actor"], restored["actor"]["actor"], strict=True):
+        assert torch.equal(weight, found) and moments.keys() == its.keys() and moments
+        assert all(torch.equal(moments[key], its[key]) for key in moments)
+
+
+def test_a_shared_adapter_is_restored_without_a_trial(taught_model, tmp_path):
+    agents = [
+        AgentSpec(one.name, one.system_prompt, max_completion_length=one.max_completion_length, adapter="team")
+        for one in tiny_agents()
+    ]
+    trainer = make(taught_model, tmp_path, Spoil(4, "team"), agents)
+    trainer.train()
+    assert logged(trainer, "collapse/restored") == [1.0] and max(logged(trainer, "reward")[5:]) > 0.3
+
+
+def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path):
+    trainer = make(
+        taught_model, tmp_path, spoil := Spoil(6, "actor"), max_steps=7, save_strategy="steps", save_steps=7
+    )
+    trainer.train()
+    assert logged(trainer, "collapse/restored")
+    ends = weights(trainer)
+    assert all((ends[name] - before).abs().max() < 1e-3 for name, before in spoil.before.items() if "lora" in name)
+    with safe_open(tmp_path / "checkpoint-7" / "actor" / "adapter_model.safetensors", "pt") as saved:
+        largest = max(saved.get_tensor(key).abs().max().item() for key in saved.keys() if "lora_B" in key)  # noqa: SIM118
+    assert largest < 0.1
+
+
+@pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
+def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
+    settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}
+    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert sum("THE TEAM HAS COLLAPSED" in text for text in caplog.messages) == count
+    assert not logged(trainer, "collapse/restored")
+    assert bool(logged(trainer, "collapse/below_best")) == (on == "warn")
+
+
+def test_a_run_that_does_not_fall_is_left_alone(taught_model, tmp_path):
+    ends = []
+    for on in ("restore", "ignore"):
+        settings = {} if on == "restore" else {"collapse_drop": 0.1, "collapse_window": 8}
+        trainer = make(taught_model, tmp_path / on, on_collapse=on, max_steps=4, **settings)
+        trainer.train()
+        ends.append(weights(trainer))
+    assert not moved(*ends)
+
+
+def test_a_resumed_run_restores_the_same(taught_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 100, "learning_rate": 1e-3}
+    settings["collapse_drop"] = 0.7  # both batches of the window have to be bad
+    # Whatever the weights were spoiled to before the interruption is in the checkpoint
+    whole = make(taught_model, tmp_path / "whole", Spoil(4, "actor"), **settings)
+    whole.train()
+    assert logged(whole, "collapse/restored")
+    cut = make(taught_model, tmp_path / "cut", Spoil(4, "actor"), callbacks=[StopAt(5)], **settings)
+    cut.train()
+    assert not logged(cut, "collapse/restored")
+    resumed = make(taught_model, tmp_path / "cut", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "collapse/restored") and not moved(weights(whole), weights(resumed))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_collapse": "undo"}, "`on_collapse` must be one of 'warn', 'restore', 'ignore'"),
+        ({"collapse_drop": 1.5}, "`collapse_drop` must be a finite number in"),
+        ({"collapse_window": 0}, "`collapse_window` must be a finite number above 0"),
+        ({"on_collapse": "ignore", "collapse_window": 4}, "has no effect with `on_collapse='ignore'`"),
+        ({"use_vllm": True, "max_staleness": 1, "on_collapse": "restore"}, "that `on_collapse='restore'` takes back"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_a_base_that_is_trained_cannot_be_restored(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="`on_collapse='restore'` needs a base that stays as it is"):
+        team_trainer(model_folder, tmp_path, peft_config=None, settings={"on_collapse": "restore"})
