@@ -1,9 +1,13 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Training arguments of the engine: servers of vLLM."""
+"""Training arguments of the engine, servers of vLLM, and their checks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from .advantages.credit_rules import CREDITS
+from .config_checks import check_choice, has_turn_ratio, uses_candidates
 
 
 @dataclass
@@ -76,3 +80,103 @@ class EngineSettings:
         default=None,
         metadata={"help": "Largest mean difference between log-probabilities of a server and of the trainer."},
     )
+
+
+def check_vllm(args: Any) -> None:
+    """
+    Check the settings of vLLM.
+
+    Raises:
+        ValueError: A setting is not supported, or does not go with another one.
+    """
+    if not args.use_vllm:
+        if args.max_staleness:
+            raise ValueError(
+                f"`max_staleness={args.max_staleness}` needs servers that generate while training runs. Set "
+                "`use_vllm=True`, or leave it out."
+            )
+        return
+    check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    sequence = args.vllm_importance_sampling_mode.startswith("sequence")
+    corrects = args.vllm_importance_sampling_correction
+    refused = [
+        *(_colocate_conflicts(args) if args.vllm_mode == "colocate" else []),
+        (
+            args.vllm_structured_outputs_regex is not None,
+            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from another distribution than "
+            "the one that is scored. Leave it out.",
+        ),
+        (
+            corrects and not sequence and has_turn_ratio(args),
+            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weighs each token, but at "
+            "`level='action'` a turn is one action. Set 'sequence_mask' or 'sequence_truncate'.",
+        ),
+        (
+            corrects and sequence and args.loss_type == "vespo",
+            "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
+            f"{args.vllm_importance_sampling_mode!r}.",
+        ),
+        *(_staleness_conflicts(args) if args.max_staleness else []),
+    ]
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)
+
+
+def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with a server for each process."""
+    return [
+        (
+            args.vllm_server_base_url is not None,
+            "`vllm_server_base_url` names servers that run, and `vllm_mode='colocate'` starts its own. Leave it out, "
+            "or set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_tensor_parallel_size > 1,
+            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, and "
+            "with `vllm_mode='colocate'` each process has one. Start a server for them with "
+            "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_enable_sleep_mode and args.max_staleness > 0,
+            f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
+            "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.",
+        ),
+    ]
+
+
+def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with turns that were sampled by earlier weights."""
+    stale = f"`max_staleness={args.max_staleness}`"
+    is_bounded = args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
+    return [
+        (
+            not is_bounded,
+            f"{stale} trains on turns of earlier weights, and without a bounded correction training collapses. Set "
+            "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.",
+        ),
+        (
+            not args.use_policy_ratio,
+            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` leaves out.",
+        ),
+        (
+            args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p),
+            f"{stale} weighs turns by the ratio of the present to the earlier weights, which is not known where "
+            "`top_p`, `top_k` or `min_p` cut the distribution. Leave them out, or set `max_staleness=0`.",
+        ),
+        (
+            uses_candidates(args) or CREDITS[args.credit].reruns,
+            f"{stale} does not go with candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+            "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
+        ),
+        (
+            args.on_collapse == "restore",
+            f"{stale} samples ahead from weights that `on_collapse='restore'` takes back. Set `on_collapse='warn'`, "
+            "or `max_staleness=0`.",
+        ),
+        (
+            args.update_order == "resampled",
+            f"{stale} does not go with `update_order='resampled'`, which asks for new episodes after every agent's "
+            "update. Set `max_staleness=0`.",
+        ),
+    ]

@@ -27,9 +27,9 @@ from ..config_checks import (
     check_numbers,
     check_supported,
     check_timeouts,
-    check_vllm,
     uses_candidates,
 )
+from ..config_engine import check_vllm
 from ..configs import MARFTConfig
 from ..episodes.records import TOOL
 from ..learning.critic import CRITICS, Critic
