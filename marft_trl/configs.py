@@ -201,6 +201,10 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
             generation batch serves several optimizer steps, the episodes of a group stay in the same step. If
             `False`, the forward passes are those of `GRPOTrainer`, so a single agent reproduces its results bit by
             bit; models with learned position embeddings (GPT-2) are passed explicit positions.
+        mixed_passes (`bool`, *optional*, defaults to `None`):
+            Whether rows of several agents, each with the LoRA of its own, go through the model together in training.
+            If `None`, this is tried out on the first rows of a team with at least four trained adapters, and done if
+            it is faster. Gradients change only by rounding. It does not go with gradient checkpointing.
         skip_rows_without_signal (`bool`, *optional*, defaults to `None`):
             Whether rows whose gradient is exactly 0, because their advantage is 0 and nothing else is in the loss, are
             left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
@@ -418,6 +422,10 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
     share_prefixes: bool = field(
         default=True,
         metadata={"help": "Whether to compute the common prefix of several rows only once."},
+    )
+    mixed_passes: bool | None = field(
+        default=None,
+        metadata={"help": "Whether rows of several agents share a pass. If None, where a trial shows it is faster."},
     )
     skip_rows_without_signal: bool | None = field(
         default=None,

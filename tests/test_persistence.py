@@ -217,7 +217,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
     names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
-    names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse"}
+    names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse", "mixing"}
     assert set(owners) == names
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
@@ -371,6 +371,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["copies"].take(20)
     owners["dynamic_sampling"].load_state_dict({"drawn": 12})
     owners["collapse"].load_state_dict({"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True})
+    owners["mixing"].load_state_dict({"is_faster": True})
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,26 +35,25 @@ class GradientShares:
         self._groups = {adapter: agents for adapter, agents in groups.items() if len(agents) > 1}
         self._parts: dict[str, torch.Tensor] = {}  # by agent, since the optimizer step began
         self._last: dict[str, torch.Tensor] = {}  # by adapter, when the gradient was looked at
-        self._current: str | None = None
+        self._current: list[str] = []
 
-    def begin(self, agent: str | None) -> None:
-        """The next backward passes are those of an agent; `None` for none."""
-        if agent is not None and agent == self._current:
-            return
-        self._settle()
-        adapter = None if agent is None else self._policies.adapter_of(agent)
-        self._current = agent if adapter in self._groups else None
+    def begin(self, agents: Sequence[str]) -> None:
+        """The next backward passes are those of these agents, which act with different adapters."""
+        watched = [agent for agent in agents if self._policies.adapter_of(agent) in self._groups]
+        if watched != self._current:
+            self._settle()
+            self._current = watched
 
     def _settle(self) -> None:
         """Give what was added to a gradient since the last look to the agent whose passes ran."""
-        if self._current is None:
-            return
-        adapter = self._policies.adapter_of(self._current)
-        now, before = self._look(adapter), self._last.get(adapter)
-        part = now if before is None else now - before
-        known = self._parts.get(self._current)
-        self._parts[self._current] = part if known is None else known + part
-        self._last[adapter], self._current = now, None
+        for agent in self._current:
+            adapter = self._policies.adapter_of(agent)
+            now, before = self._look(adapter), self._last.get(adapter)
+            part = now if before is None else now - before
+            known = self._parts.get(agent)
+            self._parts[agent] = part if known is None else known + part
+            self._last[adapter] = now
+        self._current = []
 
     def _look(self, adapter: str) -> torch.Tensor:
         parameters = list(self._policies.parameters(adapter).values())
@@ -104,4 +103,4 @@ class GradientShares:
         """Begin the next optimizer step."""
         self._parts.clear()
         self._last.clear()
-        self._current = None
+        self._current = []

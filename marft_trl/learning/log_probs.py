@@ -18,6 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
+from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
 from ..weights.policies import Policies
@@ -70,10 +71,14 @@ class LogProbs:
         self._passes, self._batcher, self._collate = passes, batcher, collate
         self._accelerator, self._checkpointing_kwargs = accelerator, checkpointing_kwargs
         self._transform: Transform | None = None
+        self._agent: str | None = None  # whose adapter is active
+        self._mixed: dict[str, torch.Tensor] | None = None  # hidden states of a pass of several agents
 
     def activate(self, agent: str) -> None:
         """Let an agent's adapter act and be scored at the agent's temperature."""
-        self._policies.activate(agent)
+        self._agent = agent
+        if self._mixed is None:
+            self._policies.activate(agent)
         self._temperature.switch_to(self._samplings[agent].temperature)
 
     @contextlib.contextmanager
@@ -162,6 +167,27 @@ class LogProbs:
             for row, its, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, its[: len(row.completion_ids)].clone(), states
 
+    # ---- Passes of several agents ----
+
+    @contextlib.contextmanager
+    def mixed(self, batches: Sequence[MicroBatch], lora: MixedLora) -> Iterator[None]:
+        """
+        Context manager: micro-batches of different adapters have gone through the model in one pass. Their
+        log-probabilities are computed from it.
+        """
+        rows = [row for batch in batches for row in batch.rows]
+        prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
+        adapters = forward.RowAdapters([row.adapter for row in rows], lora.use)
+        backbone = self._base_of(self._model).base_model
+        with lora.on(), self._accelerator.autocast():
+            hidden = forward.hidden_states(backbone, prompts, completions, self._passes.share, adapters)
+        parts = hidden.split([len(batch.rows) for batch in batches])
+        self._mixed = {batch.agent: part for batch, part in zip(batches, parts, strict=True)}
+        try:
+            yield
+        finally:
+            self._mixed = None
+
     # ---- Log-probabilities for TRL's loss ----
 
     @contextlib.contextmanager
@@ -200,7 +226,10 @@ class LogProbs:
         prompts = [ids[its].tolist() for ids, its in zip(input_ids[:, :-width], is_there[:, :-width], strict=True)]
         completions = [ids[its].tolist() for ids, its in zip(input_ids[:, -width:], is_there[:, -width:], strict=True)]
         with self._accelerator.autocast():
-            hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
+            if self._mixed is None:
+                hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
+            else:
+                hidden = self._mixed[str(self._agent)]
             lengths = torch.tensor([len(completion) for completion in completions], device=hidden.device)
             read = torch.arange(hidden.size(1), device=hidden.device) < lengths.unsqueeze(1)
             tokens = torch.tensor([token for its in completions for token in its], device=hidden.device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ..configs import MARFTConfig
 from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..run_metrics import Metrics, StepMetrics
+from ..seams.mixing import MixedLora
 from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
 from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
@@ -24,6 +25,7 @@ from .data import MicroBatch, Row, Slice
 from .levels import Level
 from .log_probs import LogProbs
 from .micro_batcher import MicroBatcher
+from .mixing import MixedPasses
 from .signal import KNOWN_METRICS, WITHOUT_SIGNAL, Signal
 
 
@@ -32,11 +34,11 @@ class Part(NamedTuple):
     A part of the loss of a slice.
 
     Args:
-        agent (`str`, *optional*): whose rows it is about; `None` for the critic.
+        agents (`Sequence[str]`): whose rows it is about; empty for the critic.
         loss (`Callable`): `loss()` computes it.
     """
 
-    agent: str | None
+    agents: Sequence[str]
     loss: Callable[[], torch.Tensor]
 
 
@@ -66,6 +68,7 @@ class TeamLoss:
         collate ([`Collator`]): makes tensors of rows.
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
+        mixing ([`MixedPasses`]): which micro-batches share a pass.
         policies ([`Policies`]): switch adapters.
         level ([`Level`]): unit of the policy ratio.
         samplings (`Mapping[str, Sampling]`): how each agent samples.
@@ -84,6 +87,7 @@ class TeamLoss:
         collate: Collator,
         critic: CriticLearner | None,
         updates: AdapterUpdates,
+        mixing: MixedPasses,
         policies: Policies,
         level: Level,
         samplings: Mapping[str, Sampling],
@@ -97,6 +101,7 @@ class TeamLoss:
         self._critic, self._updates, self._policies, self._level = critic, updates, policies, level
         self._samplings, self._agents = samplings, list(samplings)
         self._args, self._state, self._metrics, self._processes = args, state, metrics, processes
+        self.mixing = mixing
         self._settings, self._signal = settings, Signal(args, settings, state)
         self._notes = Notes(self._agents, updates.divergence)
 
@@ -117,16 +122,18 @@ class TeamLoss:
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
+        if self.mixing.are_open:
+            self._try_mixing(model, slice_, learning, backward)
         parts = self._parts(model, slice_, learning, self._notes)
         if not parts:  # no agent of the slice learns on this process; others may have rows
             return torch.zeros((), device=self._processes.device, requires_grad=True)
         total = torch.zeros((), device=self._processes.device)
         for part in parts[:-1]:
-            self._updates.shares.begin(part.agent)
+            self._updates.shares.begin(part.agents)
             loss = part.loss()
             backward(loss)
             total += loss.detach()
-        self._updates.shares.begin(parts[-1].agent)  # its backward pass is the Trainer's
+        self._updates.shares.begin(parts[-1].agents)  # its backward pass is the Trainer's
         return parts[-1].loss() + total
 
     @torch.no_grad()
@@ -142,7 +149,7 @@ class TeamLoss:
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
-        self._updates.shares.begin(None)
+        self._updates.shares.begin([])
         self._log(self._notes)
         self._policies.activate_first()  # whoever uses the model next gets an agent, not the critic
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
@@ -169,14 +176,48 @@ class TeamLoss:
             steps = self._state.accumulation_steps
             batches = [batch for batch in self._critic.batches(slice_.rows) if batch.agent in learning]
             parts += [
-                Part(None, functools.partial(self._critic.loss, batch, slice_, steps, notes.values))
-                for batch in batches
+                Part([], functools.partial(self._critic.loss, batch, slice_, steps, notes.values)) for batch in batches
             ]
-        for batch in self._batcher.cut(trained):
-            threshold = thresholds.get(batch.agent)
-            loss = functools.partial(self._of_batch, model, batch, slice_, threshold, notes)
-            parts.append(Part(batch.agent, loss))
+        batches = list(self._batcher.cut(trained))
+        return parts + self._of_policies(model, batches, slice_, thresholds, notes, self.mixing.are_on)
+
+    def _of_policies(
+        self,
+        model: nn.Module,
+        batches: Sequence[MicroBatch],
+        slice_: Slice,
+        thresholds: Mapping[str, torch.Tensor],
+        notes: Notes,
+        is_mixed: bool,
+    ) -> list[Part]:
+        """The losses of micro-batches of policies, of which several may share a pass."""
+        parts = []
+        for group in self.mixing.plan(batches) if is_mixed else [[batch] for batch in batches]:
+            losses = [
+                functools.partial(self._of_batch, model, batch, slice_, thresholds.get(batch.agent), notes)
+                for batch in group
+            ]
+            loss = losses[0] if len(group) == 1 else functools.partial(self._together, group, losses)
+            parts.append(Part([batch.agent for batch in group], loss))
         return parts
+
+    def _together(self, batches: Sequence[MicroBatch], losses: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+        """The sum of the losses of micro-batches that share a pass."""
+        with self._log_probs.mixed(batches, cast(MixedLora, self.mixing.lora)):
+            return torch.stack([loss() for loss in losses]).sum()
+
+    def _try_mixing(
+        self, model: nn.Module, slice_: Slice, learning: frozenset[str], backward: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Find out whether micro-batches of several agents should share passes."""
+        rows = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
+        batches = list(self._batcher.cut(self._signal.split(rows)[0]))
+
+        def run(is_mixed: bool) -> None:
+            for part in self._of_policies(model, batches, slice_, {}, Notes(self._agents), is_mixed):
+                backward(part.loss())
+
+        self.mixing.decide(batches, run)
 
     def _note_without_signal(
         self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Generation with transformers: one batched `generate` per adapter and sampling setting, under the right adapter."""
+"""Generation with transformers: batched calls of `generate` under the right adapters."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ import contextlib
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..seams.mixing import MixedLora
 from ..shared_prefix.decoding import Recorder, can_decode, decode
+from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .generator import GREEDY, Sampled, Sampling
 from .stopping import EndAtStopText, StopTexts
+
+
+# Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
+# more rows as long as there are few
+_MIXED_ROWS = 16
+
+
+class _Group(NamedTuple):
+    """What the rows of one call of `generate` have in common. The adapter is empty if they differ in it."""
+
+    adapter: str
+    sampling: Sampling
+    copied: int | None
 
 
 class Engine(Protocol):
@@ -60,6 +75,8 @@ class TransformersGenerator:
             Whether to record the log-probabilities of sampled tokens.
         past ([`PastCopies`], *optional*):
             Past copies that opponents act with.
+        mixed ([`MixedLora`], *optional*):
+            Lets a few rows of each of several agents with the same sampling settings be decoded together.
     """
 
     def __init__(
@@ -70,7 +87,9 @@ class TransformersGenerator:
         share: bool,
         records: bool,
         past: PastCopies | None = None,
+        mixed: MixedLora | None = None,
     ):
+        self._mixed = mixed
         self._share, self.records, self._past = share, share and records, past
         self._engine = engine
         self._policies = policies
@@ -100,12 +119,13 @@ class TransformersGenerator:
 
         Returns: the sampled completions, in order.
         """
-        groups: dict[tuple[str, Sampling, int | None], list[int]] = {}
+        groups: dict[_Group, list[int]] = {}
         for index, agent in enumerate(agents):
             copied = copies[index] if copies is not None else None
-            groups.setdefault((self._policies.adapter_of(agent), self._samplings[agent], copied), []).append(index)
+            group = _Group(self._policies.adapter_of(agent), self._samplings[agent], copied)
+            groups.setdefault(group, []).append(index)
         completions: list[Sampled] = [Sampled([]) for _ in agents]
-        for (_, sampling, copied), indices in groups.items():
+        for (_, sampling, copied), indices in (groups if by_reference else self._joined(groups)).items():
             agent = agents[indices[0]]
             self._policies.activate(agent)
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
@@ -113,7 +133,11 @@ class TransformersGenerator:
                 speaker = self._past.acting(agent, copied)
             recorder = Recorder() if self.records and not by_reference else None
             settings = self._engine.settings(sampling) | (GREEDY if greedy else {})
-            options = self._options(sampling, settings, recorder)
+            adapters = [self._policies.adapter_of(agents[index]) for index in indices]
+            is_mixed = len(set(adapters)) > 1 and self._mixed is not None
+            if is_mixed:
+                speaker = cast(MixedLora, self._mixed).on()
+            options = self._options(sampling, settings, recorder, adapters if is_mixed else None)
             with speaker:
                 sampled = self._engine.generate([prompt_ids[i] for i in indices], settings, options)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
@@ -122,11 +146,33 @@ class TransformersGenerator:
                 completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
         return completions
 
+    def _joined(self, groups: dict[_Group, list[int]]) -> dict[_Group, list[int]]:
+        """Groups with the same settings, and few rows each, in one."""
+        joined: dict[_Group, list[int]] = {}
+        for group, indices in groups.items():
+            alike = [its for one, its in groups.items() if one[1:] == group[1:]]
+            is_small = sum(map(len, alike)) <= _MIXED_ROWS * len(alike)
+            may_be = self._mixed is not None and group.copied is None and len(alike) > 1 and is_small
+            if may_be and self._can_decode(group.sampling):
+                group = group._replace(adapter="")
+            joined.setdefault(group, []).extend(indices)
+        return joined
+
+    def _can_decode(self, sampling: Sampling) -> bool:
+        settings = self._engine.settings(sampling)
+        return self._share and can_decode(self._merged(GenerationConfig(**settings)))
+
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
         return self._engine.settings(self._samplings[agent])
 
-    def _options(self, sampling: Sampling, settings: Mapping[str, Any], recorder: Recorder | None) -> dict[str, Any]:
+    def _options(
+        self,
+        sampling: Sampling,
+        settings: Mapping[str, Any],
+        recorder: Recorder | None,
+        adapters: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
         """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
@@ -135,7 +181,8 @@ class TransformersGenerator:
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
-            options["custom_generate"] = functools.partial(decode, recorder=recorder)
+            rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
+            options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows)
         return options
 
     def _merged(self, config: GenerationConfig) -> GenerationConfig:

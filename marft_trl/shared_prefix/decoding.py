@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode, logits_process
 
 from ..seams.models import pad_token_of
-from .forward import RepeatedLayer, prefill, shared_pass
+from .forward import RepeatedLayer, RowAdapters, prefill, shared_pass
 from .prefixes import Cluster, plan_passes
 
 
@@ -122,6 +122,7 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     recorder: Recorder | None = None,
+    adapters: RowAdapters | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """
@@ -131,6 +132,7 @@ def decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config:
             Arguments as prepared by `generate`. The prompts `(B, P)` are padded on the left.
         recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
+        adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
         kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
     Returns: prompts followed by completions `(B, P + T)`, padded on the right.
@@ -141,7 +143,9 @@ def decode(
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
     first = width - int(lengths.max())  # all columns before it are padding and are not in the cache
     is_padded = not bool(mask[:, first:].all())
-    cache = _filled(model, [ids[one.bool()].tolist() for ids, one in zip(input_ids, mask, strict=True)], size - first)
+    prompts = [ids[one.bool()].tolist() for ids, one in zip(input_ids, mask, strict=True)]
+    cache = _filled(model, prompts, size - first, adapters)
+    _use(adapters, rows)
     pad = pad_token_of(generation_config)
     result = input_ids.new_full((batch, size), 0 if pad is None else int(pad))
     result[:, :width] = input_ids
@@ -171,7 +175,13 @@ def decode(
         if can_leave and finished * _LEAVING >= len(rows):
             stay = _leave(cache, logits_processor, done, len(rows) - finished)
             tokens, mask, lengths, rows, done = (one[stay] for one in (tokens, mask, lengths, rows, done))
+            _use(adapters, rows)
     return result
+
+
+def _use(adapters: RowAdapters | None, rows: torch.Tensor) -> None:
+    if adapters is not None:
+        adapters.use([adapters.names[row] for row in rows.tolist()])
 
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,37 +226,45 @@ def _leave(cache: Cache, processors: LogitsProcessorList, done: torch.Tensor, co
     return stay
 
 
-def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int) -> Cache:
+def _filled(model: PreTrainedModel, prompts: list[list[int]], size: int, adapters: RowAdapters | None = None) -> Cache:
     """Return a cache with room for `size` tokens, filled with all but the last token of the left-padded prompts."""
     width = max(map(len, prompts)) - 1
     cache = Cache(layers=[RoomyLayer(size) for _ in range(model.config.get_text_config().num_hidden_layers)])
     if width == 0:
         return cache
-    groups = plan_passes([*prompts], [0] * len(prompts))
+    groups = plan_passes([*prompts], [0] * len(prompts), None if adapters is None else adapters.names)
     if not groups:
+        if adapters is not None:
+            adapters.use(adapters.names)
         kept, *_ = prefill(model.base_model, [prompt[:-1] for prompt in prompts])
         found = [(layer.keys, layer.values) for layer in kept.layers]
     else:
-        found = _shared(model, prompts, groups, width)
+        found = _shared(model, prompts, groups, width, adapters)
     for room, (keys, values) in zip(cache.layers, found, strict=True):
         room.update(keys, values)
     return cache
 
 
 def _shared(
-    model: PreTrainedModel, prompts: list[list[int]], groups: list[Cluster], width: int
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    groups: list[Cluster],
+    width: int,
+    adapters: RowAdapters | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return, per layer, keys and values `(B, heads, W, D)` of all but the last token, padded on the left."""
     rows = [prompt[:-1] for prompt in prompts]
     rest = [len(rows[row]) - group.length for group in groups for row in group.rows]
     if not any(rest):
+        if adapters is not None:
+            adapters.use([adapters.names[group.rows[0]] for group in groups])
         kept, *_ = prefill(model.base_model, [rows[group.rows[0]] for group in groups])
         which = torch.empty(len(rows), dtype=torch.long)
         for number, group in enumerate(groups):
             which[list(group.rows)] = number
         which = which.to(model.device)
         return [(layer.keys.index_select(0, which), layer.values.index_select(0, which)) for layer in kept.layers]
-    _, starts, shared, cache = shared_pass(model.base_model, rows, groups, JoinedLayer)
+    _, starts, shared, cache = shared_pass(model.base_model, rows, groups, JoinedLayer, adapters)
     # In the second pass, padding is in front of the prefix and after the rest of a row: move all of it to the left
     ends = [shared + len(row) - start for row, start in zip(rows, starts, strict=True)]
     source = torch.tensor(ends, device=model.device).unsqueeze(1) + torch.arange(-width, 0, device=model.device)

@@ -73,8 +73,25 @@ class SharedPass(NamedTuple):
     cache: Cache
 
 
+class RowAdapters(NamedTuple):
+    """
+    Adapters of rows that go through a model together.
+
+    Args:
+        names (`Sequence[str]`): the adapter of each row.
+        use (`Callable`): `use(names)` is called before each pass, with the adapters of the rows of the pass.
+    """
+
+    names: Sequence[str]
+    use: Callable[[Sequence[str]], None]
+
+
 def hidden_states(
-    backbone: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
+    backbone: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    share: bool = True,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """
     Compute the hidden states that predict the tokens of completions. An empty completion gets the hidden state of the
@@ -85,6 +102,7 @@ def hidden_states(
         prompts (`Sequence[Sequence[int]]`): token ids of `B` prompts, none empty.
         completions (`Sequence[Sequence[int]]`): token ids of the completion of each prompt.
         share (`bool`, *optional*, defaults to `True`): compute common prefixes of the prompts once.
+        adapters ([`RowAdapters`], *optional*): of the rows, if they differ. Rows of different adapters share nothing.
 
     Returns: hidden states `(B, V, H)`, where `V` is the length of the longest completion, at least 1. Row `i` has
     `max(len(completions[i]), 1)` valid states; ignore those after them.
@@ -95,11 +113,14 @@ def hidden_states(
         [*prompt, *completion[: count - 1]]
         for prompt, completion, count in zip(prompts, completions, counts, strict=True)
     ]
-    groups = plan_passes(prompts, [count - 1 for count in counts]) if share else []
+    kinds = None if adapters is None else adapters.names
+    groups = plan_passes(prompts, [count - 1 for count in counts], kinds) if share else []
     if groups:
         with checkpointing_with_caches(backbone):
-            hidden, starts, *_ = shared_pass(backbone, rows, groups, RepeatedLayer)
+            hidden, starts, *_ = shared_pass(backbone, rows, groups, RepeatedLayer, adapters)
     else:
+        if adapters is not None:
+            adapters.use(adapters.names)
         ids, mask = padded(rows, device)
         positions = torch.arange(ids.size(1), device=device).expand_as(ids)
         output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -115,6 +136,7 @@ def shared_pass(
     rows: Sequence[Sequence[int]],
     groups: Sequence[Cluster],
     layer_class: Callable[[KeptLayer, torch.Tensor], RepeatedLayer],
+    adapters: RowAdapters | None = None,
 ) -> SharedPass:
     """
     Run two passes: one over the shared prefixes, and one over the rest of each row.
@@ -124,15 +146,20 @@ def shared_pass(
         rows (`Sequence[Sequence[int]]`): token ids.
         groups (`Sequence[Cluster]`): partition of the rows into rows with the same prefix.
         layer_class (`Callable`): class of the cache's layers in the second pass.
+        adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
     """
     device = next(backbone.parameters()).device
     starts, index = [0] * len(rows), [0] * len(rows)
     for number, group in enumerate(groups):
         for row in group.rows:
             starts[row], index[row] = group.length, number
+    if adapters is not None:
+        adapters.use([adapters.names[group.rows[0]] for group in groups])
     kept, kept_mask, of_prefixes = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
     which = torch.tensor(index, device=device)
     cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
+    if adapters is not None:
+        adapters.use(adapters.names)
     ids, mask = padded([row[start:] for row, start in zip(rows, starts, strict=True)], device)
     output = backbone(
         input_ids=ids,

@@ -56,23 +56,35 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     return sorted(_joined(*nodes[0]), key=lambda cluster: cluster.rows)
 
 
-def plan_passes(prompts: Sequence[Sequence[int]], more: Sequence[int]) -> list[Cluster]:
+def plan_passes(
+    prompts: Sequence[Sequence[int]], more: Sequence[int], kinds: Sequence[str] | None = None
+) -> list[Cluster]:
     """
     Decide whether to compute shared prefixes once. The plan with fewer tokens, padding included, is chosen.
 
     Args:
         prompts (`Sequence[Sequence[int]]`): beginnings of the rows, searched for common prefixes.
         more (`Sequence[int]`): number of tokens of each row after its prompt.
+        kinds (`Sequence[str]`, *optional*): kind of each row. Rows of different kinds share nothing.
 
     Returns: clusters of rows that share a prefix, or an empty list if it is cheaper to compute every row as it is.
     """
-    found = clusters(prompts)
+    found = clusters(prompts) if kinds is None else _clusters_by_kind(prompts, kinds)
     if len(found) == len(prompts):
         return []
     lengths = [len(prompt) + count for prompt, count in zip(prompts, more, strict=True)]
     rest = max(lengths[row] - cluster.length for cluster in found for row in cluster.rows)
     num_tokens = len(found) * max(cluster.length for cluster in found) + len(lengths) * rest
     return found if num_tokens < len(lengths) * max(lengths) else []
+
+
+def _clusters_by_kind(sequences: Sequence[Sequence[int]], kinds: Sequence[str]) -> list[Cluster]:
+    found = []
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, its in enumerate(kinds) if its == kind]
+        its_clusters = clusters([sequences[place] for place in places])
+        found += [Cluster(one.length, tuple(places[row] for row in one.rows)) for one in its_clusters]
+    return sorted(found, key=lambda cluster: cluster.rows)
 
 
 def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:

@@ -21,6 +21,7 @@ from ..learning.critic_learner import CriticLearner
 from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
+from ..learning.mixing import MixedPasses
 from ..learning.sampling_correction import SamplingCorrection
 from ..learning.sequential import SequentialFactors
 from ..learning.value_scale import ValueScale
@@ -47,6 +48,7 @@ from ..rollout.transformers_generator import TransformersGenerator
 from ..rollout.user_state import UserState
 from ..rollout.vllm_generator import VLLMGenerator
 from ..run_metrics import Metrics
+from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
@@ -157,7 +159,7 @@ class Builder:
         engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
         if choices.engine is None:
             return TransformersGenerator(
-                engine, choices.policies, self._samplings, self.passes.share, records, self.past
+                engine, choices.policies, self._samplings, self.passes.share, records, self.past, self._mixed_lora()
             )
         return make_vllm_generator(
             choices.engine.servers,
@@ -175,6 +177,13 @@ class Builder:
             processes=self.processes,
             past=self.past,
         )
+
+    def _mixed_lora(self) -> MixedLora | None:
+        """What lets agents be decoded together, where that is possible."""
+        model, policies = self._trainer.accelerator.unwrap_model(self._trainer.model), self._choices.policies
+        if self._args.mixed_passes is False or self.processes.have_shards or not self.passes.share:
+            return None
+        return MixedLora(model) if MixedLora.why_not(model, policies.names) is None else None
 
     def rewards(self) -> tuple[RewardScorer, RewardReach, Alternatives, Rollouts]:
         choices, args = self._choices, self._args
@@ -339,6 +348,7 @@ class Builder:
             collate=collate,
             critic=learner,
             updates=updates,
+            mixing=self._mixing(batcher),
             policies=choices.policies,
             level=choices.level,
             samplings=self._samplings,
@@ -350,6 +360,14 @@ class Builder:
         )
         sequential = SequentialFactors(log_probs, choices.level, args.sequential_clip, self.metrics, self.processes)
         return batcher, log_probs, learner, loss, updates, sequential
+
+    def _mixing(self, batcher: MicroBatcher) -> MixedPasses:
+        trainer = self._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        places = self.passes.give_positions
+        self.mixing = MixedPasses(model, self._choices.policies, self._args, batcher, places, self.processes)
+        self.mixing.check()
+        return self.mixing
 
     def _critic_learner(self, batcher: MicroBatcher) -> CriticLearner | None:
         choices = self._choices

@@ -106,6 +106,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "rollouts": rollouts,
         "dynamic_sampling": sampling,
         "collapse": collapse,
+        "mixing": builder.mixing,
         "reach": reach,
         "own_returns": builder.own_returns,
         "running_baselines": builder.running,

@@ -1,0 +1,166 @@
+"""
+Measure what is saved in a training step: rows that teach nothing, and passes that agents share.
+
+    python benchmarks/spared_passes.py
+    python benchmarks/spared_passes.py --hidden 256 --layers 4 --agents 8 --rows 4
+
+First table: a team of two, of whose groups half have no signal, with and without the passes of their rows. Other
+tables: `--agents` agents with `--rows` turns each, in parallel and in a chain, with passes of their own and with mixed
+ones. Times are those of the training part of a step (losses, backward passes, the optimizer) and of whole steps with
+generation; wall-clock milliseconds of one thread. Variants alternate; shown are medians and the range of the ratio of
+neighbouring steps.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback
+from transformers.utils import logging
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
+from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.workflows import Debate
+
+
+class Steps:
+    """A trainer that takes one step at a time."""
+
+    def __init__(self, options, folder, agents, episodes, group, reward, workflow=None, **settings):
+        tokenizer = tiny_tokenizer()
+        sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
+        model = tiny_model(len(tokenizer), num_hidden_layers=options.layers, **sizes)
+        model.generation_config.eos_token_id = None
+        self.trainer = MARFTTrainer(
+            model=model,
+            agents=agents,
+            workflow=workflow,
+            reward_funcs=reward,
+            args=MARFTConfig(
+                folder,
+                per_device_train_batch_size=episodes,
+                num_generations=group,
+                max_completion_length=options.new_tokens,
+                generation_kwargs={"min_new_tokens": options.new_tokens},
+                gradient_checkpointing=False,
+                max_steps=10**6,
+                learning_rate=1e-5,
+                bf16=False,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                logging_steps=10**6,
+                use_cpu=True,
+                **settings,
+            ),
+            train_dataset=tiny_dataset(256),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        )
+        self.trainer.remove_callback(PrinterCallback)
+        self.trainer.create_optimizer()
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.trainer.model.train()
+        self.rows = [self.trainer.train_dataset[index // group] for index in range(episodes)]
+
+    def step(self) -> tuple[float, float]:
+        """Milliseconds of the training part of a step, and of all of it."""
+        trainer = self.trainer
+        begin = time.perf_counter()
+        slices = trainer.parts.experience.for_training(self.rows)
+        middle = time.perf_counter()
+        trainer.accelerator.gradient_state._set_sync_gradients(True)
+        for slice_ in slices:
+            loss = trainer.compute_loss(trainer.model, slice_)
+            trainer.accelerator.backward(loss)
+        trainer.parts.loss.end_step(True)
+        trainer.parts.updates.finish(True)
+        trainer.parts.updates.clip(1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        end = time.perf_counter()
+        return 1000 * (end - middle), 1000 * (end - begin)
+
+
+def compare(variants: dict[str, Steps], repeats: int) -> None:
+    """Print a table; the first variant is the one that the others are compared with."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for round_ in range(repeats + 2):
+        for name, steps in variants.items():
+            taken = steps.step()
+            if round_ > 1:
+                times[name].append(taken)
+    first = times[next(iter(times))]
+    print("| | training | ratio | whole step | ratio |\n|---|---|---|---|---|")
+    for name, its in times.items():
+        cells = []
+        for part in range(2):
+            ratios = [mine[part] / theirs[part] for mine, theirs in zip(its, first, strict=True)]
+            cells.append(f"{statistics.median(one[part] for one in its):.0f} ms")
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def varied(completions, **kwargs):
+    return [float(index % 3) for index in range(len(completions))]
+
+
+def of_half(completions, **kwargs):
+    """Every other group of four has no signal."""
+    return [float(index % 3) if index // 4 % 2 else 0.0 for index in range(len(completions))]
+
+
+@contextmanager
+def folder():
+    with tempfile.TemporaryDirectory() as path:
+        yield path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--new_tokens", type=int, default=16)
+    parser.add_argument("--agents", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--episodes", type=int, default=64, help="episodes of the first table")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    team = [AgentSpec("reasoner", system_prompt="Write the steps."), AgentSpec("actor", system_prompt="Answer.")]
+    with folder() as path:
+        print(f"\nHalf of the groups without a signal, {options.episodes} episodes of two agents:\n")
+        chunk = {"max_tokens_per_micro_batch": 4096}
+        sizes = options.episodes, 4
+        compare(
+            {
+                "all rows": Steps(options, path, team, *sizes, of_half, skip_rows_without_signal=False, **chunk),
+                "rows with a signal": Steps(options, path, team, *sizes, of_half, **chunk),
+                "every group has a signal": Steps(options, path, team, *sizes, varied, **chunk),
+            },
+            options.repeats,
+        )
+        names = [f"agent{number}" for number in range(options.agents)]
+        many = [AgentSpec(name, system_prompt=f"Part {number}.") for number, name in enumerate(names)]
+        sizes = options.rows, options.rows
+        for shape, workflow in (("in parallel", Debate(names, rounds=1)), ("in a chain", Sequential(names))):
+            print(f"\n{options.agents} agents {shape}, {options.rows} turns of each:\n")
+            compare(
+                {
+                    "separate passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=False),
+                    "mixed passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=True),
+                    "chosen by trial": Steps(options, path, many, *sizes, varied, workflow),
+                },
+                options.repeats,
+            )
+
+
+if __name__ == "__main__":
+    main()

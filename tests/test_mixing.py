@@ -1,0 +1,384 @@
+"""Rows of several agents in one pass: the gradients are those of separate passes."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from marft_trl import AgentSpec, Sequential
+from marft_trl.learning import mixing
+from marft_trl.seams.mixing import MixedLora
+from marft_trl.tiny import tiny_model
+from marft_trl.workflows import Debate
+
+from .helpers import StopAt, lora, moved, team_trainer, weights
+
+
+NAMES = ["one", "two", "three", "four", "five"]
+OTHERS = {
+    "two": LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
+    "three": LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", use_rslora=True),
+    "four": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", rank_pattern={"q_proj": 6}),
+}
+
+
+def agents(names=NAMES, configs=None, **more):
+    return [
+        AgentSpec(
+            name, system_prompt=f"You are {name}.", max_completion_length=6, peft_config=(configs or {}).get(name),
+            **more.get(name, {}),
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def make(model, folder, team=None, workflow=None, callbacks=None, **settings):
+    defaults = {"gradient_checkpointing": False, "mixed_passes": True}
+    trainer = team_trainer(
+        model, folder, agents=team or agents(configs=OTHERS), workflow=workflow, callbacks=callbacks,
+        settings=defaults | settings,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+    return trainer
+
+
+def sliced(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer.parts.experience.for_training([trainer.train_dataset[i // 4] for i in range(8)])
+    return slice_
+
+
+def gradients(trainer, slice_):
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, slice_)
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+def passes(trainer):
+    """Counts the passes of the transformer with gradient."""
+    counted = []
+    backbone = trainer.accelerator.unwrap_model(trainer.model).get_base_model().base_model
+    backbone.register_forward_pre_hook(lambda *_: counted.append(1) if torch.is_grad_enabled() else None)
+    return counted
+
+
+def assert_same(one, other, tolerance=1e-5):
+    assert one.keys() == other.keys() and one
+    for name, value in other.items():
+        assert (one[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"level": "action"},
+        {"loss_type": "grpo", "entropy_coef": 0.02, "beta": 0.1},
+        {"loss_type": "dr_grpo", "temperature": 0.7},
+        {"max_tokens_per_micro_batch": 900},
+        {"agent_weight": "equal"},
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_separate_passes(model_folder, tmp_path, settings):
+    """Ranks, targets and scalings differ; one agent samples at a temperature of its own."""
+    team = agents(configs=OTHERS, five={"temperature": 1.5})
+    trainer = make(model_folder, tmp_path, team, **settings)
+    counted, slice_ = passes(trainer), sliced(trainer)
+    counted.clear()
+    loss, mixed = gradients(trainer, slice_)
+    few = len(counted)
+    trainer.args.mixed_passes = None
+    counted.clear()
+    plain_loss, plain = gradients(trainer, slice_)
+    assert few < len(counted) and loss == pytest.approx(plain_loss, rel=1e-5, abs=1e-7)
+    assert_same(mixed, plain)
+    assert all(any(f".{name}." in key for key in mixed) for name in NAMES)
+
+
+def test_metrics_are_those_of_separate_passes(model_folder, tmp_path):
+    logs = []
+    for mixed in (True, False):
+        trainer = make(model_folder, tmp_path / str(mixed), mixed_passes=mixed, num_iterations=2, entropy_coef=0.01)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for mine, theirs in zip(*logs, strict=True):
+        for name, value in theirs.items():
+            if "time" not in name and "second" not in name:
+                assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_frozen_agents_and_the_base_stay_as_they_are(model_folder, tmp_path):
+    team = agents(three={"trainable": False})
+    trainer = make(model_folder, tmp_path, team)
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert {name.split(".lora_")[1].split(".")[1] for name in changed} == set(NAMES) - {"three"}
+
+
+def test_agents_of_one_adapter_have_passes_of_their_own(model_folder, tmp_path):
+    """So that the gradient of each of them can be told apart."""
+    team = [
+        *agents(["one", "two"]),
+        *(AgentSpec(n, adapter="team", max_completion_length=6) for n in ("left", "right")),
+    ]
+    workflow = Debate(["one", "two", "left", "right"], rounds=1)  # rows of one length
+    trainer = make(model_folder, tmp_path, team, workflow, max_steps=1)
+    slice_ = sliced(trainer)
+    counted = passes(trainer)
+    _, mixed = gradients(trainer, slice_)
+    assert len(counted) in (2, 3, 4)  # two groups, each of one or two passes
+    trainer.args.mixed_passes = None
+    assert_same(mixed, gradients(trainer, slice_)[1])
+    trainer.args.mixed_passes = True
+    trainer.train()
+    (entry,) = (entry for entry in trainer.state.log_history if "agents/left/grad_share" in entry)
+    assert sum(entry[f"agents/{name}/grad_share"] for name in ("one", "two", "left", "right")) == pytest.approx(1)
+
+
+def test_no_prefix_is_shared_between_adapters(model_folder, tmp_path):
+    """All agents see the very same tokens."""
+    team = [AgentSpec(name, max_completion_length=6) for name in NAMES]
+    trainer = make(model_folder, tmp_path, team, Debate(NAMES, rounds=1))
+    slice_ = sliced(trainer)
+    assert len({tuple(row.prompt_ids.tolist()) for row in slice_.rows}) == 2
+    _, mixed = gradients(trainer, slice_)
+    trainer.args.mixed_passes = None
+    assert_same(mixed, gradients(trainer, slice_)[1])
+
+
+def test_dropout_is_applied(model_folder, tmp_path):
+    configs = dict.fromkeys(NAMES, lora(4, lora_dropout=0.5))
+    trainer = make(model_folder, tmp_path, agents(configs=configs))
+    slice_ = sliced(trainer)
+    losses = {gradients(trainer, slice_)[1][name].norm().item() for _ in range(3) for name in [_first(trainer)]}
+    assert len(losses) == 3
+
+
+def _first(trainer):
+    return next(name for name, p in trainer.model.named_parameters() if "lora_A.one" in name)
+
+
+def test_a_4_bit_base(small_model, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(small_model, quantization_config=quantized)
+    from transformers import AutoTokenizer
+
+    trainer = team_trainer(
+        model, tmp_path, agents=agents(configs={"two": OTHERS["two"]}),
+        processing_class=AutoTokenizer.from_pretrained(small_model),
+        settings={"gradient_checkpointing": False, "mixed_passes": True},
+    )  # fmt: skip
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    slice_ = sliced(trainer)
+    _, mixed = gradients(trainer, slice_)
+    trainer.args.mixed_passes = None
+    assert_same(mixed, gradients(trainer, slice_)[1])
+
+
+# ---- When ----
+
+
+def tried(trainer):
+    """Trains with clocks of the trial that are noted."""
+    seen, inner = [], trainer.parts.loss.mixing.decide
+
+    def noting(batches, run):
+        seen.append(len(batches))
+        return inner(batches, run)
+
+    trainer.parts.loss.mixing.decide = noting
+    return seen
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_trial_decides_and_changes_nothing_else(model_folder, tmp_path, monkeypatch, faster):
+    """With a clock that lets one kind of passes look slow."""
+    ends = {}
+    for mixed in (None, faster):
+        trainer = make(model_folder, tmp_path / str(mixed), agents(), mixed_passes=mixed, num_iterations=2)
+        watched, clock = trainer.parts.loss.mixing, [0.0]
+        inner = MixedLora.use
+
+        def using(self, names, clock=clock, inner=inner):
+            clock[0] += -0.5 if faster else 10.0
+            return inner(self, names)
+
+        monkeypatch.setattr(MixedLora, "use", using)
+        monkeypatch.setattr(mixing.time, "perf_counter", lambda clock=clock: clock[0] + time.monotonic())
+        seen = tried(trainer)
+        trainer.train()
+        monkeypatch.undo()
+        assert len(seen) == (1 if mixed is None else 0)
+        assert watched.are_on == faster
+        ends[mixed] = weights(trainer)
+    assert not moved(ends[None], ends[faster])  # the trial leaves gradients and random numbers as they are
+
+
+def test_a_resumed_run_does_not_try_again(model_folder, tmp_path, monkeypatch):
+    settings = {"mixed_passes": None, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    monkeypatch.setattr(mixing, "_FASTER", 1e9)  # whatever the clock says
+    make(model_folder, tmp_path, agents(), callbacks=[StopAt(1)], **settings).train()
+    monkeypatch.setattr(mixing, "_FASTER", 0.0)
+    resumed = make(model_folder, tmp_path, agents(), **settings)
+    seen = tried(resumed)
+    resumed.train(resume_from_checkpoint=True)
+    assert not seen and resumed.parts.loss.mixing.are_on
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"team": agents(["solo"])}, "1 adapters are trained"),
+        ({"share_prefixes": False}, "rows take the passes of `GRPOTrainer`"),
+        ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "variants of LoRA"),
+        ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "their dropout differs"),
+        ({"team": agents(configs={"two": lora(4, lora_bias=True)})}, "they have biases"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_mixed_is_said(model_folder, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"`mixed_passes=True` lets the rows.*{message}"):
+        make(model_folder, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"team": agents(["one", "two", "three"])}, {"mixed_passes": False}, {"gradient_checkpointing": True}],
+    ids=str,
+)
+def test_where_no_trial_is_made(model_folder, tmp_path, settings):
+    trainer = make(model_folder, tmp_path, **{"mixed_passes": None, **settings}, max_steps=1)
+    seen = tried(trainer)
+    trainer.train()
+    assert not seen and not trainer.parts.loss.mixing.are_on
+
+
+def test_other_passes_in_between_are_an_error():
+    """A layer that is not given the rows of its pass would multiply them with the matrices of others."""
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_model(32), lora(), adapter_name="one")
+    model.add_adapter("two", lora())
+    mixed = MixedLora(model)
+    with mixed.on():
+        mixed.use(["one", "two"])
+        with pytest.raises(RuntimeError, match="whose rows have adapters of their own"):
+            model(input_ids=torch.zeros(3, 4, dtype=torch.long))
+    assert isinstance(model(input_ids=torch.zeros(3, 4, dtype=torch.long)).logits, torch.Tensor)
+    assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, nn.Module))
+
+
+def test_modules_that_are_trained_as_a_whole_are_not_mixed():
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_model(32), lora(modules_to_save=["lm_head"]), adapter_name="one")
+    assert MixedLora.why_not(model, ["one"]) == "adapters have modules that are trained as a whole"
+    assert MixedLora.why_not(get_peft_model(tiny_model(32), lora(), adapter_name="one"), ["one"]) is None
+    assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
+
+
+def test_a_chain_of_many_agents_trains(model_folder, tmp_path):
+    names = [f"agent{number}" for number in range(8)]
+    trainer = make(model_folder, tmp_path, agents(names), Sequential(names), max_steps=2)
+    before = weights(trainer)
+    trainer.train()
+    changed = moved(before, weights(trainer))
+    assert {name.split(".lora_")[1].split(".")[1] for name in changed} == set(names)
+
+
+# ---- Generation ----
+
+
+@contextlib.contextmanager
+def watched():
+    """Notes the adapters of the rows of mixed passes."""
+    used, inner = [], MixedLora.use
+
+    def noting(self, names):
+        used.append(list(names))
+        return inner(self, names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixedLora, "use", noting)
+        yield used
+
+
+def greedy_turns(trainer):
+    generator = trainer.parts.runner.generator
+    prompts = trainer.processing_class(["What is 3?", "Say 7", "Count", "What is 3? And more words here"])["input_ids"]
+    asked = [(name, ids) for ids in prompts for name in NAMES][:-3]  # not equally many rows of each
+    return generator.generate([name for name, _ in asked], [ids for _, ids in asked], greedy=True)
+
+
+def test_turns_of_several_agents_are_decoded_together(model_folder, tmp_path):
+    """Greedy decoding: the same tokens as under each adapter alone, with rows that end at different times."""
+    found = {}
+    for mixed in (True, False):
+        trainer = make(model_folder, tmp_path / str(mixed), mixed_passes=mixed, max_completion_length=12)
+        with watched() as used:
+            found[mixed] = [one.ids for one in greedy_turns(trainer)]
+        assert bool(used) == mixed
+    assert found[True] == found[False] and len({tuple(ids) for ids in found[True]}) > 4
+
+
+def test_what_generation_records_is_what_is_scored(model_folder, tmp_path):
+    """Log-probabilities of turns that were decoded together, against plain passes under each adapter."""
+    settings = {"num_iterations": 2, "mixed_passes": None}
+    trainer = make(model_folder, tmp_path, workflow=Debate(NAMES, rounds=1), **settings)
+    with watched() as used:
+        slice_ = sliced(trainer)
+    assert any(set(names) == set(NAMES) for names in used)
+    for row in slice_.rows:
+        trainer.policies.activate(row.agent)
+        ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+        with torch.no_grad():
+            logits = trainer.model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].float()
+        scores = torch.log_softmax(logits, dim=-1)
+        expected = scores[range(len(row.completion_ids)), row.completion_ids]
+        torch.testing.assert_close(row.old_per_token_logps, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_many_rows_of_an_agent_are_decoded_alone(model_folder, tmp_path):
+    trainer = make(model_folder, tmp_path)
+    with watched() as used:
+        trainer.parts.runner.generator.generate(["one", "two"] * 17, [[5, 6, 7]] * 34)
+    assert not used
+
+
+def test_rows_of_agents_in_any_order_and_number():
+    """The three ways of multiplying, against each adapter alone."""
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_model(32), lora(4), adapter_name="one")
+    model.add_adapter("two", lora(2))
+    model.add_adapter("three", LoraConfig(r=3, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.5)
+    mixed, backbone = MixedLora(model), model.get_base_model().base_model
+    for names in (["one", "one", "two", "two"], ["two", "one", "one", "three", "two"], ["three", "one"], ["two"] * 3):
+        for length in (1, 2, 7):
+            ids = torch.randint(3, 32, (len(names), length))
+            with mixed.on(), torch.no_grad():
+                mixed.use(names)
+                found = backbone(input_ids=ids, use_cache=False).last_hidden_state
+            for row, name in enumerate(names):
+                model.set_adapter(name)
+                with torch.no_grad():
+                    alone = backbone(input_ids=ids[row : row + 1], use_cache=False).last_hidden_state
+                torch.testing.assert_close(found[row : row + 1], alone, rtol=1e-4, atol=1e-5)
