@@ -38,6 +38,9 @@ ESTIMATORS = {
     "gae, lambda 1, gamma 0.9": {**PPO, "gamma": 0.9},
     "step_discount 0.5, as returns, none": {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5},
     "counterfactual, leave_one_out": {"advantage": "leave_one_out", "credit": "counterfactual"},
+    "removed, leave_one_out": {"advantage": "leave_one_out", "credit": "removed"},
+    "removed, agent, scaled (G = 2)": {"advantage": "agent", "credit": "removed"},
+    "c3 (2 alternatives)": {"advantage": "c3", "turn_candidates": 2, "num_generations": 1},
 }
 
 
@@ -50,9 +53,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             world = World(folder, **settings)
             exact = world.exact()
-            if settings["advantage"] == "turn":
+            if settings["advantage"] in ("turn", "c3"):
                 got = of_candidates(world)
-            elif settings.get("credit") == "counterfactual":
+            elif "credit" in settings and settings["credit"] != "step_discount":
                 got = with_branches(world)
             else:
                 got = world.of_groups(2)

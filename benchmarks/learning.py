@@ -8,7 +8,8 @@ Train the quickstart's team with every preset and several seeds, and compare acc
 All runs start from the quickstart's model and see the same number of episodes: `--batches` generation batches of
 `--prompts` questions with 8 episodes each (8 times as many questions where a preset has one episode of each).
 Learning rates are chosen for this task and are the same for all presets, except for those in `TUNED`. All other
-settings are those of the preset. `--set` overrides any setting.
+settings are those of the preset. `--set` overrides any setting. With `--equal_tokens`, presets that sample candidates
+or re-runs get fewer episodes, so that all generate about as many tokens.
 
 "Start" and "end" are accuracies of sampled answers (temperature 1) on 400 held-out questions. "Area" is the mean
 training reward over generation batches. "Explained variance" is the mean over the last quarter of the batches. The
@@ -47,24 +48,37 @@ TUNED: dict[str, dict] = {
     "marft-t": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
     "mappo": {"learning_rate": 5e-4, "critic_learning_rate": 1e-3},
 }
+# Turns that are generated for an episode of two agents, relative to its own: the rewards of candidates are those of
+# episodes that are completed from them, and re-runs generate what follows a turn
+COST = {"at-grpo": 6.0, "c3": 12.0, "ccpo": 1.5}
 # A single agent with the same number of generated tokens: PPO compared with the group baseline.
 SOLO = {"solo-ppo": "marft-t", "solo-grpo": "grpo"}
 
 
 def run(
-    name: str, seed: int, batches: int, prompts: int, folder: str, changed: dict | None = None, held_out: int = 400
+    name: str,
+    seed: int,
+    batches: int,
+    prompts: int,
+    folder: str,
+    changed: dict | None = None,
+    held_out: int = 400,
+    equal_tokens: bool = False,
 ) -> dict:
     """Run one training and return its metrics and the training reward of every generation batch."""
     logging.set_verbosity_error()
     preset = SOLO.get(name, name)
     settings = {**TASK, **TUNED.get(preset, {}), **(changed or {})}
     config = MARFTConfig(folder, preset=preset, use_cpu=True, **settings)
+    group = 1 if config.num_generations == 1 else 8
     episodes = 8 * prompts
+    if equal_tokens:
+        episodes = max(round(episodes / COST.get(preset, 1.0) / group), 1) * group
     args = MARFTConfig(
         folder,
         preset=preset,
         per_device_train_batch_size=episodes,
-        num_generations=1 if config.num_generations == 1 else 8,
+        num_generations=group,
         num_generations_eval=1,
         per_device_eval_batch_size=200,
         max_steps=batches * config.num_iterations,
@@ -126,6 +140,7 @@ def last_number(completions, solution, **kwargs):
 def in_process(name: str, seed: int, options) -> dict:
     command = [sys.executable, "-W", "ignore", __file__, "--one", name, str(seed)]
     command += ["--batches", str(options.batches), "--prompts", str(options.prompts), "--set", *options.set]
+    command += ["--equal_tokens"] if options.equal_tokens else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-3000:]}")
@@ -194,6 +209,7 @@ def main():
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="settings that override presets")
+    parser.add_argument("--equal_tokens", action="store_true", help="fewer episodes where a preset generates more")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("learning-output"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
@@ -204,7 +220,8 @@ def main():
         name, seed = options.one
         with tempfile.TemporaryDirectory() as folder:
             changed = dict(map(setting, options.set))
-            print(json.dumps(run(name, int(seed), options.batches, options.prompts, folder, changed)))
+            sizes = options.batches, options.prompts
+            print(json.dumps(run(name, int(seed), *sizes, folder, changed, equal_tokens=options.equal_tokens)))
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
     tiny_team_model()  # built once, before the runs start

@@ -43,6 +43,7 @@ _AT_LEAST_ZERO = (
 )
 _ABOVE_ZERO = (
     *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
+    "candidate_samples",
     *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
     "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
@@ -59,7 +60,7 @@ _SHARES = (
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
     *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight", "max_staleness"),
-    *("max_parallel_tools", "collapse_window"),
+    *("max_parallel_tools", "collapse_window", "candidate_samples"),
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
@@ -110,7 +111,7 @@ _DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
     ("own_reward_weight", "credit", "per_step", lambda args: CREDITS[args.credit].scores_turns),
     *(
         (name, "advantage", "turn", uses_candidates)
-        for name in ("turn_candidates", "continue_from", "candidate_reward")
+        for name in ("turn_candidates", "continue_from", "candidate_reward", "candidate_samples")
     ),
     ("dynamic_sampling_limit", "dynamic_sampling", True, lambda args: bool(args.dynamic_sampling)),
     *(
@@ -346,6 +347,11 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
             uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
             f"`advantage={args.advantage!r}` scores each candidate of a turn, which leaves nothing for "
             f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
+        ),
+        (
+            args.candidate_samples > 1 and args.candidate_reward == "turn",
+            f"`candidate_samples={args.candidate_samples}` completes episodes from candidates, but with "
+            "`candidate_reward='turn'` they are scored as they are. Leave one of them out.",
         ),
         (
             uses_candidates(args) and args.credit_kind == "rewards",

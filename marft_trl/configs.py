@@ -63,9 +63,9 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
             level, so that every turn has the same weight.
         preset (`str`, *optional*, defaults to `None`):
             Settings of a publication: `"marft-a"`, `"marft-t"`, `"grpo"`, `"magrpo"`, `"dr-mas"`, `"at-grpo"`,
-            `"reinforce++"`, `"rloo"` or `"mappo"`. Parameters that you pass explicitly override the preset;
-            `print(config)` lists which values come from the preset and which from you. On the command line, a value
-            that equals the default counts as not passed.
+            `"reinforce++"`, `"rloo"`, `"mappo"`, `"c3"` or `"ccpo"`. Parameters that you pass explicitly override the
+            preset; `print(config)` lists which values come from the preset and which from you. On the command line, a
+            value that equals the default counts as not passed.
         advantage (`str`, *optional*, defaults to `"group"`):
             Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
             the turns of the same agent in these episodes; `"turn"` and `"c3"`: the other candidates for the same turn,
@@ -143,6 +143,8 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
             Number of re-runs for each turn with `credit="counterfactual"` or `"removed"`.
         turn_candidates (`int`, *optional*, defaults to `4`):
             Number of candidates that are sampled for each turn with `advantage="turn"` or `"c3"`.
+        candidate_samples (`int`, *optional*, defaults to `1`):
+            Number of episodes that are completed from each candidate. Its return is their mean reward.
         candidate_reward (`str`, *optional*, defaults to `"episode"`):
             Reward of a candidate: `"episode"` completes an episode from the candidate and uses
             its reward; `"turn"` scores the candidate as if it were the team's answer, as AT-GRPO's code does. `"turn"`
@@ -350,6 +352,10 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
     turn_candidates: int = field(
         default=4,
         metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn' or 'c3'."},
+    )
+    candidate_samples: int = field(
+        default=1,
+        metadata={"help": "Number of episodes that are completed from each candidate for a turn."},
     )
     candidate_reward: str = field(
         default="episode",

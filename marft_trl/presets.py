@@ -97,6 +97,31 @@ PRESETS: dict[str, Preset] = {
         "RLOO (arXiv 2402.14740): the mean of the other episodes as baseline, a completion as one action",
         {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum"},
     ),
+    "c3": Preset(
+        "C3 (arXiv 2603.06859): alternatives of every turn, each against the mean of the others",
+        {
+            "advantage": "c3",
+            "turn_candidates": 8,
+            "num_generations": 1,
+            "level": "token",
+            "epsilon": 0.2,
+            "beta": 0.0,
+            "learning_rate": 1e-6,
+        },
+    ),
+    "ccpo": Preset(
+        "CCPO (arXiv 2603.21563): what is lost without a turn, standardized over the turns of an agent",
+        {
+            "advantage": "agent",
+            "scale_rewards": "group",
+            "credit": "removed",
+            "level": "action",
+            "action_logprob": "token",
+            "epsilon": 0.2,
+            "beta": 0.0,
+            "learning_rate": 1e-6,
+        },
+    ),
     "mappo": Preset(
         "MAPPO (arXiv 2103.01955): a central critic, whose values are normalized",
         {

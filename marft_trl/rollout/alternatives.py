@@ -107,8 +107,8 @@ class Alternatives:
         key: tuple,
     ) -> dict[int, list[float]]:
         """
-        Return of each candidate: the reward of the episode completed from it, its own reward, or a mixture of both, by
-        the position of the request.
+        Return of each candidate: the mean reward of the episodes completed from it, its own reward, or a mixture of
+        both, by the position of the request.
         """
         jobs = [(index, place) for index in turns for place in range(len(turns[index]))]
         own_weight = self._args.own_reward_weight if CREDITS[self._args.credit].scores_turns else 0.0
@@ -118,7 +118,7 @@ class Alternatives:
         if own_weight < 1 and self._args.candidate_reward == "turn":
             worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
         elif own_weight < 1:
-            skips = _pending_before(requests)
+            skips, samples = _pending_before(requests), self._args.candidate_samples
             reruns = [
                 Rerun(
                     records[index],
@@ -126,12 +126,14 @@ class Alternatives:
                     skip=skips[index],
                 )
                 for index, place in jobs
+                for _ in range(samples)
             ]
             its_key = (*place_of(requests[0], key), 0)
-            rows = [episode.row for episode in episodes]
+            rows = [episode.row for episode in episodes for _ in range(samples)]
             completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
-            agents = [requests[index].agent for index, _ in jobs]
-            worth = (1 - own_weight) * self._of_agents(completed, agents)
+            agents = [requests[index].agent for index, _ in jobs for _ in range(samples)]
+            found = self._of_agents(completed, agents).view(len(jobs), samples)
+            worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.of_turns(episodes, flat)
         returns: dict[int, list[float]] = {index: [] for index in turns}

@@ -1,0 +1,101 @@
+"""
+Estimators that claim to be unbiased, on chains, parallel turns, graphs, loops, orchestrated teams and games, also with
+frozen agents: the mean gradient of many episodes against the exact one.
+"""
+
+import pytest
+import torch
+
+from .small_teams import Drawing, Team, Truth, key_of, make, value_of
+
+
+TEAMS = ["chain", "parallel", "orchestrated", "game", "graph", "loop"]
+C3 = {"advantage": "c3", "turn_candidates": 2, "num_generations": 1}
+ESTIMATORS = {
+    "removed": {"advantage": "none", "credit": "removed"},
+    "removed, leave one out": {"advantage": "leave_one_out", "credit": "removed", "num_generations": 2},
+    "c3": C3,
+    "c3, completions": {**C3, "candidate_samples": 2},
+}
+
+
+def estimated(folder, name, settings, episodes, frozen=()):
+    """Per episode, the gradient with respect to the logits of the policies; and the exact one."""
+    settings = {"num_generations": 2, "per_device_train_batch_size": 64, **settings}
+    team = Team(name, seed=1)
+    world = make(team, folder, frozen, **settings)
+    truth, trainer = Truth(team, world), world.trainer
+    trainer.parts.runner.generator.generate = Drawing(world, seed=2)
+    trainer.args.per_device_train_batch_size = episodes
+    trainer.model.train()
+    (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"}] * episodes)
+    found = torch.zeros(episodes, len(truth.gradient()))
+    copies = settings.get("turn_candidates", 1)
+    for row in slice_.rows:
+        if row.is_trained:
+            key, turn = key_of(row, world)
+            found[row.episode] += value_of(row) * truth.score(key, turn) / copies
+    exact, trained = truth.gradient(), truth.of_agents([one for one in team.names if one not in frozen])
+    size = settings["num_generations"]  # the episodes of a group are not independent
+    return found.view(-1, size, found.size(1)).mean(dim=1), exact * trained
+
+
+def agrees(found, exact):
+    """Whether the mean is the exact gradient within its standard error, which is small enough to tell."""
+    error = found.std(dim=0) / len(found) ** 0.5
+    assert error.norm() < 0.25 * exact.norm(), "too few episodes"
+    return bool(((found.mean(dim=0) - exact).abs() <= 4.5 * error + 1e-6).all())
+
+
+FAST = {("orchestrated", "removed"), ("game", "c3")}
+CASES = [(team, estimator) for team in TEAMS for estimator in ESTIMATORS]
+
+
+@pytest.mark.parametrize(
+    ("team", "estimator"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_the_mean_gradient_is_exact(tmp_path, team, estimator):
+    assert agrees(*estimated(tmp_path, team, ESTIMATORS[estimator], episodes=3000))
+
+
+@pytest.mark.parametrize("estimator", ["removed", pytest.param("c3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("team", "frozen"),
+    [
+        pytest.param("chain", ["one"], marks=pytest.mark.slow),
+        ("graph", ["two"]),
+        pytest.param("orchestrated", ["left"], marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_agents_are_part_of_the_team(tmp_path, team, frozen, estimator):
+    found, exact = estimated(tmp_path, team, ESTIMATORS[estimator], 3000, frozen)
+    assert agrees(found, exact)
+    assert not found[:, exact == 0].any()
+
+
+def test_a_biased_estimator_is_told_apart(tmp_path):
+    """So that the tests above can fail: the first turn learns from half of what it earns."""
+    settings = {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}
+    found, exact = estimated(tmp_path, "chain", settings, 3000)
+    assert not agrees(found, exact)
+
+
+def test_more_completions_of_a_candidate_are_closer_to_its_value(tmp_path):
+    """The return of a candidate is a mean over completions, whose variance is that of one, divided by their number."""
+    spreads = []
+    for samples in (1, 9):
+        team = Team("chain", seed=3)
+        world = make(team, tmp_path / str(samples), **C3, candidate_samples=samples, per_device_train_batch_size=64)
+        truth, trainer = Truth(team, world), world.trainer
+        trainer.parts.runner.generator.generate = Drawing(world, seed=4)
+        rollout = trainer.parts.rollouts.run([{"prompt": "a"}] * 400, training=True)
+        values = {}
+        for node in rollout.nodes:
+            for turn, worth in zip(node.turns, node.returns, strict=True):
+                if turn.agent == "one":
+                    values.setdefault(tuple(turn.completion_ids), []).append(worth)
+        spreads.append({turn: torch.tensor(its).var().item() for turn, its in values.items() if len(its) > 20})
+        assert truth.reach
+    assert spreads[0] and spreads[0].keys() == spreads[1].keys()
+    for turn, one in spreads[0].items():
+        assert spreads[1][turn] == pytest.approx(one / 9, rel=0.5)
