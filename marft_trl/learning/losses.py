@@ -226,14 +226,14 @@ class TeamLoss:
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
                 notes.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
-        if not others:
-            return
-        for batch in self._batcher.cut(others):
-            if self._signal.needs_divergence:
-                with self._log_probs.scoring():
+        if others and self._signal.needs_divergence:
+            with self._log_probs.scoring():
+                for batch in self._batcher.cut(others):
                     self._of_batch(model, batch, slice_, None, notes)
-            else:
-                notes.metrics.add(batch.agent, KNOWN_METRICS, self._level.weight(batch))
+            return
+        for agent in dict.fromkeys(row.agent for row in others):
+            its = MicroBatch(agent, [row for row in others if row.agent == agent])
+            notes.metrics.add(agent, KNOWN_METRICS, self._level.weight(its))
 
     def _of_batch(
         self, model: nn.Module, batch: MicroBatch, slice_: Slice, threshold: torch.Tensor | None, notes: Notes

@@ -98,7 +98,7 @@ class MixedLora:
         dropped = next(iter(layer.lora_dropout[name] for name in self._names if name in layer.lora_A))(x)
         if not torch.is_autocast_enabled(x.device.type):
             dropped = dropped.to(down.dtype)
-        return result + self._change(dropped, down, up, self._which).to(result.dtype)
+        return (result + self._change(dropped, down, up, self._which)).to(result.dtype)
 
     def _change(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """What LoRAs add to the rows `(B, S, in)` of a layer, `(B, S, out)`."""
