@@ -135,6 +135,22 @@ def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path):
     assert largest < 0.1
 
 
+def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_path, caplog):
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=2e-3)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    state = trainer.parts.collapse.state_dict()
+    last = sum(state["rewards"]) / len(state["rewards"])
+    best = trainer.parts.checkpoints.best
+    is_best = all(
+        torch.equal(a, b)
+        for name in trainer.policies.trained
+        for a, b in zip(best.weights(name), trainer.policies.parameters(name).values(), strict=True)
+    )
+    assert is_best == (last < state["highest"]) == any("so it ends with" in text for text in caplog.messages)
+    assert is_best
+
+
 @pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
 def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
     settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}

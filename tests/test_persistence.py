@@ -370,7 +370,8 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["value_scale"].load_state_dict({"_critic": [0.5, 2.0, 0.1]})
     owners["copies"].take(20)
     owners["dynamic_sampling"].load_state_dict({"drawn": 12})
-    owners["collapse"].load_state_dict({"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True})
+    collapsed = {"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True, "has_restored": True}
+    owners["collapse"].load_state_dict(collapsed)
     owners["mixing"].load_state_dict({"is_faster": True})
     with owners["user_randomness"].theirs():
         torch.rand(3)

@@ -53,7 +53,7 @@ class Collapse(TrainerCallback):
         self._args, self._metrics = args, metrics
         self._rewards: deque[float] = deque(maxlen=args.collapse_window)
         self._highest, self._largest = -math.inf, 0.0
-        self._was_said = False
+        self._was_said = self._has_restored = False
         self._last_rows: Sequence[dict[str, Any]] = ()
 
     @property
@@ -69,6 +69,7 @@ class Collapse(TrainerCallback):
             "highest": highest,
             "largest": self._largest,
             "was_said": self._was_said,
+            "has_restored": self._has_restored,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ class Collapse(TrainerCallback):
         self._rewards = deque(state["rewards"], maxlen=self._args.collapse_window)
         self._highest = -math.inf if state["highest"] is None else state["highest"]
         self._largest, self._was_said = state["largest"], state["was_said"]
+        self._has_restored = state["has_restored"]
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
         """
@@ -109,11 +111,18 @@ class Collapse(TrainerCallback):
         return False
 
     def on_step_end(self, args, state, control, **kwargs):
-        # What has fallen since the window was last full is not left behind, nor saved as the result
-        if state.global_step < state.max_steps or not self.restores or not self._rewards or self._highest == -math.inf:
+        # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
+        # restored once is not stable: it ends with its best adapters, unless the last ones are
+        if state.global_step < state.max_steps or not self.restores or self._highest == -math.inf:
             return
-        mean = sum(self._rewards) / len(self._rewards)
-        if self._highest - mean > self._args.collapse_drop * self._largest:
+        mean = sum(self._rewards) / len(self._rewards) if self._rewards else -math.inf
+        if self._has_restored and mean < self._highest:
+            self._go_back(self._best.adapters)
+            logger.warning(
+                f"The team has collapsed in this run, so it ends with its adapters of the best mean reward, "
+                f"{self._highest:.4g}."
+            )
+        elif self._rewards and self._highest - mean > self._args.collapse_drop * self._largest:
             self._restore(self._last_rows, mean)
 
     def _say(self, mean: float) -> None:
@@ -128,9 +137,7 @@ class Collapse(TrainerCallback):
 
     def _restore(self, rows: Sequence[dict[str, Any]], mean: float) -> None:
         names, why = self._fallen(rows)
-        self._forget()
-        for name in names:
-            self._best.restore(name)
+        self._go_back(names)
         self._rewards.clear()
         self._metrics.add("collapse/restored", float(len(names)))
         shown = "; ".join(
@@ -141,6 +148,12 @@ class Collapse(TrainerCallback):
             f"{self._highest:.4g}. RESTORED to their best, with the state of their optimizer: {shown}.{why} Training "
             "goes on; a lower learning rate avoids this."
         )
+
+    def _go_back(self, names: Sequence[str]) -> None:
+        self._forget()
+        self._has_restored = True
+        for name in names:
+            self._best.restore(name)
 
     def _fallen(self, rows: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
         """The adapters to restore, and how they were found."""
