@@ -55,6 +55,7 @@ ESTIMATORS: dict[str, dict] = {
     "c3": {"advantage": "c3", **ALTERNATIVES},
     "c3, 4 completions *": {"advantage": "c3", **ALTERNATIVES, "candidate_samples": 4},
     "c3, 16 completions *": {"advantage": "c3", **ALTERNATIVES, "candidate_samples": 16},
+    "c3, 64 completions *": {"advantage": "c3", **ALTERNATIVES, "candidate_samples": 64},
 }
 GROUP_BASELINES = [name for name in ESTIMATORS if name.split()[0].rstrip(",") in ("group", "leave_one_out", "agent")]
 
@@ -142,7 +143,7 @@ COLUMNS = ("fidelity", "bias", "spread", "gradient")
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teams", nargs="+", default=["chain", "parallel", "orchestrated", "game"])
-    parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS))
+    parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS)[:-1], help="all but the last unless named")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--prompts", type=int, default=400)
     parser.add_argument("--batch", type=int, default=8, help="prompts of a gradient")

@@ -47,7 +47,9 @@ def prepared(trainer):
     return slice_
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bnpo", "dr_grpo"))]
+)
 def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
     """The talker has three turns of an episode, the other agent one."""
     found = {}

@@ -49,7 +49,7 @@ def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize("fallen", ["reasoner", "actor"])
+@pytest.mark.parametrize("fallen", ["reasoner", pytest.param("actor", marks=pytest.mark.slow)])
 def test_only_the_fallen_agent_is_restored(taught_model, tmp_path, caplog, fallen):
     spoil = Spoil(4, fallen)
     trainer = make(taught_model, tmp_path, spoil)
@@ -68,6 +68,7 @@ def test_only_the_fallen_agent_is_restored(taught_model, tmp_path, caplog, falle
     assert any(f".{other}." in name for name in moved(spoil.before, ends))
 
 
+@pytest.mark.slow
 def test_all_are_restored_where_one_alone_does_not_help(taught_model, tmp_path):
     spoil = Spoil(4, "reasoner", "actor")
     trainer = make(taught_model, tmp_path, spoil)
@@ -112,6 +113,7 @@ def test_the_optimizer_goes_back_too(taught_model, tmp_path):
         assert all(torch.equal(moments[key], its[key]) for key in moments)
 
 
+@pytest.mark.slow
 def test_a_shared_adapter_is_restored_without_a_trial(taught_model, tmp_path):
     agents = [
         AgentSpec(one.name, one.system_prompt, max_completion_length=one.max_completion_length, adapter="team")

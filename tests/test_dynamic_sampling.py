@@ -131,7 +131,7 @@ def test_columns_of_reward_functions_stay_with_their_episodes(model_folder, tmp_
     assert list(asked) == expected and rollout.drawn is not None
 
 
-@pytest.mark.parametrize("advantage", ["c3", "turn"])
+@pytest.mark.parametrize("advantage", ["c3", pytest.param("turn", marks=pytest.mark.slow)])
 def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
     settings = {"advantage": advantage, "turn_candidates": 2, "num_generations": 1}
     settings |= {"per_device_train_batch_size": 4, "max_steps": 2, "dynamic_sampling_limit": 6.0}

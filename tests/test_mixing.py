@@ -81,11 +81,11 @@ def assert_same(one, other, tolerance=1e-5):
     "settings",
     [
         {},
-        {"level": "action"},
         {"loss_type": "grpo", "entropy_coef": 0.02, "beta": 0.1},
-        {"loss_type": "dr_grpo", "temperature": 0.7},
-        {"max_tokens_per_micro_batch": 900},
-        {"agent_weight": "equal"},
+        pytest.param({"level": "action"}, marks=pytest.mark.slow),
+        pytest.param({"loss_type": "dr_grpo", "temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param({"max_tokens_per_micro_batch": 900}, marks=pytest.mark.slow),
+        pytest.param({"agent_weight": "equal"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -105,6 +105,7 @@ def test_gradients_are_those_of_separate_passes(model_folder, tmp_path, settings
     assert all(any(f".{name}." in key for key in mixed) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_separate_passes(model_folder, tmp_path):
     logs = []
     for mixed in (True, False):
@@ -205,7 +206,7 @@ def tried(trainer):
     return seen
 
 
-@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("faster", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_trial_decides_and_changes_nothing_else(model_folder, tmp_path, monkeypatch, faster):
     """With a clock that lets one kind of passes look slow."""
     ends = {}
@@ -292,6 +293,7 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
     assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
 
 
+@pytest.mark.slow
 def test_a_chain_of_many_agents_trains(model_folder, tmp_path):
     names = [f"agent{number}" for number in range(8)]
     trainer = make(model_folder, tmp_path, agents(names), Sequential(names), max_steps=2)

@@ -51,16 +51,21 @@ def distance(one, other):
     "settings",
     [
         {"loss_type": "dapo"},
-        {"loss_type": "grpo"},
-        {"loss_type": "dr_grpo"},
-        {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 16},
-        {"loss_type": "cispo"},
-        {"loss_type": "sapo"},
-        {"loss_type": "luspo"},
-        {"loss_type": "vespo"},
         {"level": "action"},
         {"num_iterations": 2, "target_kl": 1e9},
-        {"update_order": "sequential"},
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in (
+                {"loss_type": "grpo"},
+                {"loss_type": "dr_grpo"},
+                {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 16},
+                {"loss_type": "cispo"},
+                {"loss_type": "sapo"},
+                {"loss_type": "luspo"},
+                {"loss_type": "vespo"},
+                {"update_order": "sequential"},
+            )
+        ),
     ],
     ids=str,
 )

@@ -47,7 +47,7 @@ def agrees(found, exact):
     return bool(((found.mean(dim=0) - exact).abs() <= 4.5 * error + 1e-6).all())
 
 
-FAST = {("orchestrated", "removed"), ("game", "c3")}
+FAST = {("orchestrated", "removed"), ("game", "c3")}  # the others take longer
 CASES = [(team, estimator) for team in TEAMS for estimator in ESTIMATORS]
 
 
@@ -58,14 +58,11 @@ def test_the_mean_gradient_is_exact(tmp_path, team, estimator):
     assert agrees(*estimated(tmp_path, team, ESTIMATORS[estimator], episodes=3000))
 
 
-@pytest.mark.parametrize("estimator", ["removed", pytest.param("c3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["removed", "c3"])
 @pytest.mark.parametrize(
     ("team", "frozen"),
-    [
-        pytest.param("chain", ["one"], marks=pytest.mark.slow),
-        ("graph", ["two"]),
-        pytest.param("orchestrated", ["left"], marks=pytest.mark.slow),
-    ],
+    [("chain", ["one"]), ("graph", ["two"]), ("orchestrated", ["left"])],
 )
 def test_frozen_agents_are_part_of_the_team(tmp_path, team, frozen, estimator):
     found, exact = estimated(tmp_path, team, ESTIMATORS[estimator], 3000, frozen)
