@@ -289,7 +289,11 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
 
     model = get_peft_model(tiny_model(32), lora(modules_to_save=["lm_head"]), adapter_name="one")
     assert MixedLora.why_not(model, ["one"]) == "adapters have modules that are trained as a whole"
-    assert MixedLora.why_not(get_peft_model(tiny_model(32), lora(), adapter_name="one"), ["one"]) is None
+    plain = get_peft_model(tiny_model(32), lora(), adapter_name="one")
+    assert MixedLora.why_not(plain, ["one"]) is None
+    layer = next(module for module in plain.modules() if hasattr(module, "lora_A"))
+    layer.forward = layer.forward  # as accelerate's hooks do
+    assert MixedLora.why_not(plain, ["one"]) == "their layers have hooks of others"
     assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
 
 

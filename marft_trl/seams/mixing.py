@@ -52,6 +52,8 @@ class MixedLora:
                 continue
             if type(module).__name__ not in _PLAIN:
                 return f"layers of the class {type(module).__name__} have LoRAs"
+            if "forward" in vars(module):
+                return "their layers have hooks of others"
             its = [name for name in adapters if name in module.lora_A]
             if any(name in module.lora_variant for name in its):
                 return "they are variants of LoRA, such as DoRA"
