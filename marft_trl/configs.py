@@ -181,8 +181,8 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
         on_collapse (`str`, *optional*, defaults to `"warn"`):
             What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches is
             below its best by more than `collapse_drop`. `"warn"`: it is said once. `"restore"`: adapters that have
-            fallen, which is found by trial, go back to their weights and optimizer state at the best mean, and the
-            batch is sampled anew. `"ignore"`: nothing.
+            fallen, which is found by trial, go back to their weights and optimizer state at the best mean (in a run
+            with evaluations, at the best `eval_reward`), and the batch is sampled anew. `"ignore"`: nothing.
         collapse_drop (`float`, *optional*, defaults to `0.1`):
             How far the mean reward may be below its best, as a share of its largest absolute value so far, in
             `[0, 1]`.

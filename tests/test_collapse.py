@@ -153,6 +153,28 @@ def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_p
     assert is_best
 
 
+def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
+    """Rewards of batches differ by luck; the copies are those of the best evaluation, and the run ends with them."""
+
+    class Evaluate(TrainerCallback):
+        trainer, found = None, ()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (1, 3, 7):
+                value = {1: 0.5, 3: 0.7, 7: 0.6}[state.global_step]
+                kept = weights(self.trainer)
+                self.trainer.callback_handler.on_evaluate(args, state, control, {"eval_reward": value})
+                self.found = kept if state.global_step == 3 else self.found
+
+    watch = Evaluate()
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), callbacks=[watch], learning_rate=1e-3)
+    watch.trainer = trainer
+    trainer.train()
+    assert logged(trainer, "collapse/restored")
+    assert trainer.parts.collapse.state_dict()["best_evaluation"] == 0.7
+    assert not moved(watch.found, weights(trainer))
+
+
 @pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
 def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
     settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}

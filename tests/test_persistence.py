@@ -371,6 +371,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["copies"].take(20)
     owners["dynamic_sampling"].load_state_dict({"drawn": 12})
     collapsed = {"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True, "has_restored": True}
+    collapsed["best_evaluation"] = 0.75
     owners["collapse"].load_state_dict(collapsed)
     owners["mixing"].load_state_dict({"is_faster": True})
     with owners["user_randomness"].theirs():

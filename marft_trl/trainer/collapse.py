@@ -27,8 +27,8 @@ class Collapse(TrainerCallback):
     Watches the mean reward of the last `collapse_window` generation batches. It has collapsed when it is below its
     best by more than `collapse_drop` of the largest size that it has had.
 
-    With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean. Which ones is
-    found by trial: the team acts on the prompts of the batch as it is, and with each adapter restored alone. The one
+    With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean, or, in a run with
+    evaluations, at the best evaluation, which says more than a few batches. Which ones have fallen is found by trial: the team acts on the prompts of the batch as it is, and with each adapter restored alone. The one
     that helps most is restored. If it brings back less than half of what was lost, all adapters are restored.
 
     Args:
@@ -53,6 +53,7 @@ class Collapse(TrainerCallback):
         self._args, self._metrics = args, metrics
         self._rewards: deque[float] = deque(maxlen=args.collapse_window)
         self._highest, self._largest = -math.inf, 0.0
+        self._best_evaluation: float | None = None  # from then on, copies are those of the best evaluation
         self._was_said = self._has_restored = False
         self._last_rows: Sequence[dict[str, Any]] = ()
 
@@ -70,6 +71,7 @@ class Collapse(TrainerCallback):
             "largest": self._largest,
             "was_said": self._was_said,
             "has_restored": self._has_restored,
+            "best_evaluation": self._best_evaluation,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ class Collapse(TrainerCallback):
         self._rewards = deque(state["rewards"], maxlen=self._args.collapse_window)
         self._highest = -math.inf if state["highest"] is None else state["highest"]
         self._largest, self._was_said = state["largest"], state["was_said"]
-        self._has_restored = state["has_restored"]
+        self._has_restored, self._best_evaluation = state["has_restored"], state["best_evaluation"]
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
         """
@@ -99,7 +101,7 @@ class Collapse(TrainerCallback):
         self._largest = max(self._largest, abs(mean))
         if mean >= self._highest:
             self._highest = mean
-            if self.restores:
+            if self.restores and self._best_evaluation is None:
                 self._best.take()
         self._metrics.add("collapse/below_best", self._highest - mean)
         if self._highest - mean <= self._args.collapse_drop * self._largest:
@@ -110,17 +112,26 @@ class Collapse(TrainerCallback):
         self._say(mean)
         return False
 
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        reward = (metrics or {}).get("eval_reward", math.nan)
+        if not self.restores or math.isnan(reward):
+            return
+        if self._best_evaluation is None or reward >= self._best_evaluation:
+            self._best_evaluation = reward
+            self._best.take()
+
     def on_step_end(self, args, state, control, **kwargs):
         # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
         # restored once is not stable: it ends with its best adapters, unless the last ones are
         if state.global_step < state.max_steps or not self.restores or self._highest == -math.inf:
             return
         mean = sum(self._rewards) / len(self._rewards) if self._rewards else -math.inf
-        if self._has_restored and mean < self._highest:
+        by_evaluation = self._best_evaluation is not None
+        if self._has_restored and (by_evaluation or mean < self._highest):
             self._go_back(self._best.adapters)
+            best, what = (self._best_evaluation, "evaluation") if by_evaluation else (self._highest, "mean reward")
             logger.warning(
-                f"The team has collapsed in this run, so it ends with its adapters of the best mean reward, "
-                f"{self._highest:.4g}."
+                f"The team has collapsed in this run, so it ends with its adapters of the best {what}, {best:.4g}."
             )
         elif self._rewards and self._highest - mean > self._args.collapse_drop * self._largest:
             self._restore(self._last_rows, mean)
