@@ -27,12 +27,13 @@ class Collapse(TrainerCallback):
     Watches the mean reward of the last `collapse_window` generation batches. It has collapsed when it is below its
     best by more than `collapse_drop` of the largest size that it has had.
 
-    With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean, or, in a run with
-    evaluations, at the best evaluation, which says more than a few batches. Which ones have fallen is found by trial: the team acts on the prompts of the batch as it is, and with each adapter restored alone. The one
-    that helps most is restored. If it brings back less than half of what was lost, all adapters are restored.
+    With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean, or, in a run
+    with evaluations, at the best evaluation, which says more than a few batches. Which ones have fallen is found by
+    trial: the team acts on the prompts of the batch as it is, and with each adapter restored alone. The one that helps
+    most is restored. If it brings back less than half of what was lost, all adapters are restored.
 
     Args:
-        best ([`BestAdapters`]): adapters at the best mean.
+        best ([`BestAdapters`]): adapters at the best mean or evaluation.
         policies ([`Policies`]): the adapters.
         act (`Callable`): `act(rows)` runs the team on dataset rows and returns the mean reward over all processes.
         forget (`Callable`): called before adapters are restored: what is kept of the last step is no longer true.
