@@ -97,7 +97,7 @@ def test_gradients_are_those_of_separate_passes(model_folder, tmp_path, settings
     counted.clear()
     loss, mixed = gradients(trainer, slice_)
     few = len(counted)
-    trainer.args.mixed_passes = None
+    trainer.args.mixed_passes = False
     counted.clear()
     plain_loss, plain = gradients(trainer, slice_)
     assert few < len(counted) and loss == pytest.approx(plain_loss, rel=1e-5, abs=1e-7)
@@ -139,7 +139,7 @@ def test_agents_of_one_adapter_have_passes_of_their_own(model_folder, tmp_path):
     counted = passes(trainer)
     _, mixed = gradients(trainer, slice_)
     assert len(counted) in (2, 3, 4)  # two groups, each of one or two passes
-    trainer.args.mixed_passes = None
+    trainer.args.mixed_passes = False
     assert_same(mixed, gradients(trainer, slice_)[1])
     trainer.args.mixed_passes = True
     trainer.train()
@@ -154,7 +154,7 @@ def test_no_prefix_is_shared_between_adapters(model_folder, tmp_path):
     slice_ = sliced(trainer)
     assert len({tuple(row.prompt_ids.tolist()) for row in slice_.rows}) == 2
     _, mixed = gradients(trainer, slice_)
-    trainer.args.mixed_passes = None
+    trainer.args.mixed_passes = False
     assert_same(mixed, gradients(trainer, slice_)[1])
 
 
@@ -187,7 +187,7 @@ def test_a_4_bit_base(small_model, tmp_path):
             parameter.data.normal_(std=0.1)
     slice_ = sliced(trainer)
     _, mixed = gradients(trainer, slice_)
-    trainer.args.mixed_passes = None
+    trainer.args.mixed_passes = False
     assert_same(mixed, gradients(trainer, slice_)[1])
 
 
