@@ -60,7 +60,8 @@ def assert_same(found, expected, is_exact=True):
     assert found.keys() == expected.keys()
     if not is_exact:
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+            # By norms, because Adam makes of the rounding of a gradient near 0 a part of the learning rate (1e-2)
+            assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
         return
     different = {name: (found[name] - its).abs().max().item() for name, its in expected.items()}
     assert not any(different.values()), {name: value for name, value in different.items() if value}
