@@ -33,6 +33,7 @@ from .config_checks import (
 from .config_copies import Copies
 from .config_defaults import resolve
 from .config_engine import EngineSettings, check_vllm
+from .config_evaluation import EvaluationSettings, check_evaluation
 from .config_limits import LimitSettings
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
@@ -43,13 +44,14 @@ from .seams.trl import accepting_one_generation
 
 
 @dataclass
-class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
+class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRPOConfig):
     r"""
     Configuration class for the [`MARFTTrainer`].
 
     This class includes all parameters of [`~trl.GRPOConfig`], which count episodes where GRPO counts completions. Only
-    new parameters and those with a different default are listed below, those of vLLM in [`EngineSettings`], and
-    limits in [`LimitSettings`]. Agents are not training arguments: see [`AgentSpec`].
+    new parameters and those with a different default are listed below, those of vLLM in [`EngineSettings`], of
+    evaluations in [`EvaluationSettings`], and limits in [`LimitSettings`]. Agents are not training arguments: see
+    [`AgentSpec`].
 
     Args:
         learning_rate (`float`, *optional*, defaults to `5e-6`):
@@ -218,8 +220,6 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
             "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among `"dataset"`, `"seed"`,
             `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run samples new episodes
             first and is not exact. Remove the setting once the changed run has saved a checkpoint.
-        eval_reference_column (`str`, *optional*, defaults to `"solution"`):
-            Dataset column that is passed as `references` to metrics of the `evaluate` package.
     """
 
     learning_rate: float = field(
@@ -443,10 +443,6 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
             "help": "Intended changes of a resumed run: 'add', 'remove', 'rename' agents, 'accept' differences."
         },
     )
-    eval_reference_column: str = field(
-        default="solution",
-        metadata={"help": "Dataset column passed as `references` to metrics of the `evaluate` package."},
-    )
 
     def __new__(cls, *args, **kwargs):
         # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
@@ -474,6 +470,7 @@ class MARFTConfig(Copies, LimitSettings, EngineSettings, GRPOConfig):
         check_combinations(self)
         check_failures(self)
         check_vllm(self)
+        check_evaluation(self)
         self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
 
     def _apply_preset(self) -> None:

@@ -20,11 +20,12 @@ from trl.trainer.utils import create_model_from_path
 
 from .agents import AgentSpec, as_tools
 from .anonymity import alias_names
+from .config_evaluation import check_sampling
 from .dataset_checks import check_prompts
 from .episodes.records import Episode, Messages
 from .manifest import Inference, TeamManifest
 from .randomness import UserRandomness
-from .rollout.generator import Sampling
+from .rollout.generator import Sampling, decoding
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
 from .rollout.runner import EpisodeRunner
@@ -172,6 +173,7 @@ class Team:
         greedy: bool = False,
         seed: int | None = None,
         batch_size: int | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> list[Episode]:
         """
         Run the workflow on prompts.
@@ -190,6 +192,9 @@ class Team:
                 `trainer.team` draws a seed from its own generator.
             batch_size (`int`, *optional*):
                 Number of episodes that run at once. If `None`, all episodes run at once.
+            sampling (`dict`, *optional*):
+                Sampling settings of all agents in place of those of training: `temperature`, `top_p`, `top_k`,
+                `min_p`.
 
         Returns: the finished episodes, grouped by prompt; `episode.answer.text` is the team's answer.
 
@@ -204,17 +209,18 @@ class Team:
         rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
         check_prompts(rows, "prompts")
         size, episodes = batch_size or max(len(rows), 1), []
-        with self._running(greedy, seed):
+        check_sampling(sampling)
+        with self._running({"greedy": True} if greedy else decoding(sampling), seed):
             for start in range(0, len(rows), size):
                 done = self._runner.run(rows[start : start + size])
                 episodes += [dataclasses.replace(episode, index=start + episode.index) for episode in done]
         return episodes
 
     @contextlib.contextmanager
-    def _running(self, greedy: bool, seed: int | None) -> Iterator[None]:
+    def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[None]:
         runner, model, was_training = self._runner, self.model, self.model.training
-        options, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
-        runner.options = {"greedy": True} if greedy else {}
+        before, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
+        runner.options = options
         devices = [] if model.device.type == "cpu" else [model.device]
         model.eval()
         try:
@@ -227,7 +233,7 @@ class Team:
                     yield
                 self._finish()
         finally:
-            runner.options, runner.randomness, runner.dropped_turns = options, randomness, dropped
+            runner.options, runner.randomness, runner.dropped_turns = before, randomness, dropped
             model.train(was_training)
 
 

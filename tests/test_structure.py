@@ -28,6 +28,7 @@ PACKAGES = [
         "config_copies",
         "config_defaults",
         "config_engine",
+        "config_evaluation",
         "config_limits",
         "configs",
         "engine",

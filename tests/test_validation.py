@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.config_engine import EngineSettings
+from marft_trl.config_evaluation import EvaluationSettings
 from marft_trl.config_limits import LimitSettings
 from marft_trl.dataset_checks import check_prompts
 from marft_trl.rollout.generator import Sampled
@@ -300,7 +301,7 @@ def test_a_grpo_config_keeps_its_values():
 def test_every_new_field_is_documented_with_its_default():
     import dataclasses
 
-    documented = MARFTConfig.__doc__ + EngineSettings.__doc__ + LimitSettings.__doc__
+    documented = MARFTConfig.__doc__ + EngineSettings.__doc__ + LimitSettings.__doc__ + EvaluationSettings.__doc__
     known = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(MARFTConfig):
         if field.name in known and field.default == known[field.name].default:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ..randomness import UserRandomness
 from ..rollout.rollouts import Rollout
 from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
 from ..seams.trl import TrlRewards, TrlSettings, TrlState
+from .at_k import Vote, at_k, last_box, sample_rows, write_samples
 from .evaluation import EvalMetric, measure_answers, summarize
 from .games import GameMetrics
 from .transcripts import Advantage, Transcript, html_page
@@ -74,6 +75,7 @@ class Reporter:
         state ([`TrlState`]): steps and tokens so far.
         processes ([`Processes`]): the processes of the run.
         games ([`GameMetrics`]): metrics of agents with returns of their own.
+        vote (`Callable`): what is compared of the text of an answer when samples vote.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Reporter:
         state: TrlState,
         processes: Processes,
         games: GameMetrics,
+        vote: Vote = last_box,
     ):
         self._games = games
         self._agents, self._rewards, self._eval_metrics = list(agents), rewards, list(eval_metrics)
@@ -98,6 +101,8 @@ class Reporter:
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
+        self._k: Sequence[int] | None = args.eval_k
+        self._vote = vote
         state.fill_table((), (), (), {}, {})
 
     # ---- Rollouts of training ----
@@ -179,6 +184,15 @@ class Reporter:
 
     # ---- Evaluation ----
 
+    @contextlib.contextmanager
+    def reporting_at(self, values: Sequence[int] | None) -> Iterator[None]:
+        """Context manager: evaluations report pass@k and maj@k for these values of k; neither if `None`."""
+        kept, self._k = self._k, values
+        try:
+            yield
+        finally:
+            self._k = kept
+
     def begin_evaluation(self) -> None:
         """Forget what evaluations before this one have left."""
         self._records = []
@@ -213,13 +227,14 @@ class Reporter:
         ]
         self._records.extend(self._processes.gather(records))
 
-    def end_evaluation(self, dataset: Any) -> dict[str, float]:
+    def end_evaluation(self, dataset: Any, name: str = "eval") -> dict[str, float]:
         """
         Metrics of the evaluation. TRL logs them as `eval_<name>` too, whatever the evaluation set is called.
 
         Args:
             dataset: the evaluation set. Processes repeat rows at the end to get equally many; the repetitions are left
                 out, except those of a stream, whose length is not known.
+            name (`str`, *optional*, defaults to `"eval"`): name of the evaluation, in the file of its samples.
         """
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length
@@ -233,9 +248,20 @@ class Reporter:
         answers = [record["answer"] for record in records]
         with self._randomness.theirs():
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
+            metrics |= self._of_samples(records, name)
         metrics |= self._metrics.means("eval")
         self._metrics.replace({name: value for name, value in metrics.items() if value == value}, "eval")
         return metrics
+
+    def _of_samples(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+        """Metrics of several episodes of a question; all of them go to a file."""
+        if self._k is None:
+            return {}
+        rows = sample_rows(records, self._vote, self._args.eval_right_at, self._args.eval_right_by)
+        if self._processes.is_main:
+            step = self._state.optimizer_step
+            write_samples(Path(self._args.output_dir or "."), rows, name, step, self._args.seed)
+        return at_k(rows, self._k)
 
     # ---- The completions table and transcripts ----
 

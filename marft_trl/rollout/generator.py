@@ -72,6 +72,13 @@ def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
 
 
+def decoding(sampling: Mapping[str, float] | None) -> dict[str, Any]:
+    """Options of a generator for the sampling settings of an evaluation. A temperature of 0 is greedy decoding."""
+    if not sampling:
+        return {}
+    return {"greedy": True} if sampling.get("temperature") == 0 else {"sampling": dict(sampling)}
+
+
 # Settings of `generate` for greedy decoding. Sampling settings are `None`, since they would have no effect
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
 
@@ -131,6 +138,7 @@ class Generator(Protocol):
         by_reference: bool = False,
         greedy: bool = False,
         copies: Sequence[int | None] | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> list[Sampled]:
         """
         Sample a turn for each observation.
@@ -142,6 +150,7 @@ class Generator(Protocol):
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
             copies (`Sequence[int]`, *optional*): for each observation the past copy that the agent acts with, or
                 `None`, see [`PastCopies`].
+            sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
         """
@@ -192,6 +201,7 @@ class StreamGenerator(Protocol):
         by_reference: bool = False,
         greedy: bool = False,
         copy: int | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> Sampled:
         """
         Sample a turn.
@@ -203,6 +213,7 @@ class StreamGenerator(Protocol):
             by_reference (`bool`, *optional*, defaults to `False`): sample from the agent's reference.
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
             copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
+            sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agent's own.
         """
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

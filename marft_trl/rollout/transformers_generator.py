@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -94,7 +95,7 @@ class TransformersGenerator:
         self._engine = engine
         self._policies = policies
         self._samplings = samplings
-        self._stops = {sampling: StopTexts(engine.tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._stops = {one.stop: StopTexts(engine.tokenizer, one.stop) for one in samplings.values()}
 
     def generate(
         self,
@@ -103,6 +104,7 @@ class TransformersGenerator:
         by_reference: bool = False,
         greedy: bool = False,
         copies: Sequence[int | None] | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> list[Sampled]:
         """
         Args:
@@ -116,33 +118,37 @@ class TransformersGenerator:
                 Whether to use greedy decoding instead of sampling.
             copies (`Sequence[int]`, *optional*):
                 For each observation the past copy that the agent acts with, or `None`.
+            sampling (`dict`, *optional*):
+                Sampling settings in place of the agents' own.
 
         Returns: the sampled completions, in order.
         """
+        given: dict[str, Any] = dict(sampling or {})
         groups: dict[_Group, list[int]] = {}
         for index, agent in enumerate(agents):
             copied = copies[index] if copies is not None else None
-            group = _Group(self._policies.adapter_of(agent), self._samplings[agent], copied)
+            its: Sampling = dataclasses.replace(self._samplings[agent], **given)
+            group = _Group(self._policies.adapter_of(agent), its, copied)
             groups.setdefault(group, []).append(index)
         completions: list[Sampled] = [Sampled([]) for _ in agents]
-        for (_, sampling, copied), indices in (groups if by_reference else self._joined(groups)).items():
+        for (_, own, copied), indices in (groups if by_reference else self._joined(groups)).items():
             agent = agents[indices[0]]
             self._policies.activate(agent)
             speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
             if copied is not None and self._past is not None:
                 speaker = self._past.acting(agent, copied)
             recorder = Recorder() if self.records and not by_reference else None
-            settings = self._engine.settings(sampling) | (GREEDY if greedy else {})
+            settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
             adapters = [self._policies.adapter_of(agents[index]) for index in indices]
             is_mixed = len(set(adapters)) > 1 and self._mixed is not None
             if is_mixed:
                 speaker = cast(MixedLora, self._mixed).on()
-            options = self._options(sampling, settings, recorder, adapters if is_mixed else None)
+            options = self._options(own, settings, recorder, adapters if is_mixed else None)
             with speaker:
                 sampled = self._engine.generate([prompt_ids[i] for i in indices], settings, options)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
             for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
-                ids = self._stops[sampling].cut(ids)
+                ids = self._stops[own.stop].cut(ids)
                 completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
         return completions
 
@@ -176,7 +182,7 @@ class TransformersGenerator:
         """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
-            options["stopping_criteria"] = [EndAtStopText(self._stops[sampling])]
+            options["stopping_criteria"] = [EndAtStopText(self._stops[sampling.stop])]
         if self._share and can_decode(self._merged(GenerationConfig(**settings))):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
@@ -193,4 +199,4 @@ class TransformersGenerator:
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         """Return `True` if a turn of an agent contains one of the agent's stop texts."""
-        return self._stops[self._samplings[agent]].are_in(ids)
+        return self._stops[self._samplings[agent].stop].are_in(ids)

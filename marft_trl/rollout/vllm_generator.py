@@ -193,18 +193,20 @@ class VLLMGenerator:
         by_reference: bool = False,
         greedy: bool = False,
         copy: int | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> Sampled:
         """Sample a turn, see [`StreamGenerator`]."""
-        sampling = self._samplings[agent]
+        own = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
         if copy is not None and self._past is not None:
             entry = self._past.entry(agent, copy)
         version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
-        settings = {**self._requests[agent], "seed": seed, **({"temperature": 0.0} if greedy else {})}
-        order = Order(version.name, prompt_ids, sampling.max_completion_length, settings)
+        given = {"temperature": 0.0} if greedy else sampling or {}
+        settings = {**self._requests[agent], "seed": seed, **given}
+        order = Order(version.name, prompt_ids, own.max_completion_length, settings)
         generated, server = await self._open[asyncio.get_running_loop()].generate(order)
-        ids = self._stops[sampling].cut(generated.ids)
-        is_scored = not (greedy or by_reference) and self.samples_what_is_scored(agent)
+        ids = self._stops[own].cut(generated.ids)
+        is_scored = not (greedy or sampling or by_reference) and self.samples_what_is_scored(agent)
         logps = generated.logps[: len(ids)] if is_scored else None
         return Sampled(ids, logps, SampledBy(server, version.number, seed))
 

@@ -61,6 +61,7 @@ from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
 from .collapse import Collapse
 from .engine import make_vllm_generator, tolerance_of
+from .evaluations import Evaluations
 from .experience import Experience
 from .look_ahead import LookAhead
 from .run import Run
@@ -227,6 +228,9 @@ class Builder:
             metrics=self.metrics,
             processes=self.processes,
         )
+
+    def evaluations(self, reporter: Reporter) -> Evaluations:
+        return Evaluations(self._args, self._settings, self.runner, reporter)
 
     def _forget(self) -> None:
         self._checkpoints.forget()
@@ -468,6 +472,7 @@ class Builder:
             state=self.state,
             processes=self.processes,
             games=GameMetrics(self._names, self._trained_agents(), self.own_returns, self.past),
+            vote=choices.eval_vote,
         )
         planner = Planner(
             agents=choices.agents,

@@ -11,6 +11,7 @@ from ..configs import MARFTConfig
 from ..learning.critic import Critic
 from ..learning.levels import Level
 from ..learning.schedules import Schedule
+from ..reporting.at_k import Vote
 from ..reporting.evaluation import EvalMetric
 from ..rollout.failures import Failures
 from ..rollout.views import View
@@ -36,6 +37,7 @@ class Choices:
         view (`Callable`): observations of agents as messages.
         turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
         eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
+        eval_vote (`Callable`): what is compared of answers when the samples of an evaluation vote.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
         failures ([`Failures`]): what users' code has failed in.
         engine ([`Engine`], *optional*): servers that generate.
@@ -52,6 +54,7 @@ class Choices:
     view: View
     turn_rewards: Mapping[str, Sequence[Callable]]
     eval_metrics: Sequence[EvalMetric]
+    eval_vote: Vote
     aliases: Mapping[str, str]
     failures: Failures
     engine: Engine | None = None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..learning.memory import MemoryPlan
 from ..learning.schedules import Schedule
 from ..manifest import TeamManifest
 from ..redaction import published
+from ..reporting.at_k import Vote, last_box
 from ..reporting.evaluation import EvalMetric, check_eval_metrics, check_references
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
@@ -97,6 +98,9 @@ class MARFTTrainer(GRPOTrainer):
         eval_metrics (*optional*):
             Metrics of the team's answers in evaluations: metrics of the `evaluate` package, or callables
             `metric(answers, **columns)`.
+        eval_vote (`Callable[[str], Hashable]`, *optional*):
+            What is compared of the texts of answers for `maj@k` in evaluations (`eval_k`); `None` for a text without
+            an answer. Defaults to the content of the last LaTeX box, or else the whole text.
         anonymous (`bool` or `str`, *optional*, defaults to `False`):
             Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or
             left out (`"none"`). Teammates are shown as `agent_1`, `agent_2`, ...
@@ -139,6 +143,7 @@ class MARFTTrainer(GRPOTrainer):
         critic_peft_config: PeftConfig | None = None,
         view: View = team_view,
         eval_metrics: EvalMetric | Sequence[EvalMetric] | None = None,
+        eval_vote: Vote | None = None,
         anonymous: bool | str = False,
     ):
         if args is None:
@@ -189,6 +194,7 @@ class MARFTTrainer(GRPOTrainer):
                 optimizers=optimizers,
             )
         self.args: MARFTConfig = args
+        setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_parent(self, args.beta, level.ratio)
         sharding.keep_adapters_whole(self, self.policies)
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
@@ -197,8 +203,8 @@ class MARFTTrainer(GRPOTrainer):
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        others = level, view, turn_rewards, eval_metrics, aliases, failures, engine
-        self.parts = assemble(self, Choices(*team, *others))
+        others = level, view, turn_rewards, eval_metrics, eval_vote or last_box
+        self.parts = assemble(self, Choices(*team, *others, aliases, failures, engine))
         sharding.keep_in_step(self, self.parts.processes)
         for callback in (self.parts.health, self.parts.collapse, self.parts.run):
             self.add_callback(callback)
@@ -294,6 +300,37 @@ class MARFTTrainer(GRPOTrainer):
 
     # ---- Evaluation and logs ----
 
+    def evaluate(
+        self,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        num_samples: int | None = None,
+        sampling: Mapping[str, float] | None = None,
+        k: Sequence[int] | None = None,
+    ) -> dict[str, float]:
+        """
+        Run the team on an evaluation set, or on several.
+
+        Args:
+            eval_dataset, ignore_keys, metric_key_prefix:
+                As in [`~transformers.Trainer.evaluate`].
+            num_samples (`int`, *optional*):
+                Episodes of each question, in place of `num_generations_eval`.
+            sampling (`dict`, *optional*):
+                Sampling settings of all agents, in place of `eval_sampling`.
+            k (`Sequence[int]`, *optional*):
+                Values of k for pass@k and maj@k, in place of `eval_k`.
+
+        Returns: the metrics, as they are logged.
+
+        Raises:
+            ValueError: a setting is not valid, or `num_samples` does not divide the episodes of an evaluation batch.
+        """
+        with self.parts.evaluations.chosen(num_samples, sampling, k):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         rollout, slice_, std = self.parts.experience.for_evaluation(inputs)
         with self.compute_loss_context_manager():
@@ -302,10 +339,9 @@ class MARFTTrainer(GRPOTrainer):
         return loss, None, None
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
-        self.parts.reporter.begin_evaluation()
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = self.parts.reporter.end_evaluation(dataloader.dataset)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        with self.parts.evaluations.running():
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.update(self.parts.evaluations.metrics(dataloader.dataset, metric_key_prefix))
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -26,6 +26,7 @@ from .builder import Builder
 from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
 from .collapse import Collapse
+from .evaluations import Evaluations
 from .experience import Experience
 from .look_ahead import LookAhead
 from .run import Run
@@ -52,6 +53,7 @@ class Parts:
         updates ([`AdapterUpdates`]): optimizer steps.
         sequential ([`SequentialFactors`]): factors of sequential updates.
         reporter ([`Reporter`]): metrics, tables, transcripts.
+        evaluations ([`Evaluations`]): how evaluations sample.
         planner ([`Planner`]): what the run will do.
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
@@ -76,6 +78,7 @@ class Parts:
     updates: AdapterUpdates
     sequential: SequentialFactors
     reporter: Reporter
+    evaluations: Evaluations
     planner: Planner
     files: TeamFiles
     checkpoints: Checkpoints
@@ -136,6 +139,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         updates=updates,
         sequential=sequential,
         reporter=reporter,
+        evaluations=builder.evaluations(reporter),
         planner=planner,
         files=builder.files(planner),
         checkpoints=checkpoints,

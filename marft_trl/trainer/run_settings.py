@@ -36,7 +36,22 @@ _OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
 # Fields of the configuration that change files, logs and evaluations, not the results of training
 _NOT_RECORDED_PREFIXES = (
-    *("log", "save", "eval_acc", "eval_do", "eval_use", "eval_ref", "hub", "push", "report", "dataloader", "ddp"),
+    *(
+        "log",
+        "save",
+        "eval_acc",
+        "eval_do",
+        "eval_use",
+        "eval_ref",
+        "eval_k",
+        "eval_right",
+        "eval_sampl",
+        "hub",
+        "push",
+        "report",
+        "dataloader",
+        "ddp",
+    ),
     *("fsdp", "deepspeed", "torch", "run_", "debug", "auto_", "include", "metric", "greater", "load_best"),
     *("per_device_eval", "num_completions", "do_"),
     *("vllm_server", "vllm_request", "vllm_max", "vllm_adapter", "vllm_group", "vllm_gpu", "vllm_tensor"),

@@ -32,6 +32,7 @@ from ..config_checks import (
 from ..config_engine import check_vllm
 from ..configs import MARFTConfig
 from ..episodes.records import TOOL
+from ..hints import did_you_mean
 from ..learning.critic import CRITICS, Critic
 from ..learning.levels import Level
 from ..rewards import environment_reward
@@ -237,6 +238,23 @@ def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Work
             "`workflow=EnvironmentLoop(make)` with a function whose object chooses in its `reset(**row)`."
         )
     return EnvironmentLoop(environment_factory)
+
+
+def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
+    """
+    Check what decides whether an answer is right in evaluations, and what is compared of it.
+
+    Raises:
+        TypeError: `eval_vote` cannot be called.
+        ValueError: `eval_right_by` names no reward function.
+    """
+    if vote is not None and not callable(vote):
+        raise TypeError(f"`eval_vote` must be a function of the text of an answer, got {vote!r}.")
+    if args.eval_right_by is not None and args.eval_right_by not in rewards:
+        raise ValueError(
+            f"`eval_right_by` names {args.eval_right_by!r}, which is no reward function; there are "
+            f"{', '.join(map(repr, rewards))}.{did_you_mean(args.eval_right_by, rewards)}"
+        )
 
 
 def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:

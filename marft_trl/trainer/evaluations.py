@@ -1,0 +1,94 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""How evaluations sample, and how many episodes a question has in them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..config_evaluation import check_k, check_sampling
+from ..configs import MARFTConfig
+from ..reporting.reporter import Reporter
+from ..rollout.generator import decoding
+from ..rollout.runner import EpisodeRunner
+from ..seams.trl import TrlSettings
+
+
+class Evaluations:
+    """
+    Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
+
+    Args:
+        args ([`MARFTConfig`]): `eval_sampling`, `eval_k`.
+        settings ([`TrlSettings`]): how many episodes a question has.
+        runner ([`EpisodeRunner`]): samples turns.
+        reporter ([`Reporter`]): reports several episodes of a question.
+    """
+
+    def __init__(self, args: MARFTConfig, settings: TrlSettings, runner: EpisodeRunner, reporter: Reporter):
+        self._args, self._settings, self._runner, self._reporter = args, settings, runner, reporter
+        self._sampling: Mapping[str, Any] | None = args.eval_sampling
+        self._k: Sequence[int] | None = args.eval_k
+
+    @contextlib.contextmanager
+    def chosen(
+        self, num_samples: int | None, sampling: Mapping[str, float] | None, k: Sequence[int] | None
+    ) -> Iterator[None]:
+        """
+        Context manager: evaluations have these settings, where they are not `None`. May be nested: `evaluate` calls
+        itself for each of several sets.
+
+        Args:
+            num_samples (`int`, *optional*): episodes of each question.
+            sampling (`dict`, *optional*): as `eval_sampling`.
+            k (`Sequence[int]`, *optional*): as `eval_k`.
+
+        Raises:
+            ValueError: as the same settings of [`MARFTConfig`], or a batch would have parts of questions.
+        """
+        check_sampling(sampling)
+        self._check_samples(num_samples)
+        values = self._k if k is None else k
+        check_k(values, num_samples or self._settings.group_size(training=False))
+        kept = self._sampling, self._k
+        self._sampling, self._k = self._sampling if sampling is None else sampling, values
+        try:
+            with self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
+                yield
+        finally:
+            self._sampling, self._k = kept
+
+    def _check_samples(self, num_samples: int | None) -> None:
+        if num_samples is None:
+            return
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
+            raise ValueError(f"`num_samples` must be an integer of at least 1, got {num_samples!r}.")
+        size = self._args.per_device_eval_batch_size * self._args.world_size
+        if size % num_samples:
+            raise ValueError(
+                f"`num_samples` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "
+                "`per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
+                f"multiple of {num_samples}."
+            )
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager around an evaluation: turns are sampled with its settings."""
+        self._reporter.begin_evaluation()
+        kept = self._runner.options
+        self._runner.options = {**kept, **decoding(self._sampling)}
+        try:
+            yield
+        finally:
+            self._runner.options = kept
+
+    def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """
+        Metrics of the evaluation that has just run.
+
+        Args:
+            dataset: the evaluation set.
+            prefix (`str`): what stands before the names, such as `"eval"`.
+        """
+        return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}

@@ -1,0 +1,321 @@
+"""Accuracy of several samples of a question, against closed forms and brute force, and the coverage of intervals."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marft_trl import AgentSpec
+from marft_trl.metrics import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
+from marft_trl.reporting.at_k import interval_of, scores, write_samples
+from marft_trl.rollout.generator import Sampled
+from marft_trl.tiny import exact_answer, tiny_dataset
+
+from .helpers import team_trainer
+
+
+def majority(votes):
+    """Expected score of the most frequent answer among votes `(answer, score of the answer)`."""
+    counts = {answer: sum(other == answer for other, _ in votes) for answer, _ in votes if answer is not None}
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    winners = [answer for answer, count in counts.items() if count == most]
+    return statistics.fmean(next(score for other, score in votes if other == answer) for answer in winners)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (4, 2, 2, 1 - 1 / 6), (10, 3, 5, 1 - 21 / 252), (5, 5, 1, 1.0)],
+)
+def test_pass_at_k_by_hand(n, c, k, expected):
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
+    k = data.draw(st.integers(1, len(right)))
+    subsets = [any(chosen) for chosen in itertools.combinations(right, k)]
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(statistics.fmean(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased():
+    n, k, p = 6, 3, 0.3
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    mean = math.fsum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)])
+def test_pass_at_k_of_impossible_counts(n, c, k):
+    with pytest.raises(ValueError):
+        pass_at_k(n, c, k)
+
+
+def test_maj_at_k_by_hand():
+    # Of three votes of a, a, b, b, c: aa? and bb? win; abc is a tie of three
+    answers, scores = ["a", "a", "b", "b", "c"], [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert maj_at_k(answers, scores, 5) == 0.5  # a and b have two votes each
+    assert maj_at_k(answers, scores, 3) == pytest.approx((3 + 4 / 3) / 10)  # aa + any of 3; a, b, c in 4 of 10
+    assert maj_at_k(answers, scores, 1) == pytest.approx(0.4)
+    assert maj_at_k([None, None, "a"], [0.0, 0.0, 1.0], 3) == 1.0  # those without an answer do not vote
+    assert maj_at_k([None, None], [0.0, 0.0], 2) == 0.0
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=8), st.data())
+def test_maj_at_k_is_the_mean_over_subsets(answers, data):
+    k = data.draw(st.integers(1, len(answers)))
+    of_answer = {"a": 1.0, "b": 0.25, "c": 0.0, "d": 0.0, None: 0.0}
+    scores = [of_answer[answer] for answer in answers]
+    subsets = [majority(votes) for votes in itertools.combinations(zip(answers, scores, strict=True), k)]
+    assert maj_at_k(answers, scores, k) == pytest.approx(statistics.fmean(subsets), abs=1e-12)
+
+
+def test_maj_at_k_of_many_samples_is_quick():
+    answers = [index % 9 for index in range(64)]
+    assert 0 <= maj_at_k(answers, [float(answer == 0) for answer in answers], 32) <= 1
+
+
+def test_maj_at_k_of_uneven_lists():
+    with pytest.raises(ValueError, match="2 answers and 1 scores"):
+        maj_at_k(["a", "b"], [1.0], 1)
+
+
+def test_avg_at_k():
+    assert avg_at_k([1.0, 0.0, 0.5], 3) == 0.5
+    with pytest.raises(ValueError, match="`k` \\(4\\)"):
+        avg_at_k([1.0, 0.0, 0.5], 4)
+
+
+def test_an_interval_of_one_question_and_seed_is_its_score():
+    assert interval([0.25]) == Interval(0.25, 0.25, 0.25, 1, 1)
+
+
+def test_the_interval_of_seeds_is_students():
+    # Three seeds 0, 1, 2 of one question: mean 1, standard error 1 / sqrt(3), t(0.975, 2) = 4.303
+    found = interval([[0.0], [1.0], [2.0]], n_resamples=200_000)
+    assert found.mean == 1.0
+    assert found.high - 1 == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
+    assert 1 - found.low == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
+
+
+def test_the_interval_of_questions_is_that_of_a_share():
+    # 50 of 200 right: standard error sqrt(p (1 - p) / 199)
+    found = interval([1.0] * 50 + [0.0] * 150, n_resamples=20_000)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * math.sqrt(0.25 * 0.75 / 199), rel=0.05)
+
+
+def test_what_is_common_to_both_cancels_in_a_paired_difference():
+    draws = np.random.default_rng(0)
+    difficulty = draws.random((3, 40))
+    found = paired_difference(difficulty + 0.1, difficulty)
+    assert (found.low, found.high) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert found.is_clear
+    assert interval(difficulty + 0.1).high - interval(difficulty).low > 0.2
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "what"),
+    [([], {}, "shape"), ([[1.0, math.nan]], {}, "1 of the 2"), ([1.0], {"confidence": 1.0}, "confidence")],
+)
+def test_scores_that_have_no_interval(scores, options, what):
+    with pytest.raises(ValueError, match=what):
+        interval(scores, **options)
+
+
+def test_pairs_of_different_questions():
+    with pytest.raises(ValueError, match="same seeds and questions"):
+        paired_difference([[1.0, 0.0]], [[1.0]])
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_intervals_cover_the_true_difference(seeds):
+    """Seeds and questions vary, samples are right or wrong: at least 90 of 100 intervals of 95 % hold the truth."""
+    draws = np.random.default_rng(seeds)
+    covered = 0
+    for number in range(100):
+        difficulty = draws.normal(0, 0.15, 60)
+        arms = []
+        for mean, spread in ((0.6, 0.05), (0.5, 0.08)):
+            chances = mean + difficulty + draws.normal(0, spread, (seeds, 1))
+            arms.append(draws.binomial(4, chances.clip(0, 1)) / 4)
+        found = paired_difference(*arms, seed=number, n_resamples=1000)
+        covered += found.low <= 0.1 <= found.high
+    assert covered >= 90
+
+
+# ---- Evaluations of a trainer ----
+
+
+class Counting:
+    """A generator that answers by a plan, and takes note of the settings it is asked with."""
+
+    def __init__(self, tokenizer, texts):
+        self.tokenizer, self.texts, self.asked = tokenizer, texts, []
+
+    def generate(self, agents, prompt_ids, by_reference=False, greedy=False, copies=None, sampling=None):
+        self.asked.append({"greedy": True} if greedy else sampling)
+        found = []
+        for ids in prompt_ids:
+            text = self.texts(self.tokenizer.decode(ids))
+            found.append(Sampled(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
+        return found
+
+    def holds_stop(self, agent, ids):
+        return False
+
+    def settings(self, agent):
+        return {}
+
+
+def alone(model_folder, tmp_path, **settings):
+    return team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solver")], reward_funcs=exact_answer,
+        eval_dataset=tiny_dataset(6, seed=1), settings={"num_generations_eval": 4, **settings},
+    )  # fmt: skip
+
+
+def test_an_evaluation_has_every_sample_in_its_file(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path, eval_k=[1, 2, 4])
+    figures = trainer.evaluate()
+    rows = pd.read_json(tmp_path / "evaluations.jsonl", lines=True)
+    assert len(rows) == 24 and set(rows["sample"]) == {0, 1, 2, 3} and rows["question"].nunique() == 6
+    assert figures["eval_avg@4"] == pytest.approx(rows["right"].mean()) == pytest.approx(figures["eval_reward"])
+    for k in (1, 2, 4):
+        by_hand = [pass_at_k(4, int(its["right"].sum()), k) for _, its in rows.groupby("question")]
+        assert figures[f"eval_pass@{k}"] == pytest.approx(np.mean(by_hand))
+        assert figures[f"eval_pass@{k}_low"] <= figures[f"eval_pass@{k}"] <= figures[f"eval_pass@{k}_high"]
+        votes = [maj_at_k(list(its["vote"]), list(its["right"]), k) for _, its in rows.groupby("question")]
+        assert figures[f"eval_maj@{k}"] == pytest.approx(np.mean(votes))
+    assert figures["eval_pass@1"] == pytest.approx(figures["eval_maj@1"])
+    assert trainer.state.log_history[-1]["eval_pass@4"] == figures["eval_pass@4"]
+    assert (rows["seed"] == trainer.args.seed).all() and (rows["tokens"] > 0).all()
+
+
+def test_an_evaluation_of_the_same_step_replaces_the_former(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path, eval_k=[1])
+    trainer.evaluate()
+    trainer.state.global_step = 5
+    trainer.evaluate()
+    trainer.evaluate(tiny_dataset(2, seed=9), metric_key_prefix="other")
+    trainer.evaluate()
+    rows = pd.read_json(tmp_path / "evaluations.jsonl", lines=True)
+    assert rows.groupby(["set", "step"]).size().to_dict() == {("eval", 0): 24, ("eval", 5): 24, ("other", 5): 8}
+    trainer.state.global_step = 0  # a resumed run evaluates again
+    trainer.evaluate()
+    rows = pd.read_json(tmp_path / "evaluations.jsonl", lines=True)
+    assert rows.groupby(["set", "step"]).size().to_dict() == {("eval", 0): 24, ("other", 5): 8}
+
+
+def test_settings_of_a_call_are_those_of_all_its_sets_and_of_no_other(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path, eval_sampling={"temperature": 0.5, "top_p": 0.9})
+    generator = Counting(trainer.processing_class, lambda text: "1")
+    trainer.parts.runner.generator = generator
+    sets = {"one": tiny_dataset(2, seed=1), "two": tiny_dataset(4, seed=2)}
+    figures = trainer.evaluate(sets, num_samples=2, sampling={"temperature": 0.0}, k=[2])
+    assert {tuple(one) for one in generator.asked} == {("greedy",)}
+    assert {"eval_one_pass@2", "eval_two_maj@2", "eval_one_avg@2"} <= set(figures)
+    generator.asked.clear()
+    figures = trainer.evaluate()
+    assert all(one == {"temperature": 0.5, "top_p": 0.9} for one in generator.asked)
+    assert not any("@" in name for name in figures)
+    trainer.train()
+    assert generator.asked[-1] is None  # training samples as before
+
+
+def test_greedy_evaluation_is_that_of_a_greedy_team(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path, eval_sampling={"temperature": 0.0})
+    questions = tiny_dataset(6, seed=1)
+    said = [episode.answer.text for episode in trainer.team.run(questions.to_list(), greedy=True)]
+    right = exact_answer(said, questions["solution"])
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(np.mean(right))
+
+
+def test_a_low_temperature_is_all_but_greedy(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path)
+    rows = tiny_dataset(6, seed=1).to_list()
+    cold = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 1e-4}, seed=3)]
+    greedy = [e.turns[0].completion_ids for e in trainer.team.run(rows, greedy=True)]
+    assert cold == greedy
+    warm = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 5.0}, seed=3)]
+    assert warm != greedy
+
+
+def test_who_votes_and_who_is_right(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solver")], reward_funcs=[exact_answer, half],
+        eval_dataset=tiny_dataset(3, seed=1), eval_vote=lambda text: None,
+        settings={"num_generations_eval": 2, "eval_k": [2], "eval_right_by": "half", "eval_right_at": 0.5},
+    )  # fmt: skip
+    figures = trainer.evaluate()
+    assert (figures["eval_pass@2"], figures["eval_maj@2"], figures["eval_avg@2"]) == (1.0, 0.0, 1.0)
+
+
+def half(completions, **kwargs):
+    return [0.5 for _ in completions]
+
+
+def test_the_best_model_by_a_metric_of_samples(model_folder, tmp_path):
+    trainer = alone(
+        model_folder, tmp_path, eval_k=[2], max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1,
+        save_strategy="steps", load_best_model_at_end=True, metric_for_best_model="pass@2", greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    values = [one["eval_pass@2"] for one in trainer.state.log_history if "eval_pass@2" in one]
+    assert trainer.state.best_metric == max(values)
+
+
+def test_scores_of_several_runs(tmp_path):
+    for seed in (0, 1):
+        rows = [
+            {"question": name, "sample": index, "right": float(right), "vote": "a"}
+            for name, its in (("x", (1, 0)), ("y", (1, seed)))
+            for index, right in enumerate(its)
+        ]
+        write_samples(tmp_path / str(seed), rows, "eval", 8, seed)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    assert scores(folders).tolist() == [[0.5, 0.5], [0.5, 1.0]]
+    assert scores(folders, "pass@2").tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert interval_of(folders).seeds == 2
+    write_samples(tmp_path / "1", rows[:2], "eval", 8, 1)
+    with pytest.raises(ValueError, match="other questions"):
+        scores(folders)
+    with pytest.raises(ValueError, match="no evaluation"):
+        scores(folders, step=3)
+    write_samples(tmp_path / "1", rows, "test", 8, 1)
+    with pytest.raises(ValueError, match="eval, test"):
+        scores(folders)
+    with pytest.raises(ValueError, match="measure"):
+        scores(folders[:1], "best@2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "what"),
+    [
+        ({"eval_k": [8]}, ValueError, "num_generations_eval=8"),
+        ({"eval_k": [0]}, ValueError, "at least 1"),
+        ({"eval_k": 4}, ValueError, "list of integers"),
+        ({"eval_sampling": {"temprature": 1}}, ValueError, "temperature"),
+        ({"eval_sampling": {"top_p": 1.5}}, ValueError, "from 0 to 1"),
+        ({"eval_sampling": 0.5}, TypeError, "mapping"),
+        ({"eval_right_at": 0.5}, ValueError, "eval_k=None"),
+        ({"eval_right_by": "exactanswer", "eval_k": [1]}, ValueError, "exact_answer"),
+    ],
+)
+def test_settings_that_cannot_work(model_folder, tmp_path, settings, error, what):
+    with pytest.raises(error, match=what):
+        alone(model_folder, tmp_path, **settings)
+
+
+def test_a_number_of_samples_that_batches_cannot_have(model_folder, tmp_path):
+    trainer = alone(model_folder, tmp_path)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
+        trainer.evaluate(num_samples=7)
+    with pytest.raises(ValueError, match="num_generations_eval=8"):
+        trainer.evaluate(k=[8])
