@@ -136,11 +136,13 @@ class ChatTemplate:
     def _is_plain(self, piece: str) -> bool:
         tokenizer = self._tokenizer
         common = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-        ids = self.encode(piece)
-        if tokenizer.added_tokens_decoder.keys().isdisjoint(ids):
+        control, ids = tokenizer.added_tokens_decoder.keys(), self.encode(piece)
+        if control.isdisjoint(ids):
             return True
-        rest = [index for index in ids if index not in common]
-        return bool(tokenizer.decode(rest).strip()) and tokenizer.added_tokens_decoder.keys().isdisjoint(rest)
+        # Within a piece they do mark a message: `<|im_start|>` begins every text of SmolLM2, and every message
+        inner = [place for place, index in enumerate(ids) if index not in common]
+        rest = ids[inner[0] : inner[-1] + 1] if inner else []
+        return bool(tokenizer.decode(rest).strip()) and control.isdisjoint(rest)
 
     def _pieces_of(self, *roles: str) -> list[str] | None:
         named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
