@@ -289,7 +289,7 @@ def test_templates_with_control_tokens_are_not_warned_of(family):
 def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
     """As in SmolLM2, whose texts begin with `<|im_start|>`."""
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "qwen2_5"))
-    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
     assert tokenizer.bos_token_id == tokenizer.encode("<|im_start|>")[-1]
     assert prompts_of(tokenizer).unprotected(uses_tools=False) is None
 
