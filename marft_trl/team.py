@@ -92,7 +92,7 @@ class Team:
         revision: str | None = None,
         *,
         workflow: Workflow | None = None,
-        environment_factory: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
         tools: Sequence[Callable] = (),
         view: View | Mapping[str, View] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
@@ -117,7 +117,8 @@ class Team:
                 Workflow of the team. Ready-made workflows are rebuilt from the manifest by default. Required if the
                 workflow is your own class.
             environment_factory (`Callable`, *optional*):
-                Function that creates an environment, if the workflow of the team is `EnvironmentLoop`.
+                Function that creates an environment, if the workflow of the team is `EnvironmentLoop`, or a dictionary
+                of several.
             tools (`Sequence[Callable]`, *optional*):
                 Functions that agents may call. Each agent gets the functions that it had in training, matched by name.
             view (`Callable` or `dict[str, Callable]`, *optional*):

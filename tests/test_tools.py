@@ -742,7 +742,7 @@ def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
         ({"agents": [AgentSpec("solver", tools=[lambda a: a])]}, "`<lambda>` of agent 'solver' cannot be described"),
         ({"agents": [AgentSpec("tool", tools=[add])]}, "'tool' is shown as the speaker of results"),
         ({"workflow": Sequential(), "environment_factory": Cupboard}, "were both passed"),
-        ({"environment_factory": {"a": Cupboard}}, "several environments is not supported"),
+        ({"environment_factory": {"a": Cupboard}}, "needs the column 'environment'"),
         ({"settings": {"max_tool_calls": 0}}, "`max_tool_calls` must be a finite number above 0"),
         ({"settings": {"tool_timeout": -1.0}}, "`tool_timeout` must be a finite number above 0"),
     ],

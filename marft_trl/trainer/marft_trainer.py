@@ -85,8 +85,9 @@ class MARFTTrainer(GRPOTrainer):
             Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`.
         rollout_func:
             Not supported. Write a [`Workflow`] instead.
-        environment_factory (`Callable`, *optional*):
-            Class of the environment, as in `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Class of the environment, as in `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`,
+            or for [`ByColumn`] if it is a dictionary of several.
         agents (`list[AgentSpec]`):
             Agents of the team, in order.
         critic_peft_config ([`~peft.PeftConfig`], *optional*):
@@ -158,6 +159,7 @@ class MARFTTrainer(GRPOTrainer):
         eval_metrics = check_eval_metrics(eval_metrics)
         if train_dataset is None and isinstance(self.workflow, EnvironmentLoop):
             train_dataset = setup.placeholder_prompts(args)
+        setup.check_column(self.workflow, train_dataset, eval_dataset)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
         check_rewards(reward_funcs, train_dataset, eval_dataset)

@@ -31,6 +31,7 @@ from ..config_checks import (
 )
 from ..config_engine import check_vllm
 from ..configs import MARFTConfig
+from ..dataset_checks import column_names, named_sets
 from ..episodes.records import TOOL
 from ..hints import did_you_mean
 from ..learning.critic import CRITICS, Critic
@@ -43,7 +44,7 @@ from ..seams.runs import timeout_of_processes
 from ..tools import ToolLimits, tool_name
 from ..weights.adapters import check_adapter_config
 from ..weights.policies import Policies
-from ..workflows import EnvironmentLoop, Sequential, Workflow
+from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
 from .sharding import check_launcher
 
 
@@ -223,7 +224,7 @@ def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Work
     Return the workflow: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain of the agents.
 
     Raises:
-        ValueError: both a workflow and an environment were passed, or several environments.
+        ValueError: both a workflow and an environment were passed.
     """
     if environment_factory is None:
         return Sequential() if workflow is None else workflow
@@ -233,10 +234,7 @@ def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Work
             "`workflow=EnvironmentLoop(environment_factory, ...)` alone."
         )
     if isinstance(environment_factory, Mapping):
-        raise ValueError(
-            "`environment_factory` with several environments is not supported by MARFTTrainer. Pass "
-            "`workflow=EnvironmentLoop(make)` with a function whose object chooses in its `reset(**row)`."
-        )
+        return ByColumn({name: EnvironmentLoop(one) for name, one in environment_factory.items()})
     return EnvironmentLoop(environment_factory)
 
 
@@ -255,6 +253,26 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
             f"`eval_right_by` names {args.eval_right_by!r}, which is no reward function; there are "
             f"{', '.join(map(repr, rewards))}.{did_you_mean(args.eval_right_by, rewards)}"
         )
+
+
+def check_column(workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
+    """
+    Check that the column of [`ByColumn`] says for each row which workflow runs.
+
+    Raises:
+        ValueError: a dataset does not have the column, or a value of it has no workflow.
+    """
+    if not isinstance(workflow, ByColumn):
+        return
+    for name, dataset in {"train_dataset": train_dataset, **named_sets(eval_dataset)}.items():
+        names = column_names(dataset) if dataset is not None else [workflow.column] * (name != "train_dataset")
+        if names is not None and workflow.column not in names:
+            raise ValueError(
+                f"`{name}` needs the column {workflow.column!r}, which says the environment (or workflow) of each "
+                f"row; it has {sorted(names)}."
+            )
+        for value in dataset.unique(workflow.column) if isinstance(dataset, Dataset) else ():
+            workflow.of(value)
 
 
 def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:

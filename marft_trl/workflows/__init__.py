@@ -1,6 +1,7 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 from ..episodes.rehearsal import rehearse
 from .base import Workflow, together
+from .by_column import ByColumn
 from .environment import Environment, EnvironmentLoop
 from .graph import Graph
 from .orchestrated import Orchestrated
@@ -10,6 +11,7 @@ from .sequential import Sequential
 
 
 __all__ = [
+    "ByColumn",
     "Debate",
     "Environment",
     "EnvironmentLoop",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .base import Workflow
+from .by_column import ByColumn
 from .environment import EnvironmentLoop
 from .graph import Graph
 from .orchestrated import Orchestrated
@@ -16,17 +17,20 @@ from .sequential import Sequential
 
 _READY_MADE: dict[str, type[Workflow]] = {
     kind.__name__: kind
-    for kind in (Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, Sequential, UntilApproved)
+    for kind in (ByColumn, Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, Sequential, UntilApproved)
 }
 
 
-def rebuild(description: Mapping[str, Any], environment_factory: Callable | None = None) -> Workflow:
+def rebuild(
+    description: Mapping[str, Any], environment_factory: Callable | Mapping[str, Callable] | None = None
+) -> Workflow:
     """
     Create a workflow from its description.
 
     Args:
         description (`Mapping[str, Any]`): description, as returned by [`Workflow.describe`].
-        environment_factory (`Callable`, *optional*): function that creates the environment of an [`EnvironmentLoop`].
+        environment_factory (`Callable`, *optional*): function that creates the environment of an [`EnvironmentLoop`],
+            or several by name.
 
     Raises:
         ValueError: The workflow is your own class, or it needs a function that a description cannot contain.
@@ -40,6 +44,10 @@ def rebuild(description: Mapping[str, Any], environment_factory: Callable | None
             "workflow as `workflow=`."
         )
     arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
+    if name == ByColumn.__name__:
+        factories = environment_factory if isinstance(environment_factory, Mapping) else {}
+        its = {key: rebuild(one, factories.get(key)) for key, one in description["workflows"].items()}
+        return ByColumn(its, description["column"])
     if name == EnvironmentLoop.__name__:
         environment = arguments.pop("environment", None)
         if environment_factory is None:

@@ -1,0 +1,25 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Tasks of other packages as they are: datasets with their rewards, games and environments as workflows."""
+
+from .gymnasium_text import gymnasium_text
+from .human_eval import human_eval, human_eval_reward
+from .open_env import open_env
+from .reasoning_gym import reasoning_gym, reasoning_gym_answer, reasoning_gym_exact, reasoning_gym_reward
+from .seeds import game_seeds
+from .smollm2 import smollm2
+from .textarena import TextArena
+
+
+__all__ = [
+    "TextArena",
+    "game_seeds",
+    "gymnasium_text",
+    "human_eval",
+    "human_eval_reward",
+    "open_env",
+    "reasoning_gym",
+    "reasoning_gym_answer",
+    "reasoning_gym_exact",
+    "reasoning_gym_reward",
+    "smollm2",
+]

@@ -1,0 +1,97 @@
+"""Every family of reasoning-gym and every game of TextArena plays three episodes with a team of one and of two."""
+
+import contextlib
+import io
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from marft_trl import AgentSpec, Team
+from marft_trl.tasks import TextArena, game_seeds, reasoning_gym, reasoning_gym_reward
+
+from .helpers import team_trainer
+from .tokenizers_and_templates import tokenizer_of
+
+
+gym = pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+arena = pytest.importorskip("textarena", reason="the extra `tasks` is not installed")
+TEAMS = (["solver"], ["planner", "solver"])
+FAMILIES = sorted(set(gym.factory.DATASETS) - {"composite"})
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    """A model without knowledge that reads long rules and tables."""
+    folder, tokenizer = tmp_path_factory.mktemp("wide"), tokenizer_of("byte_level", "qwen2_5")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=1 << 17, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def team_of(model, folder, names, workflow=None, **arguments) -> Team:
+    agents = [AgentSpec(name, max_completion_length=4) for name in names]
+    return team_trainer(model, folder, agents=agents, workflow=workflow, **arguments).team
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", TEAMS, ids=["one", "two"])
+def test_every_family_of_reasoning_gym(wide_model, tmp_path, names):
+    team = team_of(wide_model, tmp_path, names)
+    fails, right = {}, []
+    for family in FAMILIES:
+        try:
+            rows = reasoning_gym(family, size=3).to_list()
+            episodes = team.run(rows)
+            assert [len(episode.turns) for episode in episodes] == [len(names)] * 3
+            columns = {name: [row[name] for row in rows] for name in ("family", "entry")}
+            scores = reasoning_gym_reward([episode.answer.text for episode in episodes], **columns)
+            assert all(0 <= score <= 1 for score in scores)
+            if reasoning_gym_reward([row["answer"] for row in rows], **columns) == [1.0] * 3:
+                right.append(family)
+        except Exception as error:
+            fails[family] = f"{type(error).__name__}: {error}"[:200]
+    print(len(FAMILIES) - len(fails), "of", len(FAMILIES), "families;", fails, sorted(set(FAMILIES) - set(right)))
+    assert len(FAMILIES) - len(fails) >= 98 and len(right) >= 98
+
+
+def games() -> dict[str, int | str]:
+    """Players of each game that loads here, or why it does not."""
+    found: dict[str, int | str] = {}
+    for name in sorted(game for game in arena.envs.registration.ENV_REGISTRY if game.endswith("-v0")):
+        for players in (1, 2, 3, 4, 5, 6):
+            try:
+                TextArena(name, [f"player{index}" for index in range(players)])
+            except ValueError as error:
+                found[name] = str(error)
+            else:
+                found[name] = players
+                break
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("names", TEAMS, ids=["one", "two"])
+def test_every_game_of_textarena_that_loads(wide_model, tmp_path, names):
+    with contextlib.redirect_stdout(io.StringIO()):  # of a package that looks for its data in the network
+        players = games()
+    fails = {}
+    for game, count in players.items():
+        if isinstance(count, str):
+            continue
+        seats = [names] if count == 1 else [names[index % len(names)] for index in range(count)]
+        try:
+            workflow = TextArena(game, seats, max_moves=6)
+            team = team_of(wide_model, tmp_path, names, workflow, reward_funcs=None, train_dataset=game_seeds(8))
+            episodes = team.run(game_seeds(3).to_list())
+            assert all(episode.turns for episode in episodes)
+        except Exception as error:
+            fails[game] = f"{type(error).__name__}: {error}"[:200]
+    loaded = [game for game, count in players.items() if isinstance(count, int)]
+    print(len(loaded), "of", len(players), "games load;", {g: c for g, c in players.items() if isinstance(c, str)})
+    print("fails", fails)
+    assert len(loaded) >= 60 and not fails

