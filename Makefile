@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real test test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
 
 $(READY): pyproject.toml constraints.txt
@@ -21,6 +21,9 @@ $(READY): pyproject.toml constraints.txt
 
 quickstart: $(READY)  ## train the embedded team and show that it improved
 	$(BIN)/python -W ignore examples/quickstart.py
+
+real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
+	$(BIN)/python -W ignore examples/real.py
 
 test: $(READY)  ## the tests, in under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q -m "not slow and not exhaustive"
@@ -38,8 +41,8 @@ test-vllm-slow: $(READY) .venv-vllm/.ready .venv-vllm/smollm2/config.json  ## se
 	PYTHON=$(PYTHON) bash tests/scripts/vllm_cpu.sh .venv-vllm
 	touch .venv-vllm/.ready
 
-.venv-vllm/smollm2/config.json: $(READY) .venv-vllm/.ready tests/scripts/smollm2.py
-	$(BIN)/python -W ignore tests/scripts/smollm2.py .venv-vllm/smollm2
+.venv-vllm/smollm2/config.json: $(READY) .venv-vllm/.ready
+	$(BIN)/python -W ignore -m marft_trl.tasks.smollm2 .venv-vllm/smollm2
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
@@ -86,4 +89,4 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output scaling-output staleness-output
+	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output

@@ -218,6 +218,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     owners = whole.parts.checkpoints.owners
     names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
     names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse", "mixing"}
+    names |= {"reporter"}
     assert set(owners) == names
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name

@@ -39,6 +39,7 @@ PACKAGES = [
         "tiny",
     ),
     *("trainer.sharding", "trainer.setup", "team", "trainer"),
+    *("tasks", "report"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.
 PUBLIC = {"__init__", "plan", "memory_plan", "manifest", "team", "view", "workflow"}

@@ -37,7 +37,7 @@ from .test_distributed import launch
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
-SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by tests/scripts/smollm2.py
+SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by `python -m marft_trl.tasks.smollm2`
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="MARFT_VLLM_PYTHON names no interpreter with vLLM"),

@@ -101,9 +101,18 @@ class Reporter:
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
+        self.generated_tokens = 0  # in training, candidates and re-runs included
         self._k: Sequence[int] | None = args.eval_k
         self._vote = vote
         state.fill_table((), (), (), {}, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"generated_tokens": self.generated_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self.generated_tokens = state["generated_tokens"]
 
     # ---- Rollouts of training ----
 
@@ -159,9 +168,13 @@ class Reporter:
             self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
         self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
         self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
+        self.generated_tokens += sum(turn.tokens for turn in turns) + sum(one.get("tokens", 0) for one in extra)
         if rollout.drawn is not None:
-            self._state.see_tokens(sum(self._processes.gather([rollout.drawn.tokens])))
+            drawn = self._processes.gather([(rollout.drawn.tokens, rollout.drawn.generated)])
+            self._state.see_tokens(sum(tokens for tokens, _ in drawn))
+            self.generated_tokens += sum(generated for _, generated in drawn)
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
+        self._metrics.set("num_generated_tokens", self.generated_tokens)
         for name, value in length_metrics([t.tokens for t in turns], [t.truncated for t in turns]).items():
             self._metrics.add(name, value)
         for agent in self._agents:

@@ -225,9 +225,10 @@ class _Batch:
             rounds (`Sequence[Rollout]`): all that was sampled for it.
             with_signal (`float`): share of the sampled groups that have a signal.
         """
-        tokens = sum(_tokens(one.episodes) for one in rounds) - _tokens(self._episodes)
+        everything = [episode for one in rounds for episode in one.episodes]
+        tokens = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
         rewards = torch.cat([one.rewards for one in rounds])
-        drawn = Drawn(rewards, torch.cat([one.rewards_per_func for one in rounds]), 1 - with_signal, tokens)
+        drawn = Drawn(rewards, torch.cat([one.rewards_per_func for one in rounds]), 1 - with_signal, *tokens)
         return replace(
             self._first,
             episodes=self._episodes,
@@ -241,6 +242,10 @@ class _Batch:
 
 def _tokens(episodes: Sequence[Episode]) -> int:
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for episode in episodes for turn in episode.turns)
+
+
+def _generated(episodes: Sequence[Episode]) -> int:
+    return sum(len(turn.completion_ids) for episode in episodes for turn in episode.turns)
 
 
 def _differ(values: Sequence[float]) -> bool:

@@ -44,12 +44,14 @@ class Drawn(NamedTuple):
         rewards_per_func (`torch.Tensor` of shape `(D, F)`): the same by reward function.
         without_signal (`float`): share of the groups that teach nothing.
         tokens (`int`): tokens of this process beyond those of the batch.
+        generated (`int`): those of them that were generated.
     """
 
     rewards: torch.Tensor
     rewards_per_func: torch.Tensor
     without_signal: float
     tokens: int
+    generated: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,6 +84,7 @@ class _Game:
 
     def __init__(self, game: str, players: int, settings: Mapping[str, Any], seed: int):
         arena = load("textarena", "textarena", f"The game {game!r}")
+        self._name = game
         self._state = random.Random(seed).getstate()  # noqa: S311
         try:
             self._env = self._drawing(arena.make, game, **settings)
@@ -115,4 +116,7 @@ class _Game:
         return bool(done)
 
     def rewards(self) -> Mapping[int, float]:
-        return self._drawing(self._env.close)[0]
+        rewards = self._drawing(self._env.close)[0]
+        if not rewards or not all(isinstance(one, (int, float)) for one in rewards.values()):
+            raise ValueError(f"The game {self._name!r} of TextArena ended with the rewards {rewards!r}, not numbers.")
+        return rewards

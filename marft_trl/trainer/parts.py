@@ -120,6 +120,7 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "users": builder.users,
         "copies": builder.past,
         "runner": builder.runner,
+        "reporter": reporter,
     }
     checkpoints = builder.checkpoints(owners)
     return Parts(

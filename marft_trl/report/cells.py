@@ -1,0 +1,129 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""One run of a report: an arm with a seed, trained and evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..checkpoints.commit import write_atomically
+from ..episodes.records import Seen, Turn
+from ..reporting.at_k import FILE
+from ..trainer import MARFTTrainer
+from .arms import arms_of
+from .experiment import Experiment
+
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    An arm with a seed.
+
+    Args:
+        arm (`str`): name of the arm.
+        seed (`int`): seed of the run.
+        folder (`Path`): where it is written.
+    """
+
+    arm: str
+    seed: int
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / RESULT).exists()
+
+    def result(self) -> dict[str, Any]:
+        """`tokens` that were generated in training, `seconds`, `steps`."""
+        return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"arm": self.arm, "seed": self.seed, "folder": str(self.folder)}
+
+
+class TokenBudget(TrainerCallback):
+    """Ends training as soon as so many tokens were generated."""
+
+    def __init__(self, tokens: int, generated: Callable[[], int]):
+        self.tokens, self.generated = tokens, generated
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.generated() >= self.tokens:
+            control.should_training_stop = True
+
+
+def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) -> None:
+    """
+    Train and evaluate an arm.
+
+    Args:
+        experiment ([`Experiment`]): the experiment without the change of the arm.
+        cell ([`Cell`]): arm, seed and folder.
+        emptied (`Sequence[str]`): agents whose messages are emptied in further evaluations of the trained team.
+    """
+    (arm,) = (one for one in arms_of(experiment) if one.name == cell.arm)
+    settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
+    settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
+    changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
+    trainer = changed.trainer()
+    checkpoint = get_last_checkpoint(str(cell.folder)) if cell.folder.exists() else None
+    if arm.is_budgeted:
+        budget = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()["tokens"]
+        trainer.add_callback(TokenBudget(budget, lambda: trainer.parts.reporter.generated_tokens))
+    if checkpoint is None:
+        (cell.folder / FILE).unlink(missing_ok=True)
+        _evaluate(trainer, "start")
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    _evaluate(trainer, "end")
+    if cell.arm == "team":
+        trainer.save_model()
+    if cell.arm == "team":
+        for name in emptied:
+            _evaluate_emptied(trainer, name)
+    result = {
+        "tokens": trainer.parts.reporter.generated_tokens,
+        "seconds": round(seconds, 1),
+        "steps": trainer.state.global_step,
+        "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
+    }
+    trainer.end()
+    write_atomically(cell.folder / RESULT, json.dumps(result))
+    for folder in cell.folder.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+
+
+def _evaluate(trainer: MARFTTrainer, name: str) -> None:
+    """Evaluate with the same random numbers each time: where nothing changes, nothing differs."""
+    set_seed(trainer.args.seed)
+    trainer.evaluate(metric_key_prefix=name)
+
+
+def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
+    """Evaluate the team while all agents are shown empty turns of one of them."""
+    view = trainer.view
+
+    def empty(one: Seen) -> Seen:
+        return dataclasses.replace(one, raw_text="") if isinstance(one, Turn) and one.agent == name else one
+
+    def without(agent, prompt, seen):
+        return view(agent, prompt, [empty(one) for one in seen])
+
+    trainer.view = without
+    try:
+        _evaluate(trainer, f"emptied:{name}")
+    finally:
+        trainer.view = view

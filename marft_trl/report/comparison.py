@@ -1,0 +1,175 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What came of the arms of a report: accuracies, differences, and what they say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..metrics import Interval, interval, paired_difference
+from ..reporting.at_k import scores
+from .arms import Arm
+from .cells import Cell
+from .experiment import Experiment
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """
+    What came of an arm.
+
+    Args:
+        arm ([`Arm`]): the arm.
+        accuracy ([`Interval`], *optional*): accuracy over seeds and questions; `None` for an arm that was left out.
+        difference ([`Interval`], *optional*): accuracy of the trained team minus that of this arm, by question.
+        tokens, seconds (`float`, *optional*): generated tokens and seconds of training, means over seeds; `None` where
+            nothing was trained.
+        curves (`list`): for each seed, the mean reward of each logged step.
+    """
+
+    arm: Arm
+    accuracy: Interval | None = None
+    difference: Interval | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+    curves: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    A report.
+
+    Args:
+        name (`str`): its title.
+        results (`Sequence[ArmResult]`): the arms, the trained team first.
+        verdicts (`Sequence[str]`): what they say, in plain sentences.
+        margin (`float`): differences below it are too small to matter.
+    """
+
+    name: str
+    results: Sequence[ArmResult]
+    verdicts: Sequence[str]
+    margin: float
+
+    def __getitem__(self, arm: str) -> ArmResult:
+        return next(one for one in self.results if one.arm.name == arm)
+
+
+def compare(
+    experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
+) -> Comparison:
+    """
+    Compare the runs of a report.
+
+    Args:
+        experiment ([`Experiment`]): its title and its agents.
+        arms (`Sequence[Arm]`): the arms.
+        runs (`Path`): folder of the runs.
+        seeds (`Sequence[int]`): their seeds.
+        margin (`float`): differences below it are too small to matter.
+    """
+    team = _scores(arms[0], runs, seeds)
+    results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
+    found = {one.arm.name: one for one in results}
+    said = verdicts(found, [one.name for one in experiment.agents], margin)
+    return Comparison(experiment.name, results, said, margin)
+
+
+def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
+    return [runs / f"{arm.run.replace(':', '-')}-{seed}" for seed in seeds]
+
+
+def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):
+    return scores(_folders(arm, runs, seeds), "avg", name=arm.evaluation)
+
+
+def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
+    its = _scores(arm, runs, seeds)
+    places = zip(seeds, _folders(arm, runs, seeds), strict=True)
+    done = [Cell(arm.run, seed, folder).result() for seed, folder in places]
+    trains = not arm.of
+    return ArmResult(
+        arm,
+        _within(interval(its)),
+        None if arm.name == "team" else paired_difference(team, its),
+        statistics.mean(one["tokens"] for one in done) if trains else None,
+        statistics.mean(one["seconds"] for one in done) if trains else None,
+        [one["curve"] for one in done] if trains else (),
+    )
+
+
+def _within(accuracy: Interval) -> Interval:
+    """An interval of shares: with few seeds, Student's distribution goes beyond 0 and 1."""
+    return accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
+
+
+def _compared(other: str) -> tuple[str, str, str]:
+    return f"is better than {other}", f"is worse than {other}", f"is as good as {other}"
+
+
+_ALONE = "one agent with as many generated tokens"
+_SHARED, _OWN = "one with a shared adapter", "one with own adapters"
+# Arm, whom the sentence is about, and what it says of a team that is better, worse, or the same
+_QUESTIONS = (
+    ("untrained", "Training", ("helps", "harms", "changes nothing that matters")),
+    ("solo", "The team", _compared(_ALONE)),
+    ("anonymous", "A team with names and roles", _compared("an anonymous one")),
+    ("shared", "A team with own adapters", _compared(_SHARED)),
+    ("own", "A team with a shared adapter", _compared(_OWN)),
+)
+
+
+def judged(difference: Interval, margin: float) -> str:
+    """
+    What a difference says: `"better"` or `"worse"` if its interval does not contain 0, `"same"` if the interval is
+    within the margin, or else `"open"`.
+    """
+    if -margin <= difference.low and difference.high <= margin:
+        return "same"
+    if difference.is_clear:
+        return "better" if difference.low > 0 else "worse"
+    return "open"
+
+
+def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
+    """What the differences say, in plain sentences."""
+    said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    for agent in agents:
+        said.append(_of_agent(found, agent, margin))
+        words = "is better if it is trained", "is worse if it is trained", "is the same whether it is trained or not"
+        said.append(_sentence(found, f"frozen:{agent}", margin, f"With {agent}, the team", words))
+    return [one for one in said if one is not None]
+
+
+def _of_agent(found: dict[str, ArmResult], agent: str, margin: float) -> str | None:
+    """Whether a team is better with an agent: by what it says, or else by a team without it."""
+    names = [name for name in (f"emptied:{agent}", f"without:{agent}") if name in found and found[name].difference]
+    if not names:
+        return None
+    return _sentence(found, names[0], margin, agent, ("is useful", "is harmful", "is useless"))
+
+
+def _sentence(
+    found: dict[str, ArmResult], arm: str, margin: float, subject: str, words: tuple[str, str, str]
+) -> str | None:
+    if arm not in found or found[arm].difference is None:
+        return None
+    difference = found[arm].difference
+    assert difference is not None  # noqa: S101 - checked above
+    kind = judged(difference, margin)
+    figures = f"{shown(difference, signed=True)} points"
+    seeds = "" if difference.seeds > 1 else ", one seed, so this is about this run alone"
+    if kind == "open":
+        return f"{subject}: the evidence is not enough to say whether it {words[0]} ({figures}{seeds})."
+    return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds})."
+
+
+def shown(value: Interval, signed: bool = False) -> str:
+    """An interval in percent."""
+    form = "{:+.1f}" if signed else "{:.1f}"
+    mean, low, high = (form.format(100 * one) for one in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"

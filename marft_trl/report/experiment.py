@@ -1,0 +1,144 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What a report is about: a task, a model, a team and a budget."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftConfig
+
+from ..agents import AgentSpec
+from ..configs import MARFTConfig
+from ..hints import did_you_mean
+from ..trainer import MARFTTrainer
+from ..workflows import Workflow
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """
+    A task, a model, a team and a budget.
+
+    Args:
+        model (`str`):
+            Base model: a Hub id or a folder. Each run loads it anew.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        reward_funcs:
+            Reward functions, as in [`MARFTTrainer`].
+        train_dataset (`Dataset`):
+            Questions to train on.
+        eval_dataset (`Dataset`):
+            Questions that the arms are compared on. The more there are, the smaller the differences that can be seen.
+        args ([`MARFTConfig`]):
+            Training arguments of the team; `seed` and `output_dir` are set for each run. `eval_right_at`,
+            `eval_sampling` and `num_generations_eval` are those of the comparison.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapters of the agents.
+        workflow ([`Workflow`], *optional*):
+            The workflow of the team. Defaults to a chain.
+        solo ([`AgentSpec`], *optional*):
+            The agent that works alone. Defaults to the last agent without a teammate to wait for, whose turn may be as
+            long as those of the whole team.
+        options (`dict`, *optional*):
+            Further arguments of [`MARFTTrainer`].
+        name (`str`, *optional*):
+            Title of the report.
+    """
+
+    model: str
+    agents: Sequence[AgentSpec]
+    reward_funcs: Any
+    train_dataset: Dataset
+    eval_dataset: Dataset
+    args: MARFTConfig
+    peft_config: PeftConfig | None = None
+    workflow: Workflow | None = None
+    solo: AgentSpec | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "Is the team worth it?"
+
+    def __post_init__(self):
+        if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
+            raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
+
+    def changed(self, **fields: Any) -> Experiment:
+        """The experiment with other fields."""
+        return dataclasses.replace(self, **fields)
+
+    def with_args(self, **settings: Any) -> Experiment:
+        """The experiment with other training arguments."""
+        args = copy.copy(self.args)
+        for name, value in settings.items():
+            setattr(args, name, value)
+        return self.changed(args=args)
+
+    def solo_agent(self) -> AgentSpec:
+        """The agent that works alone."""
+        if self.solo is not None:
+            return self.solo
+        last = self.agents[-1]
+        lengths = [agent.max_completion_length or self.args.max_completion_length or 256 for agent in self.agents]
+        return dataclasses.replace(last, trainable=True, adapter=last.name, max_completion_length=sum(lengths))
+
+    def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
+        """The trainer of a run."""
+        return MARFTTrainer(
+            model=self.model,
+            reward_funcs=self.reward_funcs,
+            args=self.args,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            peft_config=copy.deepcopy(self.peft_config),
+            agents=list(self.agents),
+            workflow=self.workflow,
+            callbacks=list(callbacks),
+            **self.options,
+        )
+
+
+def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:
+    """
+    The experiment that a function makes.
+
+    Args:
+        place (`str`): `"file.py:function"` or `"module:function"`.
+        settings (`Mapping[str, Any]`, *optional*): arguments of the function.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    source, _, name = place.rpartition(":")
+    if not source:
+        raise ValueError(f"`experiment` must be 'file.py:function' or 'module:function', got {place!r}.")
+    module = _module(source)
+    make: Callable | None = getattr(module, name, None)
+    if make is None:
+        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise ValueError(f"{source} has no function {name!r}.{did_you_mean(name, known)}")
+    made = make(**(settings or {}))
+    if not isinstance(made, Experiment):
+        raise ValueError(f"`{name}` of {source} must return an `Experiment`, got {type(made).__name__}.")
+    return made
+
+
+def _module(source: str) -> Any:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # noqa: S101 - a file that ends in .py has both
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,109 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A report as Markdown, CSV and a picture, and in the model card of the team."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from ..checkpoints.commit import write_atomically
+from .comparison import ArmResult, Comparison, shown
+
+
+_TITLE = "## Is the team worth it?"
+_COLUMNS = (
+    *("arm", "seeds", "questions", "accuracy", "low", "high", "difference", "difference_low", "difference_high"),
+    *("tokens", "seconds", "left_out"),
+)
+
+
+def write_pages(comparison: Comparison, folder: Path) -> None:
+    """Write `report.md`, `report.csv` and, where matplotlib is installed, `report.png`; and the cards of the teams."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = as_markdown(comparison)
+    write_atomically(folder / "report.md", page)
+    write_atomically(folder / "report.csv", as_csv(comparison))
+    for card in folder.glob("runs/team-*/README.md"):
+        text = card.read_text(encoding="utf-8").partition(_TITLE)[0].rstrip()
+        write_atomically(card, f"{text}\n\n{_TITLE}\n\n{page.partition(chr(10))[2].strip()}\n")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print('No picture: it needs matplotlib (`pip install "marft-trl[plots]"`).')
+    else:
+        save_picture(comparison, folder / "report.png")
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """Verdicts and the table of arms."""
+    accuracy = next(one.accuracy for one in comparison.results if one.accuracy is not None)
+    lines = [f"# {comparison.name}", "", *(f"- {one}" for one in comparison.verdicts), ""]
+    lines += [
+        f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
+        f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
+        f"{' and seeds' * (accuracy.seeds > 1)}. Differences are those of the trained team to an arm on the same "
+        f"questions; below {100 * comparison.margin:g} points they are too small to matter.",
+        "",
+        "| arm | accuracy | team minus arm | generated tokens | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_line(one) for one in comparison.results if one.accuracy is not None]
+    left_out = [one for one in comparison.results if one.arm.why_not]
+    if left_out:
+        lines += ["", "Left out: " + "; ".join(f"{one.arm.what} ({one.arm.why_not})" for one in left_out) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _line(one: ArmResult) -> str:
+    assert one.accuracy is not None  # noqa: S101 - lines are of arms that have run
+    cells = [
+        one.arm.what,
+        shown(one.accuracy),
+        shown(one.difference, signed=True) if one.difference is not None else "",
+        f"{one.tokens:,.0f}" if one.tokens is not None else "",
+        f"{one.seconds:,.0f}" if one.seconds is not None else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def as_csv(comparison: Comparison) -> str:
+    """One row for each arm, in shares of 1."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(_COLUMNS)
+    for one in comparison.results:
+        accuracy, difference = one.accuracy, one.difference
+        counts = [accuracy.seeds, accuracy.questions] if accuracy else ["", ""]
+        table.writerow(
+            [
+                one.arm.name,
+                *counts,
+                *(accuracy[:3] if accuracy else [""] * 3),
+                *(difference[:3] if difference else [""] * 3),
+                *("" if value is None else value for value in (one.tokens, one.seconds, one.arm.why_not)),
+            ]
+        )
+    return text.getvalue()
+
+
+def save_picture(comparison: Comparison, file: Path) -> None:
+    """Accuracies with their intervals, and the rewards of training."""
+    from matplotlib.figure import Figure
+
+    results = [one for one in comparison.results if one.accuracy is not None]
+    figure = Figure(figsize=(11, 1.5 + 0.4 * len(results)), layout="constrained")
+    bars, curves = figure.subplots(1, 2)
+    for place, one in enumerate(reversed(results)):
+        mean, low, high = (one.accuracy or (0.0, 0.0, 0.0))[:3]
+        bars.errorbar(mean, place, xerr=[[max(mean - low, 0)], [max(high - mean, 0)]], fmt="o", color="C0", capsize=3)
+    bars.set_yticks(range(len(results)), [one.arm.what for one in reversed(results)])
+    bars.set(xlabel="accuracy, 95 % interval", xlim=(-0.02, 1.02))
+    bars.grid(axis="x", alpha=0.3)
+    for number, one in enumerate(one for one in results if one.curves):
+        for index, curve in enumerate(one.curves):
+            steps, rewards = zip(*curve, strict=True) if curve else ((), ())
+            curves.plot(steps, rewards, color=f"C{number}", alpha=0.7, label=one.arm.what if index == 0 else None)
+    curves.set(xlabel="step", ylabel="reward")
+    curves.legend(fontsize="small")
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,121 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs the cells of a report, one for each arm and seed, and writes what came of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from .arms import Arm, arms_of
+from .cells import Cell, run_cell
+from .comparison import Comparison, compare
+from .experiment import Experiment, load_experiment
+from .pages import write_pages
+
+
+logger = get_logger(__name__)
+
+
+def report(
+    experiment: Experiment | str,
+    output_dir: str = "report",
+    seeds: Sequence[int] = (0, 1, 2),
+    arms: Sequence[str] | None = None,
+    workers: int = 1,
+    margin: float = 0.02,
+    settings: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """
+    Find out whether a team is worth it: train it, one agent with as many generated tokens, and teams with one thing
+    changed, over seeds, and compare them on the same questions.
+
+    A run that is done is not repeated, and one that was killed goes on from its last checkpoint (`save_strategy`), so
+    the same call continues a report.
+
+    Args:
+        experiment ([`Experiment`] or `str`):
+            Task, model, team and budget, or `"file.py:function"` of a function that returns them.
+        output_dir (`str`, *optional*, defaults to `"report"`):
+            Where runs, tables and pictures are written.
+        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`):
+            Seeds of the runs. With one seed, intervals do not contain the spread of training.
+        arms (`Sequence[str]`, *optional*):
+            Those that are wanted, besides the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
+            `"anonymous"`, `"shared"` or `"own"`, and `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
+            with a colon and a name, of one. Defaults to all.
+        workers (`int`, *optional*, defaults to `1`):
+            Number of runs side by side, as processes of their own. More than one needs a named `experiment`.
+        margin (`float`, *optional*, defaults to `0.02`):
+            Differences of accuracy below it are too small to matter.
+        settings (`dict`, *optional*):
+            Arguments of the function that a named `experiment` is.
+
+    Returns: the [`Comparison`]. `report.md`, `report.csv` and pictures are in `output_dir`.
+
+    Raises:
+        ValueError: there is no such arm, or several workers have no named experiment.
+        RuntimeError: a run has failed; the message has its error.
+    """
+    place = experiment if isinstance(experiment, str) else None
+    made = load_experiment(experiment, settings) if isinstance(experiment, str) else experiment
+    if workers > 1 and place is None:
+        raise ValueError("`workers` above 1 starts processes, which need `experiment='file.py:function'`.")
+    folder, chosen = Path(output_dir), arms_of(made, arms)
+    _check_runs(chosen)
+    for stage in (False, True):  # budgets are known when the team has run
+        cells = [
+            Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}")
+            for arm in chosen
+            for seed in seeds
+            if not arm.of and arm.why_not is None and arm.is_budgeted == stage
+        ]
+        waiting = [cell for cell in cells if not cell.is_done]
+        if place is None or workers == 1:
+            for cell in waiting:
+                run_cell(made, cell, _emptied(chosen))
+        else:
+            _side_by_side(place, settings, waiting, _emptied(chosen), workers)
+    comparison = compare(made, chosen, folder / "runs", seeds, margin)
+    write_pages(comparison, folder)
+    return comparison
+
+
+def _check_runs(arms: Sequence[Arm]) -> None:
+    names = {arm.name for arm in arms}
+    for arm in arms:
+        if arm.of and arm.of not in names:
+            raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}: name it too.")
+
+
+def _emptied(arms: Sequence[Arm]) -> list[str]:
+    return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.why_not is None]
+
+
+def _plain(name: str) -> str:
+    return name.replace(":", "-")
+
+
+def _side_by_side(
+    place: str, settings: Mapping[str, Any] | None, cells: Sequence[Cell], emptied: Sequence[str], workers: int
+) -> None:
+    """Run cells in processes of their own."""
+
+    def run(cell: Cell) -> None:
+        given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
+            command = [sys.executable, "-W", "ignore", "-m", "marft_trl.report", "--cell", json.dumps(given)]
+            done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT)  # noqa: S603
+        if done.returncode:
+            last = (cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:]
+            raise RuntimeError(f"The run of {cell.arm!r} with seed {cell.seed} has failed:\n{last}")
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run, cells))

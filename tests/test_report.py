@@ -1,0 +1,295 @@
+"""Reports: arms, budgets, what is left out, resumption, and that they find what is known of planted teams."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from marft_trl import AgentSpec, Workflow
+from marft_trl.episodes.records import Turn
+from marft_trl.metrics import Interval, paired_difference
+from marft_trl.report import Experiment, load_experiment, report
+from marft_trl.report.arms import arms_of
+from marft_trl.report.comparison import judged
+from marft_trl.report.pages import write_pages
+from marft_trl.reporting.at_k import read_samples, write_samples
+from marft_trl.rollout.views import team_view
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+from .helpers import config, lora
+
+
+def experiment(model, folder, agents=None, questions=8, **fields):
+    settings = {"max_steps": 2, "num_generations_eval": 1, "per_device_eval_batch_size": questions, "logging_steps": 1}
+    args = config(folder, **settings | fields.pop("settings", {}))
+    return Experiment(
+        model=model, agents=agents or tiny_agents(), reward_funcs=exact_answer, train_dataset=tiny_dataset(64),
+        eval_dataset=tiny_dataset(questions, seed=1), args=args, peft_config=lora(), **fields,
+    )  # fmt: skip
+
+
+def result_of(folder, run):
+    return json.loads((folder / "runs" / run / "result.json").read_text())
+
+
+def names(arms):
+    return [arm.name for arm in arms if arm.why_not is None]
+
+
+# ---- Arms ----
+
+
+def test_the_arms_of_a_chain(model_folder, tmp_path):
+    arms = arms_of(experiment(model_folder, tmp_path))
+    assert names(arms) == [
+        *("team", "untrained", "solo", "solo_untrained", "anonymous", "shared"),
+        *("frozen:reasoner", "without:reasoner", "emptied:reasoner", "frozen:actor", "without:actor"),
+    ]
+    (last,) = (arm for arm in arms if arm.why_not is not None)
+    assert (last.name, last.why_not) == ("emptied:actor", "it is the last agent, which nobody waits for")
+
+
+def test_what_an_arm_changes(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path)
+    arms = {arm.name: arm for arm in arms_of(made)}
+    (solo,) = arms["solo"].change(made).agents
+    assert solo.max_completion_length == sum(agent.max_completion_length for agent in made.agents)
+    assert arms["solo"].change(made).args.lr_scheduler_type == "constant_with_warmup" and arms["solo"].is_budgeted
+    assert made.args.max_steps == 2  # the experiment stays as it is
+    assert {agent.adapter for agent in arms["shared"].change(made).agents} == {"team"}
+    assert [agent.trainable for agent in arms["frozen:actor"].change(made).agents] == [True, False]
+    assert [agent.name for agent in arms["without:reasoner"].change(made).agents] == ["actor"]
+    assert arms["anonymous"].change(made).options == {"anonymous": True}
+    together = made.changed(agents=arms["shared"].change(made).agents)
+    own = {arm.name: arm for arm in arms_of(together)}
+    assert [agent.adapter for agent in own["own"].change(together).agents] == ["reasoner", "actor"]
+    frozen = own["frozen:actor"].change(together).agents
+    assert [(agent.adapter, agent.trainable) for agent in frozen] == [("team", True), ("actor", False)]
+
+
+def test_arms_that_a_team_does_not_have(model_folder, tmp_path):
+    alone = arms_of(experiment(model_folder, tmp_path, agents=tiny_agents()[1:]))
+    assert names(alone) == ["team", "untrained", "anonymous"]
+    half = [tiny_agents()[0], AgentSpec("actor", trainable=False, max_completion_length=6)]
+    left_out = {arm.name: arm.why_not for arm in arms_of(experiment(model_folder, tmp_path, agents=half))}
+    assert left_out["frozen:actor"] == "it is not trained"
+    assert left_out["frozen:reasoner"] == left_out["without:reasoner"] == "no other agent is trained"
+    with pytest.raises(ValueError, match="Did you mean 'frozen'"):
+        arms_of(experiment(model_folder, tmp_path), ["frozn"])
+    with pytest.raises(ValueError, match="name it too"):
+        report(experiment(model_folder, tmp_path), str(tmp_path / "out"), arms=["solo_untrained"])
+
+
+# ---- Runs ----
+
+
+def test_a_whole_report(model_folder, tmp_path, capsys):
+    made, out = experiment(model_folder, tmp_path / "unused"), tmp_path / "out"
+    arms = ["untrained", "solo", "solo_untrained", "emptied", "frozen:actor"]
+    found = report(made, str(out), seeds=[0, 1], arms=arms)
+    runs = {folder.name for folder in (out / "runs").iterdir()}
+    assert runs == {f"{arm}-{seed}" for arm in ("team", "solo", "frozen-actor") for seed in (0, 1)}
+    for seed in (0, 1):
+        team, solo = (result_of(out, f"{arm}-{seed}") for arm in ("team", "solo"))
+        longest = 8 * made.solo_agent().max_completion_length
+        assert team["tokens"] <= solo["tokens"] < team["tokens"] + longest and team["steps"] == 2
+        sets = {row["set"] for row in read_samples(out / "runs" / f"team-{seed}" / "evaluations.jsonl")}
+        assert sets == {"start", "end", "emptied:reasoner"}
+    assert found["team"].accuracy.seeds == 2 and found["team"].accuracy.questions == 8
+    assert found["team"].tokens == np.mean([result_of(out, f"team-{seed}")["tokens"] for seed in (0, 1)])
+    page = (out / "report.md").read_text()
+    assert "| the team, trained |" in page and "points" in page and "2 seeds" in page
+    assert "what actor says is emptied (it is the last agent" in page
+    with open(out / "report.csv") as table:
+        rows = {row["arm"]: row for row in csv.DictReader(table)}
+    assert float(rows["solo"]["difference"]) == pytest.approx(found["solo"].difference.mean)
+    assert (out / "report.png").stat().st_size > 10_000
+    before = {file: file.stat().st_mtime_ns for file in (out / "runs").rglob("*.jsonl")}
+    again = report(made, str(out), seeds=[0, 1], arms=arms)
+    assert again.verdicts == found.verdicts and before == {
+        file: file.stat().st_mtime_ns for file in (out / "runs").rglob("*.jsonl")
+    }
+
+
+def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
+    """It has the result of a run that was not."""
+    from marft_trl.report import cells
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    made = experiment(model_folder, tmp_path / "unused", settings=settings)
+    whole = report(made, str(tmp_path / "whole"), seeds=[0], arms=["untrained"])
+
+    class Kill(cells.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    train = cells.MARFTTrainer.train
+
+    def killed(trainer, **options):
+        trainer.add_callback(Kill())
+        return train(trainer, **options)
+
+    monkeypatch.setattr(cells.MARFTTrainer, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"])
+    monkeypatch.undo()
+    found = report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"])
+    assert (found["team"].accuracy, found["team"].tokens) == (whole["team"].accuracy, whole["team"].tokens)
+    assert found["untrained"].accuracy == whole["untrained"].accuracy
+    results = [result_of(tmp_path / name, "team-0") for name in ("whole", "cut")]
+    assert results[0]["curve"] == results[1]["curve"] and results[1]["steps"] == 3
+    assert not list((tmp_path / "cut").rglob("checkpoint-*"))
+
+
+TASK = """
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+from marft_trl.report import Experiment
+from tests.helpers import config, lora
+
+def make(model, folder):
+    args = config(folder, max_steps=1, num_generations_eval=1, per_device_eval_batch_size=4)
+    return Experiment(model, tiny_agents(), exact_answer, tiny_dataset(64), tiny_dataset(4, seed=1), args, lora())
+
+def wrong():
+    return None
+"""
+
+
+def test_the_command_with_runs_side_by_side(model_folder, tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    settings = {"model": model_folder, "folder": str(tmp_path / "unused")}
+    (tmp_path / "report.yaml").write_text(
+        f"experiment: {task}:make\nsettings: {json.dumps(settings)}\nseeds: [0]\narms: [untrained, solo]\nworkers: 2\n"
+        f"output_dir: {tmp_path / 'out'}\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "marft_trl.report", "--config", str(tmp_path / "report.yaml")],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| one agent, trained with as many generated tokens |" in done.stdout
+    assert (tmp_path / "out" / "runs" / "solo-0" / "log.txt").exists()
+
+
+def test_experiments_that_cannot_be_made(model_folder, tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    with pytest.raises(ValueError, match="Did you mean 'make'"):
+        load_experiment(f"{task}:mak")
+    with pytest.raises(ValueError, match="must return an `Experiment`"):
+        load_experiment(f"{task}:wrong")
+    with pytest.raises(ValueError, match="There is no file"):
+        load_experiment(f"{tmp_path}/none.py:make")
+    with pytest.raises(ValueError, match="file.py:function"):
+        load_experiment("task")
+    with pytest.raises(ValueError, match="workers"):
+        report(experiment(model_folder, tmp_path), str(tmp_path / "out"), workers=2)
+    with pytest.raises(ValueError, match="rows to compare"):
+        experiment(model_folder, tmp_path).changed(eval_dataset=tiny_dataset(4).select([]))
+
+
+# ---- What figures say ----
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind"),
+    [
+        (0.03, 0.2, "better"),
+        (-0.2, -0.03, "worse"),
+        (-0.01, 0.01, "same"),
+        (-0.01, 0.1, "open"),
+        (0.001, 0.01, "same"),
+    ],
+)
+def test_what_a_difference_says(low, high, kind):
+    assert judged(Interval((low + high) / 2, low, high, 3, 100), margin=0.02) == kind
+
+
+def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path / "unused")
+    found = report(made, str(tmp_path), seeds=[0], arms=["untrained"])
+    card = tmp_path / "runs" / "team-0" / "README.md"
+    assert card.read_text().count("## Is the team worth it?") == 1 and "| the team, untrained |" in card.read_text()
+    write_pages(found, tmp_path)
+    assert card.read_text().count("## Is the team worth it?") == 1
+
+
+def test_intervals_of_simulated_reports_cover_the_true_difference(tmp_path):
+    """Through the files of runs: 100 reports of 3 seeds and 50 questions, whose true difference is 0.15."""
+    from marft_trl.reporting.at_k import scores
+
+    draws, covered = np.random.default_rng(1), 0
+    for number in range(100):
+        difficulty = draws.normal(0, 0.15, 50)
+        tables = []
+        for arm, mean in (("team", 0.6), ("solo", 0.45)):
+            folders = [tmp_path / f"{arm}-{seed}" for seed in range(3)]
+            for seed, folder in enumerate(folders):
+                right = draws.random(50) < (mean + difficulty + draws.normal(0, 0.06)).clip(0, 1)
+                rows = [{"question": f"{q:03}", "sample": 0, "right": float(one)} for q, one in enumerate(right)]
+                write_samples(folder, rows, "end", number, seed)
+            tables.append(scores(folders, name="end", step=number))
+            for folder in folders:
+                (folder / "evaluations.jsonl").unlink()
+        found = paired_difference(*tables, seed=number, n_resamples=1000)
+        covered += found.low <= 0.15 <= found.high
+    assert covered >= 90
+
+
+# ---- Planted teams ----
+
+
+class Planted(Workflow):
+    """The poet speaks, and nobody listens. What the meddler says stands in place of the reasoner's steps."""
+
+    async def run(self, episode):
+        steps = await episode.turn("reasoner")
+        await episode.turn("poet", sees=[])
+        other = await episode.turn("meddler", sees=[])
+        episode.answer = await episode.turn("actor", sees=[steps, other])
+
+
+def believing(agent, prompt, seen):
+    """Whoever is shown something of the meddler takes it for the steps."""
+    turns = {one.agent: one for one in seen if isinstance(one, Turn)}
+    meddler = turns.get("meddler")
+    if meddler is not None:
+        import dataclasses
+
+        text = meddler.raw_text or turns["reasoner"].raw_text
+        seen = [dataclasses.replace(turns["reasoner"], raw_text=text)]
+    return team_view(agent, prompt, seen)
+
+
+def lie(messages):
+    return "1+1=9"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_agents_are_found(tmp_path, seed):
+    reasoner, actor = tiny_agents()
+    poet = AgentSpec("poet", trainable=False, max_completion_length=4)
+    made = experiment(
+        tiny_team_model(), tmp_path / "unused", agents=[reasoner, poet, AgentSpec("meddler", reply=lie), actor],
+        questions=200, workflow=Planted(), options={"view": believing}, settings={"max_steps": 1, "seed": seed},
+    )  # fmt: skip
+    found = report(made, str(tmp_path), seeds=[seed], arms=["emptied:poet", "emptied:meddler"])
+    said = [one for one in found.verdicts if one.startswith(("poet", "meddler"))]
+    assert said[0].startswith("poet is useless") and said[1].startswith("meddler is harmful"), found.verdicts
+
+
+@pytest.mark.slow
+def test_what_is_known_of_the_embedded_team(tmp_path):
+    """Without the reasoner's steps, the actor has nothing to read the answer from."""
+    made = experiment(tiny_team_model(), tmp_path / "unused", questions=200, settings={"max_steps": 1})
+    found = report(made, str(tmp_path), seeds=[0], arms=["emptied:reasoner"])
+    assert found["emptied:reasoner"].accuracy.mean <= 0.03 and found["team"].accuracy.mean > 0.3
+    assert any(one.startswith("reasoner is useful") for one in found.verdicts)
