@@ -4,7 +4,7 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
     make real                                                  # sets everything up first; about an hour on two cores
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
 
-The reasoner writes at most 16 tokens, and the actor answers. One agent alone is trained until it has generated as many
+The reasoner writes at most 8 tokens, the actor 6. One agent alone is trained until it has generated as many
 tokens as the duo. Each run begins from the same pretrained model, and is evaluated on 96 questions that were not
 trained on, before and after, with greedy decoding. A run that was interrupted is taken up again by the same command.
 
@@ -20,7 +20,7 @@ from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.report import Experiment, report
 from marft_trl.report.comparison import shown
 from marft_trl.rewards import math_answer
-from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, smollm2
+from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
 
 
 # Families with easy settings, which a model of this size can learn in minutes
@@ -35,13 +35,14 @@ MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 # The last number of an answer is scored, so "7 + 2 = 9" and "9" are both right
 number_is_right = get_reasoning_gym_reward(answer=math_answer, exact=True)
+number_is_right.__name__ = "number_is_right"
 
 
-def make(family="chain_sum", max_steps=20):
+def make(family="chain_sum", max_steps=32):
     """The experiment of a family."""
     args = MARFTConfig(
         "real-output",
-        learning_rate=1e-3,
+        learning_rate=6e-4,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
         per_device_train_batch_size=32,  # 4 questions with 8 episodes each
@@ -51,6 +52,7 @@ def make(family="chain_sum", max_steps=20):
         num_generations_eval=1,
         eval_k=[1],
         eval_sampling={"temperature": 0.0},
+        eval_right_by="number_is_right",
         gradient_checkpointing=False,
         logging_steps=1,
         save_steps=10,
@@ -61,11 +63,12 @@ def make(family="chain_sum", max_steps=20):
     return Experiment(
         model=smollm2(),
         agents=[
-            AgentSpec("reasoner", system_prompt="Work out the answer in a few words.", max_completion_length=16),
-            AgentSpec("actor", system_prompt=ONLY, max_completion_length=12),
+            AgentSpec("reasoner", system_prompt="Work out the answer in a few words.", max_completion_length=8),
+            AgentSpec("actor", system_prompt=ONLY, max_completion_length=6),
         ],
-        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=28),
-        reward_funcs=number_is_right,
+        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=14),
+        # A number alone earns twice as much as one within other words
+        reward_funcs=[number_is_right, reasoning_gym_exact],
         train_dataset=reasoning_gym(family, size=2000, seed=0, **FAMILIES[family]),
         eval_dataset=reasoning_gym(family, size=96, seed=1_000_000, **FAMILIES[family]),
         args=args,
@@ -90,7 +93,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--max_steps", type=int, default=20)
+    parser.add_argument("--max_steps", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"))
     options = parser.parse_args()

@@ -8,6 +8,10 @@ mathematics) or `tests` (for programs).
 | `gsm8k`      | openai/gsm8k (`main`)                   | `question`, `answer` (ends in `#### 72`)                  |
 | `deepscaler` | agentica-org/DeepScaleR-Preview-Dataset | `problem`, `answer`, `solution` (often empty)             |
 | `deepcoder`  | agentica-org/DeepCoder-Preview-Dataset  | `problem`, `tests`, in `lcbv5` `starter_code`, `metadata` |
+| `codeforces` | open-r1/codeforces (`verifiable`)       | `description`, formats, `examples`, `official_tests`      |
+
+Any family of reasoning-gym is a source too, such as `countdown`, `sokoban`, `sudoku` or `maze`; its rows have `family`
+and `entry` in place of a solution.
 """
 
 import json
@@ -23,6 +27,7 @@ FUNCTION = "\n\nWrite the Python function `{name}`, or that method of a class `S
 STARTER = "\n\nBegin with this code:\n```python\n{code}\n```"
 
 
+GYM_SIZE = 5000  # questions that are made of a family of reasoning-gym
 # Columns of files whose rows are problems already
 READY = {"math": ("prompt", "solution"), "code": ("prompt", "tests")}
 
@@ -35,7 +40,7 @@ class Source:
     names: tuple[str | None, ...]
     columns: tuple[str, ...]
     read: callable
-    kind: str  # "math" or "code"
+    kind: str  # "math", "code" or "gym"
 
 
 def read_math(row):
@@ -67,6 +72,20 @@ def read_deepcoder(row, max_tests=16):
     if (row.get("starter_code") or "").strip():
         text += STARTER.format(code=row["starter_code"].strip())
     return {"prompt": [{"role": "user", "content": text}], "tests": json.dumps(tests)}
+
+
+def read_codeforces(row, max_tests=16):
+    tests = as_tests([*(row.get("examples") or []), *(row.get("official_tests") or [])], None, max_tests)
+    if not row.get("description") or tests is None:
+        return None
+    parts = [row.get("title"), row["description"]]
+    parts += [f"{name}\n{row[key]}" for name, key in _FORMATS.items() if row.get(key)]
+    shown = [f"Input:\n{one['input']}\nOutput:\n{one['output']}" for one in row.get("examples") or []]
+    text = "\n\n".join(part.strip() for part in [*parts, *shown] if part) + PROGRAM
+    return {"prompt": [{"role": "user", "content": text}], "tests": json.dumps(tests)}
+
+
+_FORMATS = {"Input": "input_format", "Output": "output_format", "Note": "note"}
 
 
 def as_tests(tests, metadata=None, most=16):
@@ -176,7 +195,15 @@ SOURCES = {
         read_deepcoder,
         "code",
     ),
+    "codeforces": Source(
+        "open-r1/codeforces", ("verifiable",), ("description", "official_tests"), read_codeforces, "code"
+    ),
 }
+
+
+def source_of(name):
+    """The source of a name. Names that are no dataset are families of reasoning-gym."""
+    return SOURCES.get(name) or Source(f"reasoning-gym/{name}", (None,), ("prompt", "entry"), None, "gym")
 
 
 def load_problems(source, files=None):
@@ -185,7 +212,11 @@ def load_problems(source, files=None):
     of `prompt` and `solution` (mathematics) or `tests` (programs).
     Rows that nothing can score are left out, and counted on the screen.
     """
-    chosen = SOURCES[source]
+    chosen = source_of(source)
+    if chosen.kind == "gym":
+        from marft_trl.tasks import reasoning_gym
+
+        return reasoning_gym(source, size=GYM_SIZE)
     if files:
         parts = [load_file(file, chosen) for file in files]
     else:

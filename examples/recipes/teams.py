@@ -8,6 +8,7 @@ from marft_trl.rewards import (
     get_solver_reward,
     get_verifier_reward,
 )
+from marft_trl.workflows import Debate, MixtureOfAgents, Orchestrated, UntilApproved
 
 
 PROMPTS = {
@@ -20,6 +21,10 @@ PROMPTS = {
     "coder": "You are the coder of a team. Follow the plan and write the whole program.",
     "reflector": "You are the reflector of a team. Say briefly what is wrong or missing in the work before you.",
     "verifier": "You are the verifier of a team. Check the work before you, mend it, and give the final answer.",
+    "judge": "You are the judge of a team. Compare the solutions before you, and give the best one as final answer.",
+    "solver_1": "You are a solver of a team. Show your work and give the final answer.",
+    "solver_2": "You are a solver of a team. Show your work and give the final answer.",
+    "solver_3": "You are a solver of a team. Show your work and give the final answer.",
     "tester": "You are the verifier of a team. Check the program before you, mend it, and give the final program.",
 }
 # Who is in a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs.
@@ -42,7 +47,32 @@ ROLES = {
         3: ["planner", "coder", "verifier"],
         4: ["planner", "coder", "reflector", "verifier"],
     },
+    "judge": {
+        1: ["solver_1"],
+        2: ["solver_1", "judge"],
+        3: ["solver_1", "solver_2", "judge"],
+        4: ["solver_1", "solver_2", "solver_3", "judge"],
+    },
 }
+WORKFLOWS = ["chain", "orchestrated", "evaluated", "voting", "judged"]
+
+
+def make_workflow(name, profile, count):
+    """The workflow of a team: `"chain"` or another one of `WORKFLOWS`."""
+    roles = ROLES[profile][count]
+    if name not in WORKFLOWS:
+        raise ValueError(f"`workflow` must be one of {', '.join(WORKFLOWS)}, got {name!r}.")
+    if name == "chain":
+        return None
+    if count == 1:
+        raise ValueError(f"`workflow={name}` needs at least two agents. Set `num_agents`, or leave `workflow` out.")
+    if name == "orchestrated":
+        return Orchestrated(roles[0], roles[1:], max_turns=2 * count, fallback=roles[-1])
+    if name == "evaluated":
+        return UntilApproved(roles[0], roles[1], rounds=2)
+    if name == "voting":
+        return Debate(roles, rounds=1)
+    return MixtureOfAgents([roles[:-1]], roles[-1])
 
 
 def check_team(profile, count):
@@ -58,7 +88,7 @@ def make_team(profile, count, outcome=None, shared_adapter=False):
     The agents of a team.
 
     Args:
-        profile: `"duo"`, `"math"` or `"code"`.
+        profile: `"duo"`, `"math"`, `"code"` or `"judge"`.
         count: 1 to 4 agents.
         outcome: the reward of the answer, where turns have rewards of their own; `None` where they have none.
         shared_adapter: whether all act with one LoRA.
@@ -81,7 +111,7 @@ def own_reward(role, outcome, profile):
         return None
     if role in ("planner", "decomposer"):
         return get_planner_reward(outcome, steps=3 if profile == "code" else 2)
-    if role in ("solver", "actor", "executor"):
+    if role in ("solver", "actor", "executor") or role.startswith("solver_"):
         return get_solver_reward(outcome)
     if role == "coder":
         return get_coder_reward(outcome)

@@ -16,8 +16,8 @@ math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
 from dataclasses import dataclass, field
 
 from peft import LoraConfig
-from problems import SOURCES, load_problems
-from teams import check_team, make_team
+from problems import SOURCES, load_problems, source_of
+from teams import WORKFLOWS, check_team, make_team, make_workflow
 from trl import ModelConfig, TrlParser, get_quantization_config
 
 from marft_trl import MARFTConfig, MARFTTrainer
@@ -31,11 +31,16 @@ class RecipeArguments:
 
     Args:
         problems (`str`, *optional*, defaults to `"math"`):
-            `"math"`, `"gsm8k"`, `"deepscaler"` or `"deepcoder"`.
+            `"math"`, `"gsm8k"`, `"deepscaler"`, `"deepcoder"`, `"codeforces"`, or a family of reasoning-gym such as
+            `"countdown"`.
         problem_files (`list[str]`, *optional*):
             Local files with the columns of the dataset, in place of the Hub's.
         profile (`str`, *optional*, defaults to `"duo"`):
-            Roles of the team: `"duo"`, `"math"` or `"code"`.
+            Roles of the team: `"duo"`, `"math"`, `"code"` or `"judge"`.
+        workflow (`str`, *optional*, defaults to `"chain"`):
+            `"chain"`, `"orchestrated"` (the first agent decides who is next), `"evaluated"` (the second one approves),
+            `"voting"` (all answer, the most frequent answer counts) or `"judged"` (several solve, the last one
+            chooses).
         num_agents (`int`, *optional*, defaults to `2`):
             1 to 4.
         shared_adapter (`bool`, *optional*, defaults to `False`):
@@ -46,13 +51,19 @@ class RecipeArguments:
             Problems that are held out for evaluation.
         code_timeout (`float`, *optional*, defaults to `10.0`):
             Seconds for each test of a program.
+        train (`bool`, *optional*, defaults to `True`):
+            Whether to train before the evaluation.
         dry_run (`bool`, *optional*, defaults to `False`):
             Print what training would do, and stop.
     """
 
-    problems: str = field(default="math", metadata={"choices": sorted(SOURCES), "help": "Which problems."})
+    problems: str = field(default="math", metadata={"help": f"{', '.join(SOURCES)}, or a reasoning-gym family."})
     problem_files: list[str] | None = field(default=None, metadata={"help": "Local files in place of the Hub's."})
-    profile: str = field(default="duo", metadata={"choices": ["duo", "math", "code"], "help": "Roles of the team."})
+    profile: str = field(
+        default="duo", metadata={"choices": ["duo", "math", "code", "judge"], "help": "Roles of the team."}
+    )
+    workflow: str = field(default="chain", metadata={"choices": WORKFLOWS, "help": "Who acts when."})
+    train: bool = field(default=True, metadata={"help": "Whether to train before the evaluation."})
     num_agents: int = field(default=2, metadata={"help": "Agents in the team, 1 to 4."})
     shared_adapter: bool = field(default=False, metadata={"help": "Whether all agents act with one LoRA."})
     anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
@@ -61,9 +72,10 @@ class RecipeArguments:
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 
 
-def main():
+def main(args=None):
+    """Run a recipe, and return the metrics of its evaluation."""
     parser = TrlParser((RecipeArguments, MARFTConfig, ModelConfig))
-    recipe, training_args, model_args = parser.parse_args_and_config()
+    recipe, training_args, model_args = parser.parse_args_and_config(args)
     check_team(recipe.profile, recipe.num_agents)
     dataset = load_problems(recipe.problems, recipe.problem_files)
     if recipe.eval_size >= len(dataset):
@@ -71,8 +83,7 @@ def main():
             f"`--eval_size` ({recipe.eval_size}) leaves nothing to train on: there are {len(dataset)} problems."
         )
     parts = dataset.train_test_split(test_size=recipe.eval_size, seed=0) if recipe.eval_size else {"train": dataset}
-    is_code = SOURCES[recipe.problems].kind == "code"
-    outcome = get_code_reward(seconds=recipe.code_timeout) if is_code else math_reward
+    outcome = reward_of(source_of(recipe.problems).kind, recipe.code_timeout)
     own = outcome if training_args.credit == "per_step" else None
     training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
     trainer = MARFTTrainer(
@@ -88,20 +99,34 @@ def main():
             lora_alpha=model_args.lora_alpha,
             target_modules=model_args.lora_target_modules or "all-linear",
         ),
+        workflow=make_workflow(recipe.workflow, recipe.profile, recipe.num_agents),
         anonymous=False if recipe.anonymous == "no" else recipe.anonymous,
     )
     if recipe.dry_run:
         print(trainer.plan())
-        return
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.end()
+        return {}
+    if recipe.train:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    metrics = {}
     if recipe.eval_size:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     trainer.save_model()
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=SOURCES[recipe.problems].path)
+        trainer.push_to_hub(dataset_name=source_of(recipe.problems).path)
     trainer.end()
+    return metrics
+
+
+def reward_of(kind, code_timeout):
+    """The reward of answers to a kind of problems."""
+    if kind == "gym":
+        from marft_trl.tasks import reasoning_gym_exact
+
+        return reasoning_gym_exact
+    return get_code_reward(seconds=code_timeout) if kind == "code" else math_reward
 
 
 if __name__ == "__main__":

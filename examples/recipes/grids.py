@@ -1,0 +1,102 @@
+"""The experiments of publications as grids: a recipe, and what its cells change."""
+
+import itertools
+
+
+def product(**axes):
+    """All combinations of the values of options."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def marft_v2():
+    """MARFT v2: data x 1 to 4 agents x own or shared LoRA x critic x names, and orchestrated teams."""
+    cells = []
+    for recipe in ("deepscaler", "deepcoder", "codeforces", "math_duo", "gsm8k_duo"):
+        critics, names = ["shared", "multi_head", "per_agent"], ["no", "numbered", "none"]
+        for cell in product(num_agents=[1, 2, 3, 4], shared_adapter=[False, True], critic=critics, anonymous=names):
+            if cell["num_agents"] > 1 or not cell["shared_adapter"]:
+                cells.append({"recipe": recipe, **cell})
+        for cell in product(num_agents=[3, 4], shared_adapter=[False, True]):
+            cells.append({"recipe": recipe, "workflow": "orchestrated", "critic": "shared", **cell})
+    return cells
+
+
+def marft():
+    """
+    The first paper: one and two agents x untrained, PPO and MARFT at both levels. PPO updates all agents in each
+    update, MARFT one agent after the other; with one agent they are the same.
+    """
+    kinds = {
+        "untrained": {"train": False},
+        "ppo-a": {"preset": "marft-a", "agent_iteration_interval": 0},
+        "ppo-t": {"preset": "marft-t", "agent_iteration_interval": 0},
+        "marft-a": {"preset": "marft-a"},
+        "marft-t": {"preset": "marft-t"},
+    }
+    return [
+        {"recipe": recipe, "num_agents": count, "kind": kind, **settings}
+        for recipe in ("math_duo", "gsm8k_duo")
+        for count in (1, 2)
+        for kind, settings in kinds.items()
+    ]
+
+
+def at_grpo():
+    """AT-GRPO (2510.11062): planning with one and two agents, own and shared policies, on games of reasoning-gym."""
+    games = ["sokoban", "mini_sudoku", "shortest_path"]
+    return [
+        {"recipe": "planning", **cell}
+        for cell in product(
+            problems=games, num_agents=[1, 2], shared_adapter=[False, True], preset=["at-grpo", "grpo"]
+        )
+        if cell["num_agents"] > 1 or not cell["shared_adapter"]
+    ]
+
+
+def c3():
+    """C3 (2603.06859): a duo with credit by alternatives, a central critic, or a group."""
+    return [
+        {"recipe": "c3_duo", **cell} for cell in product(problems=["math", "gsm8k"], preset=["c3", "mappo", "magrpo"])
+    ]
+
+
+def collapses():
+    """2605.24202: three workflows, one policy for all or one for each, with and without equal weight."""
+    return [
+        {"recipe": "workflows", **cell}
+        for cell in product(
+            workflow=["evaluated", "voting", "orchestrated"],
+            shared_adapter=[True, False],
+            agent_weight=["size", "equal"],
+        )
+        if cell["shared_adapter"] or cell["agent_weight"] == "size"
+    ]
+
+
+def solver_judge():
+    """rLLM's solver-judge on countdown: two solvers and a judge, beside one solver."""
+    return [{"recipe": "solver_judge", "num_agents": 1, "workflow": "chain"}] + [
+        {"recipe": "solver_judge", "workflow": "judged", **cell}
+        for cell in product(num_agents=[3, 4], shared_adapter=[True, False])
+    ]
+
+
+GRIDS = {
+    "marft-v2": marft_v2,
+    "marft": marft,
+    "at-grpo": at_grpo,
+    "c3": c3,
+    "collapses": collapses,
+    "solver-judge": solver_judge,
+}
+
+
+def name_of(cell):
+    """Name of a cell: its recipe and what it changes."""
+    return "-".join(_word(name, value) for name, value in cell.items())
+
+
+def _word(name, value):
+    if isinstance(value, bool):
+        return name if value else f"no_{name}"
+    return str(value) if name in ("recipe", "kind", "preset", "problems", "workflow") else f"{name}_{value}"
