@@ -425,10 +425,9 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
             "or leave it out.",
         ),
         (
-            rule.reruns or rule.scores_turns,
+            rule.reruns or rule.scores_turns or args.credit == "step_discount",
             f"`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, but with "
-            f"`credit={args.credit!r}` their turns differ. Use `credit='equal'` or `'step_discount'`, or leave it "
-            "out.",
+            f"`credit={args.credit!r}` their turns differ. Use `credit='equal'`, or leave it out.",
         ),
         (
             args.max_staleness > 0,
@@ -441,6 +440,21 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
             "must be at least 1.",
         ),
     ]
+
+
+def check_collapse(args: Any) -> None:
+    """
+    Check what happens to a team that collapses.
+
+    Raises:
+        ValueError: adapters would be restored, and their references would not.
+    """
+    if args.on_collapse == "restore" and args.sync_ref_model:
+        raise ValueError(
+            "`on_collapse='restore'` takes adapters back, but not the references that follow them "
+            "(`sync_ref_model=True`), which would pull them to where they have fallen. Set `on_collapse='warn'`, or "
+            "`sync_ref_model=False`."
+        )
 
 
 def check_failures(args: Any) -> None:

@@ -25,6 +25,7 @@ from .config_checks import (
     VALUE_LOSSES,
     check_choice,
     check_choices,
+    check_collapse,
     check_combinations,
     check_failures,
     check_numbers,
@@ -471,6 +472,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         check_failures(self)
         check_vllm(self)
         check_evaluation(self)
+        check_collapse(self)
         self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
 
     def _apply_preset(self) -> None:

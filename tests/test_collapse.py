@@ -1,7 +1,9 @@
 """A run that falls from its best: said, and undone for the agent that has fallen."""
 
 import logging
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -9,6 +11,7 @@ from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.trainer import collapse
 
 from .helpers import StopAt, config, moved, team_trainer, weights
 
@@ -33,12 +36,15 @@ class Spoil(TrainerCallback):
                         parameter.data.normal_(std=1.0)
 
 
-def make(model, folder, spoil=None, agents=None, callbacks=(), **settings):
+def make(
+    model, folder, spoil=None, agents=None, callbacks=(), eval_dataset=None, reward_funcs=exact_answer, **settings
+):
     defaults = {"collapse_window": 2, "collapse_drop": 0.4, "max_steps": 8, "learning_rate": 1e-5, "seed": 1}
     defaults |= {"per_device_train_batch_size": 64, "lr_scheduler_type": "constant", "on_collapse": "restore"}
     trainer = team_trainer(
-        model, folder, agents=agents or tiny_agents(), reward_funcs=exact_answer, settings=defaults | settings,
-        train_dataset=tiny_dataset(256), callbacks=[*([spoil] if spoil else []), *callbacks],
+        model, folder, agents=agents or tiny_agents(), reward_funcs=reward_funcs, settings=defaults | settings,
+        train_dataset=tiny_dataset(256), eval_dataset=eval_dataset,
+        callbacks=[*([spoil] if spoil else []), *callbacks],
     )  # fmt: skip
     if spoil is not None:
         spoil.trainer = trainer
@@ -101,6 +107,8 @@ def test_the_optimizer_goes_back_too(taught_model, tmp_path):
     def restoring(adapter):
         other = {name: its for name, its in snapshot().items() if name != adapter}
         restore(adapter)
+        if trainer.state.global_step == trainer.state.max_steps:  # the run ends with its best adapters
+            return
         restored[adapter], best[adapter] = snapshot(), taken[adapter]
         for name, its in other.items():  # the others stay as they are
             assert all(torch.equal(a[0], b[0]) for a, b in zip(its, restored[adapter][name], strict=True))
@@ -124,7 +132,8 @@ def test_a_shared_adapter_is_restored_without_a_trial(taught_model, tmp_path):
     assert logged(trainer, "collapse/restored") == [1.0] and max(logged(trainer, "reward")[5:]) > 0.3
 
 
-def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path):
+def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(collapse, "_ERRORS", 1.0)  # one batch is enough
     trainer = make(
         taught_model, tmp_path, spoil := Spoil(6, "actor"), max_steps=7, save_strategy="steps", save_steps=7
     )
@@ -138,7 +147,7 @@ def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path):
 
 
 def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_path, caplog):
-    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=2e-3)
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=1e-2)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     state = trainer.parts.collapse.state_dict()
@@ -217,6 +226,7 @@ def test_a_resumed_run_restores_the_same(taught_model, tmp_path):
         ({"on_collapse": "undo"}, "`on_collapse` must be one of 'warn', 'restore', 'ignore'"),
         ({"collapse_drop": 1.5}, "`collapse_drop` must be a finite number in"),
         ({"collapse_window": 0}, "`collapse_window` must be a finite number above 0"),
+        ({"on_collapse": "restore", "sync_ref_model": True, "beta": 0.1}, "but not the references that follow them"),
         ({"on_collapse": "ignore", "collapse_window": 4}, "has no effect with `on_collapse='ignore'`"),
         ({"use_vllm": True, "max_staleness": 1, "on_collapse": "restore"}, "that `on_collapse='restore'` takes back"),
     ],
@@ -230,3 +240,92 @@ def test_what_does_not_go(tmp_path, settings, message):
 def test_a_base_that_is_trained_cannot_be_restored(model_folder, tmp_path):
     with pytest.raises(ValueError, match="`on_collapse='restore'` needs a base that stays as it is"):
         team_trainer(model_folder, tmp_path, peft_config=None, settings={"on_collapse": "restore"})
+
+
+# ---- What is no collapse ----
+
+
+def watching(trainer):
+    """Feeds batches of rewards to what watches a run; `restored` counts what is undone."""
+    watch, rows = trainer.parts.collapse, [trainer.train_dataset[0]]
+    rollout = SimpleNamespace(drawn=None)
+
+    def feed(rewards):
+        found = []
+        for reward in rewards:
+            rollout.rewards = torch.tensor([reward])
+            found.append(watch.is_undone(rollout, rows))
+        return found
+
+    return feed
+
+
+def test_the_luck_of_batches_is_no_collapse(model_folder, tmp_path, caplog):
+    """Of 20 runs whose team does not change, batches of 32 episodes are called a collapse in none."""
+    draws, settings = np.random.default_rng(0), {"on_collapse": "warn", "collapse_window": 8, "collapse_drop": 0.1}
+    with caplog.at_level(logging.WARNING):
+        for number in range(20):
+            trainer = make(
+                model_folder, tmp_path / str(number), on_collapse="warn", collapse_window=8, collapse_drop=0.1
+            )
+            watching(trainer)(draws.binomial(32, 0.5, 100) / 32)
+    assert not any("COLLAPSED" in text for text in caplog.messages)
+    trainer = make(model_folder, tmp_path / "falls", **settings)
+    with caplog.at_level(logging.WARNING):
+        watching(trainer)([*draws.binomial(32, 0.5, 50) / 32, *draws.binomial(32, 0.1, 12) / 32])
+    assert any("COLLAPSED" in text for text in caplog.messages)
+
+
+def test_nothing_is_restored_where_the_best_adapters_are_no_better(model_folder, tmp_path, caplog):
+    trainer = make(model_folder, tmp_path)
+    before = weights(trainer)
+    with caplog.at_level(logging.WARNING):
+        assert not any(watching(trainer)([0.9, 0.9, 0.91, 0.9, 0.0, 0.0, 0.0, 0.0]))
+    assert any("Nothing is restored" in text for text in caplog.messages) and not moved(before, weights(trainer))
+
+
+def test_an_evaluation_before_training_is_not_the_best_of_the_run(taught_model, tmp_path):
+    trainer = make(taught_model, tmp_path, spoil := Spoil(4, "actor"), eval_dataset=tiny_dataset(8, seed=1))
+    trainer.evaluate()
+    assert trainer.parts.collapse.state_dict()["best_evaluation"] is None
+    trainer.train()
+    assert trainer.parts.collapse.state_dict()["best_evaluation"] is None and spoil.before
+    assert logged(trainer, "collapse/restored") == [1.0]
+
+
+def test_a_run_that_has_only_warned_takes_copies_when_it_is_to_restore(taught_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    make(taught_model, tmp_path, on_collapse="warn", max_steps=3, **settings).train()
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), max_steps=8, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer, "collapse/restored") == [1.0]
+
+
+def test_rewards_may_log_columns_and_numbers_beside_a_trial(taught_model, tmp_path):
+    """What they log of episodes that are not trained on is left out."""
+
+    def logging_reward(completions, solution, log_extra=None, log_metric=None, **kwargs):
+        log_extra("length", [len(str(one)) for one in completions])
+        log_metric("rows", float(len(completions)))
+        return exact_answer(completions, solution)
+
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), reward_funcs=logging_reward)
+    trainer.train()
+    assert logged(trainer, "collapse/restored") == [1.0] and set(logged(trainer, "rows")) == {64.0}
+
+
+def test_gradients_of_fallen_weights_are_not_applied_to_restored_ones(taught_model, tmp_path):
+    """Batches of two micro-steps, optimizer steps of four: nothing is restored between them."""
+    trainer = make(
+        taught_model, tmp_path, Spoil(3, "actor"), max_steps=6, per_device_train_batch_size=32,
+        gradient_accumulation_steps=4, steps_per_generation=2,
+    )  # fmt: skip
+    restore, seen = trainer.parts.checkpoints.best.restore, []
+
+    def restoring(adapter):
+        seen.append(trainer.policies.have_gradients)
+        restore(adapter)
+
+    trainer.parts.checkpoints.best.restore = restoring
+    trainer.train()
+    assert seen and not any(seen)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
+from marft_trl import Workflow
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import StopAt, config, moved, team_trainer, varied_reward, weights
@@ -176,7 +177,7 @@ def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tm
 
     inner = trainer.parts.rollouts.run
 
-    def noting(rows, training):
+    def noting(rows, training, further=False):
         asked.append([row["prompt"] for row in rows])
         return inner(rows, training)
 
@@ -234,3 +235,41 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
     entry = next(entry for entry in trainer.state.log_history if "dynamic_sampling/with_signal" in entry)
     assert entry["dynamic_sampling/with_signal"] > 0
     assert torch.isfinite(torch.tensor(entry["loss"]))
+
+
+def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
+    """Rounds of further prompts may have no reward at all, more often than batches may in a row."""
+    calls = {}
+
+    def reward(completions, prompts, trainer_state, **kwargs):
+        step = trainer_state.global_step
+        calls[step] = calls.get(step, 0) + 1
+        return [0.0 if calls[step] == 1 else None for _ in completions]
+
+    trainer = trainer_with(model_folder, tmp_path, reward, dynamic_sampling_limit=6.0, max_unscored_batches=2)
+    trainer.train()
+    assert len(calls) == 3 and min(calls.values()) > 3
+
+
+def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, tmp_path):
+    class Earning(Workflow):
+        earns = True
+        count = 0
+
+        async def run(self, episode):
+            turns = [await episode.turn("reasoner"), await episode.turn("actor")]
+            Earning.count += 1
+            episode.earn(turns[Earning.count % 2], 1.0)
+
+    trainer = team_trainer(
+        model_folder, tmp_path, workflow=Earning(), reward_funcs=None,
+        settings={"dynamic_sampling": True, "credit_kind": "rewards", "max_steps": 1},
+    )  # fmt: skip
+    trainer.train()
+    (entry,) = (one for one in trainer.state.log_history if "dynamic_sampling/prompts" in one)
+    assert entry["dynamic_sampling/prompts"] == entry["dynamic_sampling/with_signal"] == 1.0
+
+
+def test_credit_that_differs_between_equal_rewards_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="step_discount"):
+        config(tmp_path, dynamic_sampling=True, credit="step_discount", credit_discount=0.9)

@@ -230,6 +230,17 @@ def test_a_trial_decides_and_changes_nothing_else(model_folder, tmp_path, monkey
     assert not moved(ends[None], ends[faster])  # the trial leaves gradients and random numbers as they are
 
 
+def test_a_process_without_memory_for_the_trial_takes_part_in_the_decision(model_folder, tmp_path, monkeypatch):
+    """Each process knows for itself whether gradients are checkpointed; what they add up, they add up together."""
+    trainer = make(model_folder, tmp_path, agents(), mixed_passes=None, gradient_checkpointing=None)
+    watched, slice_ = trainer.parts.loss.mixing, sliced(trainer)
+    seen, inner = [], trainer.parts.processes.sum
+    monkeypatch.setattr(trainer.parts.processes, "sum", lambda value: seen.append(value.tolist()) or inner(value))
+    monkeypatch.setattr(type(trainer.parts.batcher), "is_checkpointing", property(lambda self: True))
+    gradients(trainer, slice_)
+    assert [0.0, 0.0] in seen and watched.are_open and not watched.are_on
+
+
 def test_a_resumed_run_does_not_try_again(model_folder, tmp_path, monkeypatch):
     settings = {"mixed_passes": None, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     monkeypatch.setattr(mixing, "_FASTER", 1e9)  # whatever the clock says

@@ -102,9 +102,9 @@ class MixedPasses:
 
     @property
     def are_open(self) -> bool:
-        """`True` if a trial would tell whether to mix."""
-        may_be = self.lora is not None and not self._batcher.is_checkpointing
-        return may_be and self._args.mixed_passes is None and self._is_faster is None
+        """`True` if a trial would tell whether to mix. The same on all processes, which decide together."""
+        undecided = self._args.mixed_passes is None and self._is_faster is None
+        return self.lora is not None and undecided and self._args.gradient_checkpointing is not True
 
     def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         """
@@ -139,7 +139,8 @@ class MixedPasses:
             batches (`Sequence[MicroBatch]`): micro-batches of this process.
             run (`Callable`): `run(is_mixed)` runs their forward and backward passes.
         """
-        shares = len(self.plan(batches)) < len(batches)
+        # Each process knows for itself whether its rows fit without checkpoints of gradients
+        shares = not self._batcher.is_checkpointing and len(self.plan(batches)) < len(batches)
         times = torch.zeros(2, dtype=torch.float64)
         if shares:
             times = torch.tensor([min(self._timed(run, mixed)) for mixed in (False, True)], dtype=torch.float64)

@@ -154,6 +154,16 @@ class Reporter:
         self._clear("train")
         self._tabulate(rollout, advantages, own_rewards)
 
+    def forget(self, rollout: Rollout) -> None:
+        """A rollout is not trained on: its tokens count, and what reward functions logged of it is left out."""
+        turns = [turn for episode in rollout.episodes for turn in episode.turns]
+        its = sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.completion_ids) for turn in turns)
+        counts = self._processes.gather([its])
+        self.generated_tokens += sum(generated for _, generated in counts)
+        self._state.see_tokens(sum(map(sum, counts)))
+        self._state.take_user_columns()
+        self._state.take_user_metrics()
+
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
         """Numbers and lengths of turns, of the team and of each agent."""
         turns = self._processes.gather(

@@ -81,7 +81,7 @@ class DynamicSampling:
         total = len(found)
         most, drawn, used, rounds = self._args.dynamic_sampling_limit * total, total, sum(found), [rollout]
         while batch.open and (count := self._next_round(len(batch.open), used, drawn, total, most, size)):
-            further = self._rollouts.run(self._rows(count, size), training)
+            further = self._rollouts.run(self._rows(count, size), training, further=True)
             columns, has_signal = self._columns(further), self._have_signal(further, size)
             drawn, used = drawn + count, used + sum(has_signal)
             rounds.append(further)
@@ -101,7 +101,9 @@ class DynamicSampling:
         facts = []
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
             received = {name: self._own.of_agent(reward, episode, name) for name in own_names}
-            facts.append((received if rollout.has_own_returns else {}, index in branching))
+            # Equal sums that were earned at different turns teach something if a turn is worth what follows it
+            when = tuple(map(float, episode.earned)) if self._args.credit_kind == "rewards" else ()
+            facts.append((received if rollout.has_own_returns else {}, index in branching, when))
         everywhere = self._processes.gather(facts)
         by_function = self._settings.multi_objective_aggregation == "normalize_then_sum"
         scores = rollout.rewards_per_func if by_function else rollout.rewards.unsqueeze(1)
@@ -109,12 +111,12 @@ class DynamicSampling:
         for start in range(0, len(everywhere), size):
             its = everywhere[start : start + size]
             if self._uses_candidates:
-                found.append(any(has for _, has in its))
+                found.append(any(has for _, has, _ in its))
                 continue
-            names = {name for received, _ in its for name in received}
+            names = {name for received, _, _ in its for name in received}
             columns = [*scores[start : start + size].T.tolist()]
-            columns += [[received.get(name, math.nan) for received, _ in its] for name in names]
-            found.append(any(_differ(column) for column in columns))
+            columns += [[received.get(name, math.nan) for received, _, _ in its] for name in names]
+            found.append(any(_differ(column) for column in columns) or len({when for _, _, when in its}) > 1)
         return found
 
     def _next_round(self, missing: int, used: int, drawn: int, total: int, most: float, size: int) -> int:

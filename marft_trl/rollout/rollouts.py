@@ -147,13 +147,15 @@ class Rollouts:
         self._counted = {mode: set(names) for mode, names in state["counted"].items()}
         self._failed = {mode: set(names) for mode, names in state.get("failed", self._failed).items()}
 
-    def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
+    def run(self, rows: Sequence[dict[str, Any]], training: bool, further: bool = False) -> Rollout:
         """
         One episode for each row, with its rewards.
 
         Args:
             rows (`Sequence[dict]`): dataset rows of this process.
             training (`bool`): whether they are trained on; else they are evaluated.
+            further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch, or a trial. Limits
+                of what may fail in a generation batch are not applied to these.
 
         Raises:
             ValueError: a row cannot be used, or rewards that nothing could be learned from.
@@ -173,8 +175,8 @@ class Rollouts:
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
-        self._check_rewards(per_func, training)
-        self._check_skipped(per_func.size(0))
+        self._check_rewards(per_func, training and not further)
+        self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
         rewards, nodes = self._scorer.of_team(per_func), self._alternatives.take_nodes()
         return Rollout(episodes, per_func, rewards, first, nodes, has_own_returns)
@@ -189,7 +191,7 @@ class Rollouts:
         first = self._processes.index * len(rows)
         return self._runner.run(rows, answer, failures=failures, first=first)
 
-    def _check_skipped(self, count: int) -> None:
+    def _check_skipped(self, count: int, most: float) -> None:
         """Report what was skipped or tried again, and end the run if it is too much."""
         everywhere = self._processes.gather([self._failures.take()])
         total: Counter[str] = Counter()
@@ -199,14 +201,13 @@ class Rollouts:
         names |= set(total)
         for name in sorted(names):  # 0 where it did not happen this time
             self._metrics.add(name, total[name] / count)
-        most = self._args.max_skipped_share
         for name, number in total.items():
             if name.endswith("/skipped") and number > most * count:
                 last = next(error for _, error in everywhere if error)
                 raise self._processes.agreed(
                     RuntimeError(
                         f"`{name}`: {number} of {count} episodes of a generation batch were skipped, more than "
-                        f"`max_skipped_share={most:g}` allows. The latest error: {last}"
+                        f"`max_skipped_share={self._args.max_skipped_share:g}` allows. The latest error: {last}"
                     )
                 )
 

@@ -38,7 +38,7 @@ class MixedLora:
         self._which: torch.Tensor | None = None  # the adapter of each row
         self._slots: torch.Tensor | None = None  # the place of each row, if rows of an adapter stand together
         self._most = 0  # rows of the adapter that has most of them
-        self._stacked: dict[tuple, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._stacked: dict[int, tuple[list[str], tuple[torch.Tensor, torch.Tensor] | None]] = {}
 
     @staticmethod
     def why_not(model: Any, adapters: Sequence[str]) -> str | None:
@@ -118,11 +118,14 @@ class MixedLora:
         return found.index_select(0, slots)
 
     def _matrices(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The LoRAs of a layer, `(K, in, r)` and `(K, r, out)`, once for all passes of a micro-batch."""
-        key = (id(layer), *self._names)
-        if key not in self._stacked:
-            self._stacked[key] = self._stack(layer)
-        return self._stacked[key]
+        """
+        The LoRAs of a layer, `(K, in, r)` and `(K, r, out)`, once for passes with the same adapters. Only the latest
+        are kept: while rows end in decoding, the order of adapters changes again and again.
+        """
+        kept = self._stacked.get(id(layer))
+        if kept is None or kept[0] != self._names:
+            kept = self._stacked[id(layer)] = (self._names, self._stack(layer))
+        return kept[1]
 
     def _stack(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         present = [name for name in self._names if name in layer.lora_A]

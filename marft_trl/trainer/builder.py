@@ -237,7 +237,8 @@ class Builder:
 
     def collapse(self, rollouts: Rollouts) -> Collapse:
         def act(rows):
-            rollout = rollouts.run(rows, training=False)
+            with self.state.user_logs_aside():
+                rollout = rollouts.run(rows, training=False, further=True)
             tokens = sum(len(t.prompt_ids) + len(t.completion_ids) for one in rollout.episodes for t in one.turns)
             self.state.see_tokens(sum(self.processes.gather([tokens])))
             return torch.nanmean(rollout.rewards).item()

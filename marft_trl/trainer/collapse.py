@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,16 +22,24 @@ from ..weights.policies import Policies
 
 logger = get_logger(__name__)
 
+# Differences of successive batches that are remembered
+_REMEMBERED = 256
+# Standard errors of the difference of two means that luck may explain, the best of many windows included
+_ERRORS = 5.0
+
 
 class Collapse(TrainerCallback):
     """
     Watches the mean reward of the last `collapse_window` generation batches. It has collapsed when it is below its
-    best by more than `collapse_drop` of the largest size that it has had.
+    best by more than `collapse_drop` of the largest size that it has had, and by more than the luck of batches
+    explains: five standard errors of the difference of two such means. The error of a batch is estimated from the
+    differences of successive batches, the largest quarter of which is left out: it may be the fall.
 
     With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean, or, in a run
     with evaluations, at the best evaluation, which says more than a few batches. Which ones have fallen is found by
-    trial: the team acts on the prompts of the batch as it is, and with each adapter restored alone. The one that helps
-    most is restored. If it brings back less than half of what was lost, all adapters are restored.
+    trial: the team acts on the prompts of the batch as it is, with each adapter restored alone, and with all of them.
+    The one that helps most is restored; if it brings back less than half of what all of them do, all are. If the best
+    adapters earn no more than the present ones, nothing has fallen, and the present ones are the best from then on.
 
     Args:
         best ([`BestAdapters`]): adapters at the best mean or evaluation.
@@ -55,7 +64,8 @@ class Collapse(TrainerCallback):
         self._rewards: deque[float] = deque(maxlen=args.collapse_window)
         self._highest, self._largest = -math.inf, 0.0
         self._best_evaluation: float | None = None  # from then on, copies are those of the best evaluation
-        self._was_said = self._has_restored = False
+        self._was_said = self._has_restored = self._is_training = False
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)  # differences of successive batches
         self._last_rows: Sequence[dict[str, Any]] = ()
 
     @property
@@ -73,6 +83,7 @@ class Collapse(TrainerCallback):
             "was_said": self._was_said,
             "has_restored": self._has_restored,
             "best_evaluation": self._best_evaluation,
+            "steps": list(self._steps),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,6 +92,7 @@ class Collapse(TrainerCallback):
         self._highest = -math.inf if state["highest"] is None else state["highest"]
         self._largest, self._was_said = state["largest"], state["was_said"]
         self._has_restored, self._best_evaluation = state["has_restored"], state["best_evaluation"]
+        self._steps = deque(state.get("steps", ()), maxlen=_REMEMBERED)
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
         """
@@ -94,28 +106,43 @@ class Collapse(TrainerCallback):
         reward = torch.nanmean((rollout.drawn or rollout).rewards).item()
         if self._args.on_collapse == "ignore" or math.isnan(reward):
             return False
+        if self._rewards:
+            self._steps.append(abs(reward - self._rewards[-1]))
         self._rewards.append(reward)
         self._last_rows = rows
         if len(self._rewards) < self._args.collapse_window:
             return False
         mean = sum(self._rewards) / len(self._rewards)
         self._largest = max(self._largest, abs(mean))
+        if self.restores and not self._best.adapters:  # of a run that has only warned so far
+            self._highest, self._best_evaluation = -math.inf, None
         if mean >= self._highest:
             self._highest = mean
             if self.restores and self._best_evaluation is None:
                 self._best.take()
         self._metrics.add("collapse/below_best", self._highest - mean)
-        if self._highest - mean <= self._args.collapse_drop * self._largest:
+        if not self._has_fallen(mean):
             return False
         if self.restores:
-            self._restore(rows, mean)
-            return True
+            # Gradients of the present weights are not applied to others: wait for the next optimizer step
+            return not self._policies.have_gradients and self._restore(rows, mean)
         self._say(mean)
         return False
 
+    def _has_fallen(self, mean: float) -> bool:
+        """Whether a mean is so far below the best that neither the setting nor luck explains it."""
+        luck = _ERRORS * _deviation(self._steps) / math.sqrt(self._args.collapse_window)
+        return self._highest - mean > max(self._args.collapse_drop * self._largest, luck)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._is_training = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._is_training = False
+
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         reward = (metrics or {}).get("eval_reward", math.nan)
-        if not self.restores or math.isnan(reward):
+        if not self.restores or math.isnan(reward) or not self._is_training:
             return
         if self._best_evaluation is None or reward >= self._best_evaluation:
             self._best_evaluation = reward
@@ -134,7 +161,7 @@ class Collapse(TrainerCallback):
             logger.warning(
                 f"The team has collapsed in this run, so it ends with its adapters of the best {what}, {best:.4g}."
             )
-        elif self._rewards and self._highest - mean > self._args.collapse_drop * self._largest:
+        elif self._rewards and self._has_fallen(mean):
             self._restore(self._last_rows, mean)
 
     def _say(self, mean: float) -> None:
@@ -147,10 +174,17 @@ class Collapse(TrainerCallback):
             "checkpoint, or set `on_collapse='restore'`, which takes adapters back to their best."
         )
 
-    def _restore(self, rows: Sequence[dict[str, Any]], mean: float) -> None:
+    def _restore(self, rows: Sequence[dict[str, Any]], mean: float) -> bool:
         names, why = self._fallen(rows)
-        self._go_back(names)
         self._rewards.clear()
+        if not names:
+            logger.warning(
+                f"The mean reward of the last generation batches is {mean:.4g}, and its best was {self._highest:.4g}, "
+                f"but the best adapters earn no more now.{why} Nothing is restored."
+            )
+            self._highest = -math.inf
+            return False
+        self._go_back(names)
         self._metrics.add("collapse/restored", float(len(names)))
         shown = "; ".join(
             f"{name!r} (agents {', '.join(map(repr, self._policies.agents_of(name)))})" for name in names
@@ -160,6 +194,7 @@ class Collapse(TrainerCallback):
             f"{self._highest:.4g}. RESTORED to their best, with the state of their optimizer: {shown}.{why} Training "
             "goes on; a lower learning rate avoids this."
         )
+        return True
 
     def _go_back(self, names: Sequence[str]) -> None:
         self._forget()
@@ -168,17 +203,31 @@ class Collapse(TrainerCallback):
             self._best.restore(name)
 
     def _fallen(self, rows: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-        """The adapters to restore, and how they were found."""
+        """The adapters to restore, none if the best ones earn no more than the present ones; how this was found."""
         names = self._best.adapters
-        if len(names) < 2:
-            return names, ""
-        present, alone = self._act(rows), {}
-        for name in names:
-            with self._policies.with_weights(name, self._best.weights(name)):
-                alone[name] = self._act(rows)
-        helper = max(alone, key=lambda name: alone[name] if alone[name] == alone[name] else -math.inf)
+        present, alone = self._act(rows), {name: self._with([name], rows) for name in names}
+        everything = self._with(names, rows) if len(names) > 1 else alone[names[0]]
         tried = ", ".join(f"{name!r} {reward:.4g}" for name, reward in alone.items())
-        why = f" On the same prompts the team earned {present:.4g} as it was, and with one of them restored: {tried}."
-        if alone[helper] - present >= (self._highest - present) / 2:
+        why = (
+            f" On the same prompts the team earned {present:.4g} as it was, with one of them restored: {tried}; with "
+            f"all of them: {everything:.4g}."
+        )
+        helper = max(alone, key=lambda name: alone[name] if alone[name] == alone[name] else -math.inf)
+        if not max(everything, alone[helper]) > present:
+            return [], why
+        if alone[helper] - present >= (everything - present) / 2:
             return [helper], why
         return names, why
+
+    def _with(self, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> float:
+        """Mean reward on dataset rows while some adapters have their best weights."""
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(self._policies.with_weights(name, self._best.weights(name)))
+            return self._act(rows)
+
+
+def _deviation(steps: Sequence[float]) -> float:
+    """Standard deviation of differences, from the smaller three quarters of them, as if they were normal."""
+    kept = sorted(steps)[: math.ceil(0.75 * len(steps))]
+    return math.sqrt(sum(step**2 for step in kept) / len(kept) / 0.369) if kept else 0.0

@@ -114,6 +114,7 @@ class Experience:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
         rollout = self._rollouts.run(inputs, training=True)
         if self._collapse.is_undone(rollout, inputs):
+            self._reporter.forget(rollout)
             rollout = self._rollouts.run(inputs, training=True)
         rows, std, credited = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))

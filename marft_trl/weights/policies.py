@@ -155,6 +155,11 @@ class Policies:
         with self.with_weights(adapter, self._starts[adapter]):
             yield
 
+    @property
+    def have_gradients(self) -> bool:
+        """`True` between the micro-steps of an optimizer step, while gradients add up."""
+        return any(p.grad is not None for name in self.trained for p in self.parameters(name).values())
+
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Context manager: an adapter has other weights, in the order of [`~Policies.parameters`]."""
