@@ -375,6 +375,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     collapsed["best_evaluation"] = 0.75
     owners["collapse"].load_state_dict(collapsed)
     owners["mixing"].load_state_dict({"is_faster": True})
+    owners["reporter"].load_state_dict({"generated_tokens": 512})
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

@@ -186,7 +186,8 @@ def test_teams_of_every_size(monkeypatch):
         for count in sizes:
             agents = teams.make_team(profile, count, outcome=math_reward)
             assert len(agents) == count and all(agent.reward_funcs for agent in agents)
-            assert all(f"the {agent.name} of" in agent.system_prompt for agent in agents)
+            roles = [f"the {agent.name} of" if "_" not in agent.name else "a solver of" for agent in agents]
+            assert all(role in agent.system_prompt for role, agent in zip(roles, agents, strict=True))
             assert not any(agent.reward_funcs for agent in teams.make_team(profile, count))
     assert {agent.adapter for agent in teams.make_team("math", 3, shared_adapter=True)} == {"team"}
     with pytest.raises(ValueError, match="`num_agents` must be one of 1, 2, 3, 4, got 5"):
@@ -255,3 +256,66 @@ def test_the_published_settings_are_in_the_files():
         assert settings["max_completion_length"] == {"deepscaler": 8192, "deepcoder": 9216}[name]
         assert settings["shared_adapter"] and settings["credit"] == "equal" and settings["num_train_epochs"] == 50
         assert settings["lr_scheduler_kwargs"] == {"min_lr_rate": 0.05}
+
+
+# ---- Grids ----
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    sys.modules.pop("grids", None)
+    return load("grid", monkeypatch)
+
+
+def test_cells_have_names_of_their_own_and_known_settings(grid):
+    from dataclasses import fields
+
+    from trl import ModelConfig
+
+    from marft_trl import MARFTConfig
+
+    cells = grid.cells_of(grid.GRIDS)
+    assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 393
+    train = importlib.import_module("train")
+    known = {one.name for kind in (MARFTConfig, ModelConfig, train.RecipeArguments) for one in fields(kind)}
+    for cell in cells.values():
+        assert (RECIPES / f"{cell['recipe']}.yaml").exists()
+        assert set(cell) - {"recipe", "kind"} <= known, cell
+
+
+def test_codeforces_becomes_programs(problems):
+    rows = [json.loads(line) for line in (RECIPES / "samples" / "codeforces.jsonl").read_text().splitlines()]
+    problem = problems.read_codeforces(rows[0])
+    text = problem["prompt"][0]["content"]
+    assert "Add 1 to it" in text and "Input\nOne line" in text and "Output:\n2" in text and "```python" in text
+    program = "```python\nprint(int(input()) + 1)\n```"
+    assert code_reward([program], [problem["tests"]]) == [1.0]
+    assert problems.read_codeforces({"description": "x", "official_tests": []}) is None
+
+
+@pytest.mark.slow
+def test_a_grid_that_was_interrupted_goes_on(tmp_path):
+    """A dry run of two small grids, killed in the middle: what is done stays, and the table is whole in the end."""
+    import subprocess
+
+    command = [
+        *(sys.executable, "-W", "ignore", str(RECIPES / "grid.py"), "--grids", "c3", "solver-judge", "--dry_run"),
+        *("--output_dir", str(tmp_path / "out"), "--workers", "2"),
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    import os
+    import signal
+    import time
+
+    done, limit = [], time.monotonic() + 240
+    while len(done) < 3 and time.monotonic() < limit:
+        time.sleep(0.2)
+        done = sorted((tmp_path / "out").rglob("result.json"))
+    os.killpg(process.pid, signal.SIGKILL)
+    before = {file: file.stat().st_mtime_ns for file in done}
+    assert 3 <= len(before) < 11
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0 and "11 of 11 cells are done" in again.stdout, again.stdout + again.stderr[-1000:]
+    assert all(file.stat().st_mtime_ns == then for file, then in before.items())
+    table = (tmp_path / "out" / "grid.md").read_text()
+    assert table.count("| ok |") == 11

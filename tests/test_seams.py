@@ -126,7 +126,8 @@ def test_shared_arguments_have_the_names_and_the_order_of_grpo_trainer():
     theirs = list(inspect.signature(GRPOTrainer.__init__).parameters)
     ours = list(inspect.signature(MARFTTrainer.__init__).parameters)
     assert ours[: len(theirs)] == theirs
-    assert ours[len(theirs) :] == ["agents", "workflow", "critic_peft_config", "view", "eval_metrics", "anonymous"]
+    of_teams = ["agents", "workflow", "critic_peft_config", "view", "eval_metrics", "eval_vote", "anonymous"]
+    assert ours[len(theirs) :] == of_teams
 
 
 def test_the_loss_gathers_only_through_what_is_made_local():
