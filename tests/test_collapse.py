@@ -133,7 +133,7 @@ def test_a_shared_adapter_is_restored_without_a_trial(taught_model, tmp_path):
 
 
 def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(collapse, "_ERRORS", 1.0)  # one batch is enough
+    monkeypatch.setattr(collapse, "_ERRORS_BEFORE_TRIAL", 1.0)  # one batch is enough
     trainer = make(
         taught_model, tmp_path, spoil := Spoil(6, "actor"), max_steps=7, save_strategy="steps", save_steps=7
     )
@@ -329,3 +329,43 @@ def test_gradients_of_fallen_weights_are_not_applied_to_restored_ones(taught_mod
     trainer.parts.checkpoints.best.restore = restoring
     trainer.train()
     assert seen and not any(seen)
+
+
+# ---- Trials ----
+
+
+def test_the_gain_of_a_trial():
+    nan = float("nan")
+    gain, error = collapse._gain(torch.tensor([1.0, 1.0, 0.0, 1.0, nan]), torch.tensor([0.0, 1.0, 0.0, nan, 1.0]))
+    assert gain == pytest.approx(1 / 3) and error == pytest.approx((2 / 9) ** 0.5 / 3**0.5)  # differences 1, 0, 0
+    assert collapse._gain(torch.tensor([nan]), torch.tensor([1.0])) == (-float("inf"), 0.0)
+
+
+@pytest.mark.parametrize(("better", "is_restored"), [(4, False), (16, True)])
+def test_a_gain_within_luck_restores_nothing(model_folder, tmp_path, caplog, monkeypatch, better, is_restored):
+    """Of 32 paired episodes, 4 more right ones may be luck (3 net of 5 that changed), 16 are not."""
+    trainer = make(model_folder, tmp_path)
+    watch, rewards = trainer.parts.collapse, torch.zeros(32)
+    rewards[:2] = 1.0
+    restored = torch.zeros(32)
+    restored[1 : 1 + better] = 1.0
+    outcomes = iter([rewards, restored, restored, restored])
+    monkeypatch.setattr(watch, "_act", lambda rows: next(outcomes))
+    with caplog.at_level(logging.WARNING):
+        found = watching(trainer)([0.9, 0.9, 0.91, 0.9, 0.0, 0.0])
+    assert any(found) == is_restored and any("Nothing is restored" in text for text in caplog.messages) != is_restored
+    assert (
+        watch.state_dict()["highest"] > 0.9
+    )  # it is looked at again: nothing says that the present ones are the best
+
+
+def test_an_evaluation_that_has_fallen_is_looked_at(taught_model, tmp_path, caplog):
+    """Long before the mean reward of twenty batches says so."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "collapse_window": 20, "num_generations_eval": 1}
+    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), eval_dataset=tiny_dataset(64, seed=1), **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert logged(trainer, "collapse/restored") == [1.0]
+    assert any("COLLAPSED: `eval_reward` is" in text and "'actor'" in text for text in caplog.messages)
+    evaluations = logged(trainer, "eval_reward")
+    assert evaluations[1] < 0.5 * evaluations[0] and evaluations[2] > 0.8 * evaluations[0]

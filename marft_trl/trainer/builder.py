@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from typing import cast
 
-import torch
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -241,7 +240,7 @@ class Builder:
                 rollout = rollouts.run(rows, training=False, further=True)
             tokens = sum(len(t.prompt_ids) + len(t.completion_ids) for one in rollout.episodes for t in one.turns)
             self.state.see_tokens(sum(self.processes.gather([tokens])))
-            return torch.nanmean(rollout.rewards).item()
+            return rollout.rewards
 
         return Collapse(self.best, self._choices.policies, act, self._forget, self._args, self.metrics)
 

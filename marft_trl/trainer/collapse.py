@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -24,27 +24,47 @@ logger = get_logger(__name__)
 
 # Differences of successive batches that are remembered
 _REMEMBERED = 256
-# Standard errors of the difference of two means that luck may explain, the best of many windows included
-_ERRORS = 5.0
+# Standard errors of a mean that luck may explain, the best of many windows included: if nobody looks closer, and if a
+# trial follows
+_ERRORS, _ERRORS_BEFORE_TRIAL = 5.0, 3.0
+# Standard errors by which restored adapters have to be better in a trial
+_ERRORS_OF_TRIAL = 2.0
+
+
+class _Trial(NamedTuple):
+    """
+    What was found by acting with the best adapters.
+
+    Args:
+        names (`list[str]`): adapters to restore; empty if it is not certain that this helps.
+        gain (`float`): what they earn more than the present ones, per episode.
+        shown (`str`): the rewards, for messages.
+    """
+
+    names: list[str]
+    gain: float
+    shown: str
 
 
 class Collapse(TrainerCallback):
     """
     Watches the mean reward of the last `collapse_window` generation batches. It has collapsed when it is below its
     best by more than `collapse_drop` of the largest size that it has had, and by more than the luck of batches
-    explains: five standard errors of the difference of two such means. The error of a batch is estimated from the
-    differences of successive batches, the largest quarter of which is left out: it may be the fall.
+    explains: five standard errors of such a mean. The error of a batch is estimated from the differences of successive
+    batches, the largest quarter of which is left out: it may be the fall.
 
-    With `on_collapse="restore"`, adapters that have fallen go back to their weights at the best mean, or, in a run
-    with evaluations, at the best evaluation, which says more than a few batches. Which ones have fallen is found by
-    trial: the team acts on the prompts of the batch as it is, with each adapter restored alone, and with all of them.
-    The one that helps most is restored; if it brings back less than half of what all of them do, all are. If the best
-    adapters earn no more than the present ones, nothing has fallen, and the present ones are the best from then on.
+    With `on_collapse="restore"`, three standard errors, or an evaluation that is below the best one by more than
+    `collapse_drop`, are enough for a trial: the team acts on the prompts of the batch as it is, with each adapter at
+    its best, and with all of them. If that earns more by two standard errors, the adapter that helps most goes back
+    to its best; if it brings back less than half of what all of them do, all go back. If it earns no more, nothing has
+    fallen, and the present adapters are the best from then on. Otherwise, the next full window may be tried again.
+    The best weights are those at the best mean or, in a run with evaluations, at the best evaluation, which says more
+    than a few batches.
 
     Args:
         best ([`BestAdapters`]): adapters at the best mean or evaluation.
         policies ([`Policies`]): the adapters.
-        act (`Callable`): `act(rows)` runs the team on dataset rows and returns the mean reward over all processes.
+        act (`Callable`): `act(rows)` runs the team on dataset rows and returns the rewards of all processes' episodes.
         forget (`Callable`): called before adapters are restored: what is kept of the last step is no longer true.
         args ([`MARFTConfig`]): `on_collapse`, `collapse_drop`, `collapse_window`.
         metrics ([`Metrics`]): get how far the mean is below its best, and what was restored.
@@ -54,7 +74,7 @@ class Collapse(TrainerCallback):
         self,
         best: BestAdapters,
         policies: Policies,
-        act: Callable[[Sequence[dict[str, Any]]], float],
+        act: Callable[[Sequence[dict[str, Any]]], torch.Tensor],
         forget: Callable[[], None],
         args: MARFTConfig,
         metrics: Metrics,
@@ -64,6 +84,7 @@ class Collapse(TrainerCallback):
         self._rewards: deque[float] = deque(maxlen=args.collapse_window)
         self._highest, self._largest = -math.inf, 0.0
         self._best_evaluation: float | None = None  # from then on, copies are those of the best evaluation
+        self._fallen_evaluation: float | None = None  # below the best; a trial is due
         self._was_said = self._has_restored = self._is_training = False
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)  # differences of successive batches
         self._last_rows: Sequence[dict[str, Any]] = ()
@@ -83,6 +104,7 @@ class Collapse(TrainerCallback):
             "was_said": self._was_said,
             "has_restored": self._has_restored,
             "best_evaluation": self._best_evaluation,
+            "fallen_evaluation": self._fallen_evaluation,
             "steps": list(self._steps),
         }
 
@@ -92,6 +114,7 @@ class Collapse(TrainerCallback):
         self._highest = -math.inf if state["highest"] is None else state["highest"]
         self._largest, self._was_said = state["largest"], state["was_said"]
         self._has_restored, self._best_evaluation = state["has_restored"], state["best_evaluation"]
+        self._fallen_evaluation = state.get("fallen_evaluation")
         self._steps = deque(state.get("steps", ()), maxlen=_REMEMBERED)
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
@@ -110,28 +133,39 @@ class Collapse(TrainerCallback):
             self._steps.append(abs(reward - self._rewards[-1]))
         self._rewards.append(reward)
         self._last_rows = rows
-        if len(self._rewards) < self._args.collapse_window:
-            return False
-        mean = sum(self._rewards) / len(self._rewards)
-        self._largest = max(self._largest, abs(mean))
         if self.restores and not self._best.adapters:  # of a run that has only warned so far
             self._highest, self._best_evaluation = -math.inf, None
+        if len(self._rewards) == self._args.collapse_window:
+            self._see(self._mean())
+        if not self._is_suspicious():
+            return False
+        if self.restores:
+            # Gradients of the present weights are not applied to others: wait for the next optimizer step
+            return not self._policies.have_gradients and self._restore(rows)
+        self._say()
+        return False
+
+    def _mean(self) -> float:
+        return sum(self._rewards) / len(self._rewards) if self._rewards else -math.inf
+
+    def _see(self, mean: float) -> None:
+        """Take note of the mean of a full window."""
+        self._largest = max(self._largest, abs(mean))
         if mean >= self._highest:
             self._highest = mean
             if self.restores and self._best_evaluation is None:
                 self._best.take()
         self._metrics.add("collapse/below_best", self._highest - mean)
-        if not self._has_fallen(mean):
-            return False
-        if self.restores:
-            # Gradients of the present weights are not applied to others: wait for the next optimizer step
-            return not self._policies.have_gradients and self._restore(rows, mean)
-        self._say(mean)
-        return False
+
+    def _is_suspicious(self) -> bool:
+        if self._fallen_evaluation is not None:
+            return True
+        return len(self._rewards) == self._args.collapse_window and self._has_fallen(self._mean())
 
     def _has_fallen(self, mean: float) -> bool:
         """Whether a mean is so far below the best that neither the setting nor luck explains it."""
-        luck = _ERRORS * _deviation(self._steps) / math.sqrt(self._args.collapse_window)
+        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
+        luck = errors * _deviation(self._steps) / math.sqrt(self._args.collapse_window)
         return self._highest - mean > max(self._args.collapse_drop * self._largest, luck)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -145,54 +179,60 @@ class Collapse(TrainerCallback):
         if not self.restores or math.isnan(reward) or not self._is_training:
             return
         if self._best_evaluation is None or reward >= self._best_evaluation:
-            self._best_evaluation = reward
+            self._best_evaluation, self._fallen_evaluation = reward, None
             self._best.take()
+        elif self._best_evaluation - reward > self._args.collapse_drop * abs(self._best_evaluation):
+            self._fallen_evaluation = reward
 
     def on_step_end(self, args, state, control, **kwargs):
         # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
         # restored once is not stable: it ends with its best adapters, unless the last ones are
-        if state.global_step < state.max_steps or not self.restores or self._highest == -math.inf:
+        if state.global_step < state.max_steps or not self.restores or not self._best.adapters:
             return
-        mean = sum(self._rewards) / len(self._rewards) if self._rewards else -math.inf
         by_evaluation = self._best_evaluation is not None
-        if self._has_restored and (by_evaluation or mean < self._highest):
+        if self._has_restored and (by_evaluation or self._mean() < self._highest):
             self._go_back(self._best.adapters)
             best, what = (self._best_evaluation, "evaluation") if by_evaluation else (self._highest, "mean reward")
             logger.warning(
                 f"The team has collapsed in this run, so it ends with its adapters of the best {what}, {best:.4g}."
             )
-        elif self._rewards and self._has_fallen(mean):
-            self._restore(self._last_rows, mean)
+        elif self._fallen_evaluation is not None or (self._rewards and self._has_fallen(self._mean())):
+            self._restore(self._last_rows)
 
-    def _say(self, mean: float) -> None:
+    def _found(self) -> str:
+        """What was found, for messages."""
+        if self._fallen_evaluation is not None:
+            return f"`eval_reward` is {self._fallen_evaluation:.4g}, and its best was {self._best_evaluation:.4g}"
+        count, mean = len(self._rewards), self._mean()
+        batches = f"the last {count} generation batches"
+        return f"the mean reward of {batches} is {mean:.4g}, and its best was {self._highest:.4g}"
+
+    def _say(self) -> None:
         if self._was_said:
             return
         self._was_said = True
         logger.warning(
-            f"THE TEAM HAS COLLAPSED: the mean reward of the last {self._args.collapse_window} generation batches is "
-            f"{mean:.4g}, and its best was {self._highest:.4g}. Lower the learning rate, go on from an earlier "
-            "checkpoint, or set `on_collapse='restore'`, which takes adapters back to their best."
+            f"THE TEAM HAS COLLAPSED: {self._found()}. Lower the learning rate, go on from an earlier checkpoint, or "
+            "set `on_collapse='restore'`, which takes adapters back to their best."
         )
 
-    def _restore(self, rows: Sequence[dict[str, Any]], mean: float) -> bool:
-        names, why = self._fallen(rows)
+    def _restore(self, rows: Sequence[dict[str, Any]]) -> bool:
+        found, trial = self._found(), self._try(rows)
         self._rewards.clear()
-        if not names:
-            logger.warning(
-                f"The mean reward of the last generation batches is {mean:.4g}, and its best was {self._highest:.4g}, "
-                f"but the best adapters earn no more now.{why} Nothing is restored."
-            )
-            self._highest = -math.inf
+        self._fallen_evaluation = None
+        if not trial.names:
+            logger.warning(f"It seems that the team has collapsed: {found}. {trial.shown} Nothing is restored.")
+            if trial.gain <= 0:  # the present adapters are the best
+                self._highest = -math.inf
             return False
-        self._go_back(names)
-        self._metrics.add("collapse/restored", float(len(names)))
+        self._go_back(trial.names)
+        self._metrics.add("collapse/restored", float(len(trial.names)))
         shown = "; ".join(
-            f"{name!r} (agents {', '.join(map(repr, self._policies.agents_of(name)))})" for name in names
+            f"{name!r} (agents {', '.join(map(repr, self._policies.agents_of(name)))})" for name in trial.names
         )
         logger.warning(
-            f"THE TEAM HAS COLLAPSED: the mean reward of the last generation batches is {mean:.4g}, and its best was "
-            f"{self._highest:.4g}. RESTORED to their best, with the state of their optimizer: {shown}.{why} Training "
-            "goes on; a lower learning rate avoids this."
+            f"THE TEAM HAS COLLAPSED: {found}. RESTORED to their best, with the state of their optimizer: {shown}. "
+            f"{trial.shown} Training goes on; a lower learning rate avoids this."
         )
         return True
 
@@ -202,29 +242,40 @@ class Collapse(TrainerCallback):
         for name in names:
             self._best.restore(name)
 
-    def _fallen(self, rows: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-        """The adapters to restore, none if the best ones earn no more than the present ones; how this was found."""
+    def _try(self, rows: Sequence[dict[str, Any]]) -> _Trial:
+        """Act with the best adapters, one of them and all of them, and with the present ones."""
         names = self._best.adapters
-        present, alone = self._act(rows), {name: self._with([name], rows) for name in names}
-        everything = self._with(names, rows) if len(names) > 1 else alone[names[0]]
-        tried = ", ".join(f"{name!r} {reward:.4g}" for name, reward in alone.items())
-        why = (
-            f" On the same prompts the team earned {present:.4g} as it was, with one of them restored: {tried}; with "
-            f"all of them: {everything:.4g}."
+        present = self._act(rows)
+        restored = {name: self._with([name], rows) for name in names}
+        everything = self._with(names, rows) if len(names) > 1 else restored[names[0]]
+        gains, whole = (
+            {name: _gain(rewards, present) for name, rewards in restored.items()},
+            _gain(everything, present),
         )
-        helper = max(alone, key=lambda name: alone[name] if alone[name] == alone[name] else -math.inf)
-        if not max(everything, alone[helper]) > present:
-            return [], why
-        if alone[helper] - present >= (everything - present) / 2:
-            return [helper], why
-        return names, why
+        tried = ", ".join(f"{name!r} {torch.nanmean(rewards).item():.4g}" for name, rewards in restored.items())
+        shown = (
+            f"On the same prompts the team earned {torch.nanmean(present).item():.4g} as it was, with one adapter at "
+            f"its best: {tried}; with all of them: {torch.nanmean(everything).item():.4g}."
+        )
+        helper = max(gains, key=lambda name: gains[name][0])
+        chosen = [helper] if gains[helper][0] >= whole[0] / 2 else names
+        gain, error = gains[helper] if len(chosen) == 1 else whole
+        return _Trial(chosen if gain > 0 and gain >= _ERRORS_OF_TRIAL * error else [], gain, shown)
 
-    def _with(self, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> float:
-        """Mean reward on dataset rows while some adapters have their best weights."""
+    def _with(self, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> torch.Tensor:
+        """Rewards on dataset rows while some adapters have their best weights."""
         with contextlib.ExitStack() as stack:
             for name in names:
                 stack.enter_context(self._policies.with_weights(name, self._best.weights(name)))
             return self._act(rows)
+
+
+def _gain(restored: torch.Tensor, present: torch.Tensor) -> tuple[float, float]:
+    """Mean difference of episodes on the same prompts, and its standard error; no gain where none can be compared."""
+    differences = (restored - present)[~(restored - present).isnan()].double()
+    if not len(differences):
+        return -math.inf, 0.0
+    return differences.mean().item(), differences.std(correction=0).item() / math.sqrt(len(differences))
 
 
 def _deviation(steps: Sequence[float]) -> float:
