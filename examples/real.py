@@ -15,10 +15,12 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig
+from transformers.utils import is_matplotlib_available
 
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.report import Experiment, report
 from marft_trl.report.comparison import shown
+from marft_trl.report.pages import save_picture
 from marft_trl.rewards import math_answer
 from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
 
@@ -27,7 +29,7 @@ from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_g
 FAMILIES = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "gcd": {"min_value": 1, "max_value": 20},
+    "letter_counting": {"min_words": 3, "max_words": 6},
 }
 ONLY = "Give only the answer."
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -110,7 +112,10 @@ def main():
         for family in options.families
     }
     print_table(comparisons)
-    print(f"\nReports and pictures: {options.output_dir}/<family>/report.md")
+    print(f"\nReports: {options.output_dir}/<family>/report.md")
+    if is_matplotlib_available():
+        save_picture(list(comparisons.values()), options.output_dir / "real.png")
+        print(f"Picture: {options.output_dir}/real.png")
 
 
 if __name__ == "__main__":

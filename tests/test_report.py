@@ -1,6 +1,7 @@
 """Reports: arms, budgets, what is left out, resumption, and that they find what is known of planted teams."""
 
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from .helpers import config, lora
 
 def experiment(model, folder, agents=None, questions=8, **fields):
     settings = {"max_steps": 2, "num_generations_eval": 1, "per_device_eval_batch_size": questions, "logging_steps": 1}
+    settings["lr_scheduler_type"] = "constant"
     args = config(folder, **settings | fields.pop("settings", {}))
     return Experiment(
         model=model, agents=agents or tiny_agents(), reward_funcs=exact_answer, train_dataset=tiny_dataset(64),
@@ -58,7 +60,7 @@ def test_what_an_arm_changes(model_folder, tmp_path):
     arms = {arm.name: arm for arm in arms_of(made)}
     (solo,) = arms["solo"].change(made).agents
     assert solo.max_completion_length == sum(agent.max_completion_length for agent in made.agents)
-    assert arms["solo"].change(made).args.lr_scheduler_type == "constant_with_warmup" and arms["solo"].is_budgeted
+    assert arms["solo"].is_budgeted
     assert made.args.max_steps == 2  # the experiment stays as it is
     assert {agent.adapter for agent in arms["shared"].change(made).agents} == {"team"}
     assert [agent.trainable for agent in arms["frozen:actor"].change(made).agents] == [True, False]
@@ -143,7 +145,44 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     assert found["untrained"].accuracy == whole["untrained"].accuracy
     results = [result_of(tmp_path / name, "team-0") for name in ("whole", "cut")]
     assert results[0]["curve"] == results[1]["curve"] and results[1]["steps"] == 3
+    before = json.loads((tmp_path / "cut" / "runs" / "team-0" / "seconds.json").read_text())
+    assert set(before) == {"3"} and 0 < before["3"] <= results[1]["seconds"] + 0.1
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
+
+
+def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
+    from marft_trl.report import cells
+
+    for warmup, steps in ((3, 3), (0.25, 8), (0, 0)):
+        made = experiment(model_folder, tmp_path, settings={"warmup_steps": warmup, "max_steps": -1})
+        args = cells._without_end(made, 30).args
+        assert (args.max_steps, args.warmup_steps) == (3000, steps)
+        assert args.lr_scheduler_type == ("constant_with_warmup" if steps else "constant")
+
+
+def test_runs_of_another_experiment_are_not_compared(model_folder, tmp_path):
+    made, out = experiment(model_folder, tmp_path / "unused"), str(tmp_path / "out")
+    report(made, out, seeds=[0], arms=["untrained"])
+    changes = {
+        "args.learning_rate was": made.with_args(learning_rate=0.5),
+        "eval_dataset was": made.changed(eval_dataset=tiny_dataset(8, seed=5)),
+        "reward_funcs was": made.changed(reward_funcs=lambda completions, **columns: [0.0] * len(completions)),
+        "reasoner.max_completion_length was": made.changed(
+            agents=[dataclasses.replace(made.agents[0], max_completion_length=3), made.agents[1]]
+        ),
+    }
+    for message, other in changes.items():
+        with pytest.raises(ValueError, match=f"one of another experiment: {message}"):
+            report(other, out, seeds=[0], arms=["untrained"])
+    report(made.with_args(logging_steps=7), out, seeds=[0], arms=["untrained"])  # changes no result
+    with pytest.raises(ValueError, match="was not evaluated with empty messages of reasoner"):
+        report(made, out, seeds=[0], arms=["emptied:reasoner"])
+
+
+def test_a_rate_that_decays_cannot_be_compared_at_equal_tokens(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path, settings={"lr_scheduler_type": "cosine"})
+    with pytest.raises(ValueError, match="`lr_scheduler_type` of the experiment is 'cosine'"):
+        report(made, str(tmp_path / "out"), arms=["solo"])
 
 
 TASK = """
@@ -152,7 +191,8 @@ from marft_trl.report import Experiment
 from tests.helpers import config, lora
 
 def make(model, folder):
-    args = config(folder, max_steps=1, num_generations_eval=1, per_device_eval_batch_size=4)
+    settings = {"max_steps": 1, "num_generations_eval": 1, "lr_scheduler_type": "constant"}
+    args = config(folder, **settings, per_device_eval_batch_size=4)
     return Experiment(model, tiny_agents(), exact_answer, tiny_dataset(64), tiny_dataset(4, seed=1), args, lora())
 
 def wrong():

@@ -68,9 +68,7 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
 
 def _of_team(experiment: Experiment) -> list[Arm]:
     def solo(one: Experiment) -> Experiment:
-        # How long it trains is not known before, so no schedule can end with it
-        args = {"lr_scheduler_type": "constant_with_warmup", "max_steps": 100 * max(one.args.max_steps, 1)}
-        return one.changed(agents=[one.solo_agent()], workflow=None, solo=None).with_args(**args)
+        return one.changed(agents=[one.solo_agent()], workflow=None, solo=None)
 
     is_shared = len({agent.adapter or agent.name for agent in experiment.agents if agent.trainable}) == 1
     alone = "the team is one agent" if len(experiment.agents) == 1 else None

@@ -21,6 +21,7 @@ from ..reporting.at_k import FILE
 from ..trainer import MARFTTrainer
 from .arms import arms_of
 from .experiment import Experiment
+from .settings import settings_of
 
 
 RESULT = "result.json"
@@ -46,7 +47,7 @@ class Cell:
         return (self.folder / RESULT).exists()
 
     def result(self) -> dict[str, Any]:
-        """`tokens` that were generated in training, `seconds`, `steps`."""
+        """`tokens` that were generated in training, `seconds`, `steps`, `curve`, `settings` and `emptied` agents."""
         return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,6 +65,25 @@ class TokenBudget(TrainerCallback):
             control.should_training_stop = True
 
 
+class Clock(TrainerCallback):
+    """Seconds of training, those before the checkpoint of a resumed run included."""
+
+    def __init__(self, folder: Path):
+        self._file, self._before, self._start = folder / "seconds.json", 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.perf_counter() - self._start
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start = time.perf_counter()
+        if state.global_step and self._file.exists():
+            self._before = json.loads(self._file.read_text(encoding="utf-8")).get(str(state.global_step), 0.0)
+
+    def on_save(self, args, state, control, **kwargs):
+        write_atomically(self._file, json.dumps({str(state.global_step): self.seconds}))
+
+
 def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) -> None:
     """
     Train and evaluate an arm.
@@ -77,21 +97,22 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
+    team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result() if arm.is_budgeted else {}
+    if arm.is_budgeted:
+        changed = _without_end(changed, team["steps"])
     trainer = changed.trainer()
     checkpoint = get_last_checkpoint(str(cell.folder)) if cell.folder.exists() else None
+    trainer.add_callback(clock := Clock(cell.folder))
     if arm.is_budgeted:
-        budget = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()["tokens"]
-        trainer.add_callback(TokenBudget(budget, lambda: trainer.parts.reporter.generated_tokens))
+        trainer.add_callback(TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens))
     if checkpoint is None:
         (cell.folder / FILE).unlink(missing_ok=True)
         _evaluate(trainer, "start")
-    start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
+    seconds = clock.seconds
     _evaluate(trainer, "end")
     if cell.arm == "team":
         trainer.save_model()
-    if cell.arm == "team":
         for name in emptied:
             _evaluate_emptied(trainer, name)
     result = {
@@ -99,11 +120,20 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
         "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
+        "settings": settings_of(experiment),
+        "emptied": list(emptied),
     }
     trainer.end()
     write_atomically(cell.folder / RESULT, json.dumps(result))
     for folder in cell.folder.glob("checkpoint-*"):
         shutil.rmtree(folder)
+
+
+def _without_end(experiment: Experiment, steps: int) -> Experiment:
+    """Training until the budget is used up, with the warm-up that a team of so many steps has."""
+    warmup = experiment.args.get_warmup_steps(steps)
+    schedule = "constant_with_warmup" if warmup else "constant"
+    return experiment.with_args(max_steps=100 * steps, lr_scheduler_type=schedule, warmup_steps=warmup)
 
 
 def _evaluate(trainer: MARFTTrainer, name: str) -> None:

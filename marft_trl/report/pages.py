@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints.commit import write_atomically
 from .comparison import ArmResult, Comparison, shown
@@ -32,7 +35,7 @@ def write_pages(comparison: Comparison, folder: Path) -> None:
     except ImportError:
         print('No picture: it needs matplotlib (`pip install "marft-trl[plots]"`).')
     else:
-        save_picture(comparison, folder / "report.png")
+        save_picture([comparison], folder / "report.png")
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -87,23 +90,36 @@ def as_csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def save_picture(comparison: Comparison, file: Path) -> None:
-    """Accuracies with their intervals, and the rewards of training."""
+def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
+    """Accuracies with their intervals, and the rewards of training; a row for each comparison. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    results = [one for one in comparison.results if one.accuracy is not None]
-    figure = Figure(figsize=(11, 1.5 + 0.4 * len(results)), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
+    longest = max(len(comparison.results) for comparison in comparisons)
+    figure = Figure(figsize=(11, (1.5 + 0.4 * longest) * len(comparisons)), layout="constrained")
+    rows = figure.subplots(len(comparisons), 2, squeeze=False, width_ratios=(2, 3))
+    for comparison, (bars, curves) in zip(comparisons, rows, strict=True):
+        results = [one for one in comparison.results if one.accuracy is not None]
+        colors = {one.arm.name: f"C{number}" for number, one in enumerate(one for one in results if one.curves)}
+        _draw_accuracies(bars, results, colors)
+        _draw_curves(curves, results, colors)
+        if len(comparisons) > 1:
+            bars.set_title(comparison.name, fontsize="medium")
+    figure.savefig(file, dpi=120)
+
+
+def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
     for place, one in enumerate(reversed(results)):
         mean, low, high = (one.accuracy or (0.0, 0.0, 0.0))[:3]
-        bars.errorbar(mean, place, xerr=[[max(mean - low, 0)], [max(high - mean, 0)]], fmt="o", color="C0", capsize=3)
-    bars.set_yticks(range(len(results)), [one.arm.what for one in reversed(results)])
-    bars.set(xlabel="accuracy, 95 % interval", xlim=(-0.02, 1.02))
-    bars.grid(axis="x", alpha=0.3)
-    for number, one in enumerate(one for one in results if one.curves):
-        for index, curve in enumerate(one.curves):
+        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(one.arm.name, "0.4")
+        axes.errorbar(mean, place, xerr=error, fmt="o", color=color, capsize=3)
+    axes.set_yticks(range(len(results)), [textwrap.fill(one.arm.what, 32) for one in reversed(results)])
+    axes.set(xlabel="accuracy, 95 % interval", xlim=(-0.02, 1.02), ylim=(-0.5, len(results) - 0.5))
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
+    for one in results:
+        for curve in one.curves:
             steps, rewards = zip(*curve, strict=True) if curve else ((), ())
-            curves.plot(steps, rewards, color=f"C{number}", alpha=0.7, label=one.arm.what if index == 0 else None)
-    curves.set(xlabel="step", ylabel="reward")
-    curves.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7)
+    axes.set(xlabel="step", ylabel="reward of a training batch")

@@ -18,6 +18,7 @@ from .cells import Cell, run_cell
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages
+from .settings import differences, settings_of
 
 
 logger = get_logger(__name__)
@@ -69,6 +70,7 @@ def report(
         raise ValueError("`workers` above 1 starts processes, which need `experiment='file.py:function'`.")
     folder, chosen = Path(output_dir), arms_of(made, arms)
     _check_runs(chosen)
+    _check_schedule(made, chosen)
     for stage in (False, True):  # budgets are known when the team has run
         cells = [
             Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}")
@@ -76,6 +78,7 @@ def report(
             for seed in seeds
             if not arm.of and arm.why_not is None and arm.is_budgeted == stage
         ]
+        _check_done(made, chosen, [cell for cell in cells if cell.is_done])
         waiting = [cell for cell in cells if not cell.is_done]
         if place is None or workers == 1:
             for cell in waiting:
@@ -92,6 +95,37 @@ def _check_runs(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if arm.of and arm.of not in names:
             raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}: name it too.")
+
+
+def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
+    """How long one agent trains is not known before, so no schedule can end with it."""
+    kind = str(getattr(experiment.args.lr_scheduler_type, "value", experiment.args.lr_scheduler_type))
+    if not kind.startswith("constant") and any(arm.is_budgeted and arm.why_not is None for arm in arms):
+        raise ValueError(
+            f"`lr_scheduler_type` of the experiment is {kind!r}. One agent trains until it has generated as many "
+            "tokens as the team, which is not known before, so both need a rate that does not decay: set "
+            "`lr_scheduler_type='constant_with_warmup'`, or leave out the arm `solo` (`arms`)."
+        )
+
+
+def _check_done(experiment: Experiment, arms: Sequence[Arm], done: Sequence[Cell]) -> None:
+    """Runs that are there are of the same experiment, and have all evaluations that are wanted."""
+    ours = settings_of(experiment) if done else {}
+    for cell in done:
+        result = cell.result()
+        changes = differences(result.get("settings", {}), ours)
+        if changes:
+            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise ValueError(
+                f"The run in {cell.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
+                "compared: set another `output_dir`, or delete that folder."
+            )
+        missing = [name for name in _emptied(arms) if cell.arm == "team" and name not in result["emptied"]]
+        if missing:
+            raise ValueError(
+                f"The run in {cell.folder} was not evaluated with empty messages of {', '.join(missing)}. Set another "
+                "`output_dir`, leave out `emptied`, or delete that folder."
+            )
 
 
 def _emptied(arms: Sequence[Arm]) -> list[str]:

@@ -149,14 +149,14 @@ class RunSettings:
         return {
             "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
             "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
-            "dataset": _dataset_hash(self._dataset),
+            "dataset": dataset_hash(self._dataset),
         }
 
     def _describe_workflow(self) -> dict[str, Any]:
         """Its description, and for a class outside of this package a hash of its source."""
         described = dict(self._workflow.describe())
         if type(self._workflow).__module__.partition(".")[0] != __name__.partition(".")[0]:
-            described["code"] = _code_of(self._workflow)
+            described["code"] = code_of(self._workflow)
         return described
 
     def _adapters(self) -> dict[str, Any]:
@@ -166,14 +166,14 @@ class RunSettings:
         return {
             name: {
                 "trained": name in self._policies.trained,
-                **{key: _plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)},
+                **{key: plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)},
             }
             for name, config in configs.items()
         }
 
     def _tunables(self) -> dict[str, Any]:
         recorded = {
-            item.name: _plain(getattr(self._args, item.name))
+            item.name: plain(getattr(self._args, item.name))
             for item in fields(self._args)
             if item.name not in (*_NOT_RECORDED, *_OF_BATCHES, *_OF_ORDER, *_OF_CRITIC, "optim")
             and not item.name.startswith(_NOT_RECORDED_PREFIXES)
@@ -182,12 +182,12 @@ class RunSettings:
             spec = {
                 name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
             }
-            recorded |= {f"agents.{agent.name}.{name}": _plain(value) for name, value in spec.items()}
+            recorded |= {f"agents.{agent.name}.{name}": plain(value) for name, value in spec.items()}
             if agent.reply is not None:
-                recorded[f"agents.{agent.name}.reply"] = _code_of(agent.reply)
+                recorded[f"agents.{agent.name}.reply"] = code_of(agent.reply)
         for owner, functions in self._rewards.items():
             for position, function in enumerate(functions):
-                recorded[f"{owner or 'team'}.rewards[{position}]"] = _code_of(function)
+                recorded[f"{owner or 'team'}.rewards[{position}]"] = code_of(function)
         recorded["reward_weights"] = self._weights
         recorded["view"] = callable_name(self._view())
         return recorded
@@ -200,18 +200,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of a setting, JSON-serializable and the same in every process."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(its) for key, its in value.items()}
+        return {str(key): plain(its) for key, its in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     value = getattr(value, "value", value)  # of an enumeration
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
-def _code_of(function: Any) -> str:
+def code_of(function: Any) -> str:
     """Name of a reward function and a hash of its source; the name alone for models."""
     if isinstance(function, (str, nn.Module)):
         return function if isinstance(function, str) else type(function).__name__
@@ -224,7 +225,7 @@ def _code_of(function: Any) -> str:
     return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:12]})"
 
 
-def _dataset_hash(dataset: Any) -> dict[str, Any]:
+def dataset_hash(dataset: Any) -> dict[str, Any]:
     """Number of rows, columns and a hash of evenly spaced rows. Nothing is read from a stream."""
     if not isinstance(dataset, Dataset):
         return {"kind": "stream"}
