@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -283,6 +287,46 @@ def test_cells_have_names_of_their_own_and_known_settings(grid):
         assert set(cell) - {"recipe", "kind"} <= known, cell
 
 
+def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, monkeypatch, tmp_path, capsys):
+    train, given = importlib.import_module("train"), []
+
+    def run(options):
+        given.append(options)
+        if "magrpo" in options and len(given) < 7:
+            raise ValueError("no | luck")
+        return {"eval_reward": 0.25}
+
+    monkeypatch.setattr(train, "main", run)
+
+    def grid_of_c3(*further):
+        command = ["grid.py", "--grids", "c3", "--output_dir", str(tmp_path), "--", *further]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as end:
+            grid.main()
+        return end.value.code, capsys.readouterr().out
+
+    code, said = grid_of_c3("--max_steps", "3")
+    assert code and "4 of 6 cells are done" in said and "magrpo: ValueError: no | luck" in said
+    assert (tmp_path / "grid.md").read_text().count("ValueError: no / luck") == 2
+    code, said = grid_of_c3("--max_steps", "3")
+    assert not code and "6 of 6 cells are done" in said and len(given) == 8
+    assert (tmp_path / "grid.csv").read_text().count(",ok,") == 6
+    code, _ = grid_of_c3("--max_steps", "4")
+    assert "is the result of other options (3, 4). Set another --output_dir." in code and len(given) == 8
+
+
+def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["grid.py", "--output_dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        grid.main()
+    assert not end.value.code and "0 of 393 cells are done" in capsys.readouterr().out
+    table = (tmp_path / "grid.md").read_text()
+    for reason in ("math-verify is not installed", "reasoning-gym is not installed", "programs need Linux"):
+        assert f"left out: {reason}" in table
+
+
 def test_codeforces_becomes_programs(problems):
     rows = [json.loads(line) for line in (RECIPES / "samples" / "codeforces.jsonl").read_text().splitlines()]
     problem = problems.read_codeforces(rows[0])
@@ -296,17 +340,11 @@ def test_codeforces_becomes_programs(problems):
 @pytest.mark.slow
 def test_a_grid_that_was_interrupted_goes_on(tmp_path):
     """A dry run of two small grids, killed in the middle: what is done stays, and the table is whole in the end."""
-    import subprocess
-
     command = [
         *(sys.executable, "-W", "ignore", str(RECIPES / "grid.py"), "--grids", "c3", "solver-judge", "--dry_run"),
         *("--output_dir", str(tmp_path / "out"), "--workers", "2"),
     ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    import os
-    import signal
-    import time
-
     done, limit = [], time.monotonic() + 240
     while len(done) < 3 and time.monotonic() < limit:
         time.sleep(0.2)

@@ -30,23 +30,29 @@ from grids import GRIDS, name_of
 HERE = Path(__file__).parent
 # A step on a tiny model
 DRY = {
-    **{
-        "max_steps": 1,
-        "lora_r": 4,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "report_to": "none",
-    },
-    **{"max_completion_length": 8, "eval_size": 2, "gradient_accumulation_steps": 1, "save_strategy": "no"},
-    **{"num_generations_eval": 1, "steps_per_generation": 1, "logging_steps": 1, "code_timeout": 2.0},
-    **{
-        "context_overflow": "end_episode",
-        "log_completions": False,
-        "use_cpu": True,
-        "lora_target_modules": "all-linear",
-    },
-    **{"gradient_checkpointing": False, "disable_tqdm": True, "num_train_epochs": 1},
+    "max_steps": 1,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "num_generations_eval": 1,
+    "max_completion_length": 8,
+    "context_overflow": "end_episode",
+    "eval_size": 2,
+    "code_timeout": 2.0,
+    "lora_r": 4,
+    "lora_target_modules": "all-linear",
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "log_completions": False,
+    "disable_tqdm": True,
+    "report_to": "none",
 }
+# Presets and advantages whose number of episodes of a prompt is not free
+OWN_EPISODES = ("marft-a", "marft-t", "mappo", "c3", "at-grpo", "gae")
 SHOWN = ("eval_reward", "eval_completions/mean_length", "eval_num_tokens")
 
 
@@ -55,28 +61,26 @@ def cells_of(grids):
     return {f"{grid}/{name_of(cell)}": cell for grid in grids for cell in GRIDS[grid]()}
 
 
+def settings_of(cell):
+    """Settings of a cell: those of its recipe, and what it changes."""
+    return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell
+
+
 def options_of(cell, folder, further, dry_model=None):
     """Arguments of `train.py` for a cell."""
-    recipe = HERE / f"{cell['recipe']}.yaml"
     given = {name: value for name, value in cell.items() if name not in ("recipe", "kind")}
-    settings = yaml.safe_load(recipe.read_text()) | given
     given["output_dir"] = str(folder)
     if dry_model is not None:
-        given |= {**DRY, "model_name_or_path": dry_model}
+        given |= DRY | {"model_name_or_path": dry_model}
+        settings = settings_of(cell)
         sample = HERE / "samples" / f"{settings['problems']}.jsonl"
         if sample.exists():
             given["problem_files"] = str(sample)
-        if (
-            settings.get("preset") not in ("marft-a", "marft-t", "mappo", "c3", "at-grpo")
-            and settings.get("advantage") != "gae"
-        ):
+        if not {settings.get("preset"), settings.get("advantage")} & {*OWN_EPISODES}:
             given["num_generations"] = 4
-    flat = [
-        text
-        for name, value in given.items()
-        for text in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
-    ]
-    return ["--config", str(recipe), *flat, *further]
+    shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    flat = [text for name, value in shown.items() for text in (f"--{name}", value)]
+    return ["--config", str(HERE / f"{cell['recipe']}.yaml"), *flat, *further]
 
 
 def run_cell(cell, folder, further, dry_model):
@@ -91,50 +95,59 @@ def run_cell(cell, folder, further, dry_model):
         except (Exception, SystemExit) as problem:
             traceback.print_exc()
             metrics, error = {}, f"{type(problem).__name__}: {problem}"[:300]
-    result = {"cell": cell, "metrics": metrics, "error": error, "seconds": round(time.perf_counter() - start, 1)}
+    result = {"metrics": metrics, "error": error, "seconds": round(time.perf_counter() - start, 1)}
+    result["options"] = options_of(cell, folder / "team", further, dry_model)
     part = folder / "result.part"
     part.write_text(json.dumps(result, default=str))
     os.replace(part, folder / "result.json")
     gc.collect()
 
 
+def is_done(cell, folder, further, dry_model):
+    """Whether a cell has run without an error. One that ran with other options is not taken for it."""
+    file = folder / "result.json"
+    if not file.exists():
+        return False
+    result = json.loads(file.read_text())
+    theirs, ours = result["options"], options_of(cell, folder / "team", further, dry_model)
+    if theirs != ours:
+        changed = sorted({*theirs} ^ {*ours})
+        sys.exit(f"{file} is the result of other options ({', '.join(changed)}). Set another --output_dir.")
+    return result["error"] is None
+
+
 def left_out(cell):
     """Why a cell cannot run on this machine, or `None`."""
-    settings = yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell
-    problems = settings["problems"]
-    if problems not in ("math", "gsm8k", "deepscaler", "deepcoder", "codeforces") and not importlib.util.find_spec(
-        "reasoning_gym"
-    ):
-        return "reasoning-gym is not installed"
-    if problems in ("math", "gsm8k", "deepscaler") and not importlib.util.find_spec("math_verify"):
-        return "math-verify is not installed"
-    return "programs need Linux" if problems in ("deepcoder", "codeforces") and sys.platform != "linux" else None
+    problems = settings_of(cell)["problems"]
+    if problems in ("deepcoder", "codeforces"):
+        return None if sys.platform == "linux" else "programs need Linux"
+    package = "math_verify" if problems in ("math", "gsm8k", "deepscaler") else "reasoning_gym"
+    return None if importlib.util.find_spec(package) else f"{package.replace('_', '-')} is not installed"
+
+
+def row_of(name, cell, folder):
+    """Row of a cell: how it ended, and its evaluation."""
+    file, reason = folder / name / "result.json", left_out(cell)
+    if not file.exists():
+        return [name, f"left out: {reason}" if reason else "not run", "", *("" for _ in SHOWN)]
+    result = json.loads(file.read_text())
+    figures = [result["metrics"].get(key, "") for key in SHOWN]
+    return [name, "ok" if result["error"] is None else result["error"], result["seconds"], *figures]
+
+
+def in_cell(value):
+    """A value in a table of Markdown."""
+    return f"{value:.3f}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
 
 
 def write_table(cells, folder):
-    """One row for each cell: what it changes, how it ended, and its evaluation."""
-    rows = []
-    for name, cell in cells.items():
-        file, reason = folder / name / "result.json", left_out(cell)
-        result = (
-            json.loads(file.read_text())
-            if file.exists()
-            else {"metrics": {}, "error": reason or "not run", "seconds": ""}
-        )
-        figures = [result["metrics"].get(key, "") for key in SHOWN]
-        rows.append([name, "ok" if result["error"] is None else result["error"], result["seconds"], *figures])
+    """One row for each cell, as CSV and as Markdown."""
+    rows = [row_of(name, cell, folder) for name, cell in cells.items()]
     head = ["cell", "state", "seconds", *SHOWN]
     with open(folder / "grid.csv", "w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
-    shown = [
-        [
-            f"{value:.3f}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
-            for value in row
-        ]
-        for row in rows
-    ]
-    lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *shown]]
-    (folder / "grid.md").write_text("\n".join(lines) + "\n")
+    shown = [head, ["---"] * len(head), *([in_cell(value) for value in row] for row in rows)]
+    (folder / "grid.md").write_text("".join(f"| {' | '.join(row)} |\n" for row in shown))
     return rows
 
 
@@ -149,6 +162,27 @@ def tiny(folder):
     return str(folder)
 
 
+def run_cells(cells, folder, further, model):
+    """Run the cells that are not done."""
+    for name, cell in cells.items():
+        if left_out(cell) is None and not is_done(cell, folder / name, further, model):
+            print(name, flush=True)
+            run_cell(cell, folder / name, further, model)
+
+
+def run_side_by_side(own, further, workers):
+    """Share the cells among processes, and end if one of them was refused."""
+    command = [sys.executable, "-W", "ignore", __file__, *own, "--worker"]
+    more = ["--", *further] if further else []
+    running = [
+        subprocess.Popen([*command, str(number), *more], env=environment(number))  # noqa: S603
+        for number in range(workers)
+    ]
+    ended = [process.wait() for process in running]
+    if any(ended):
+        sys.exit("A worker has ended with an error, see above.")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", default=["all"], choices=["all", *GRIDS])
@@ -156,34 +190,25 @@ def main():
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--worker", type=int, help="number of this process, for `--workers`")
     parser.add_argument("--output_dir", type=Path, default=Path("grid-output"))
-    own, further = (sys.argv[1:], [])
+    own, further = sys.argv[1:], []
     if "--" in own:
         own, further = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    cells = cells_of(GRIDS if "all" in options.grids else options.grids)
-    model = tiny(options.output_dir / "tiny") if options.dry_run else None
-    if options.worker is None and options.workers > 1:
-        command = [sys.executable, "-W", "ignore", __file__, *own]
-        for process in [
-            subprocess.Popen(  # noqa: S603
-                [*command, "--worker", str(number), *(["--", *further] if further else [])], env=environment(number)
-            )
-            for number in range(options.workers)
-        ]:
-            process.wait()
+    cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids), options.output_dir
+    model = tiny(folder / "tiny") if options.dry_run else None
+    if options.worker is not None:
+        run_cells(dict(list(cells.items())[options.worker :: options.workers]), folder, further, model)
+        return
+    if options.workers > 1:
+        run_side_by_side(own, further, options.workers)
     else:
-        mine = list(cells)[options.worker or 0 :: options.workers if options.worker is not None else 1]
-        for name in mine:
-            if not (options.output_dir / name / "result.json").exists() and left_out(cells[name]) is None:
-                print(name, flush=True)
-                run_cell(cells[name], options.output_dir / name, further, model)
-    if options.worker is None:
-        rows = write_table(cells, options.output_dir)
-        failed = [row for row in rows if row[1] != "ok"]
-        print(f"{len(rows) - len(failed)} of {len(rows)} cells are done: {options.output_dir}/grid.md")
-        for name, state, *_ in failed[:20]:
-            print(f"  {name}: {state}")
-        sys.exit(bool(failed))
+        run_cells(cells, folder, further, model)
+    rows = write_table(cells, folder)
+    others = [(name, state) for name, state, *_ in rows if state != "ok"]
+    print(f"{len(rows) - len(others)} of {len(rows)} cells are done: {folder}/grid.md")
+    for name, state in others[:20]:
+        print(f"  {name}: {state}")
+    sys.exit(any(not state.startswith("left out") for _, state in others))
 
 
 def environment(number):
