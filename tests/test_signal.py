@@ -12,11 +12,15 @@ from .helpers import team_trainer, varied_reward, weights
 AGENT_FIGURES = ("grad_norm", "approx_kl")
 
 
+# What all episodes of a group without a signal earn: no mean of numbers of float32 is exactly this
+SAME = 0.3
+
+
 def reward_of_half(prompts, completions, **kwargs):
-    """Questions about Ann, Ben and Cat earn a reward that differs between completions; the others earn nothing."""
+    """Questions about Ann, Ben and Cat earn a reward that differs between completions; the others do not."""
     scores = varied_reward(completions)
     return [
-        score if any(name in str(prompt) for name in ("Ann", "Ben", "Cat")) else 0.0
+        score if any(name in str(prompt) for name in ("Ann", "Ben", "Cat")) else SAME
         for prompt, score in zip(prompts, scores, strict=True)
     ]
 
@@ -83,6 +87,38 @@ def test_updates_are_those_of_the_full_pass(model_folder, tmp_path, settings):
             close = {"rel": 1e-2, "abs": 1e-11} if name.endswith("approx_kl") else {"abs": 1e-5}
             assert ours.get(name) == (expected if expected is None else pytest.approx(expected, **close)), name
         assert 0 < ours["frac_rows_without_signal"] < 1 and theirs["frac_rows_without_signal"] == 0
+
+
+@pytest.mark.parametrize("name", ["group", "agent", "turn", "c3", "leave_one_out", "batch"])
+@pytest.mark.parametrize("value", [0.3, -1.1, 1e6 / 3])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_returns_have_an_advantage_of_exactly_0(name, value, scale):
+    """A mean of equal numbers differs from them by rounding, and Adam makes a full step of whatever is left."""
+    from marft_trl.advantages.baselines import BASELINES, Samples
+
+    episodes = torch.arange(14).repeat_interleave(3)  # of which the first seven earn the same
+    returns = torch.full((42,), value)
+    returns[0] = returns[2] = torch.nan
+    returns[1] *= 1 + 1e-7  # a sum in another order
+    others = torch.randn(42, generator=torch.Generator().manual_seed(0))
+    returns = torch.where(episodes < 7, returns, others if name != "batch" else returns)
+    samples = Samples(episodes, torch.tensor([0, 1, 1] * 14), torch.tensor([0, 0, 0] * 14), returns, 7, 2)
+    advantages = BASELINES[name].function(samples, scale)
+    assert (advantages[:21] == 0).all() and (name == "batch" or (advantages[21:] != 0).all())
+
+
+@pytest.mark.parametrize("settings", [{}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str)
+def test_a_batch_of_equal_rewards_moves_nothing(model_folder, tmp_path, settings):
+    def same(completions, **kwargs):
+        return [0.3] * len(completions)
+
+    def other(prompts, **kwargs):
+        return [0.1 * len(str(prompt)) for prompt in prompts]
+
+    before, *_ = run(model_folder, tmp_path, same, max_steps=1, learning_rate=1e-30)
+    after, logs, rows = run(model_folder, tmp_path, [same, other], learning_rate=1e-2, **settings)
+    assert rows == 0 and all(before[name].equal(after[name]) for name in after if "lora_B" in name)
+    assert all(one["frac_rows_without_signal"] == one["frac_reward_zero_std"] == 1 for one in logs)
 
 
 def test_updates_are_the_same_to_the_bit_where_whole_micro_batches_vanish(model_folder, tmp_path):

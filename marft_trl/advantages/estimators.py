@@ -135,13 +135,19 @@ class BaselineEstimator:
             _check_own_returns(self._settings)
         if self._settings.multi_objective_aggregation == "normalize_then_sum":
             weights = self._rewards.weights.to(rewards.device)
-            rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size)
+            to_the_bit = not self._args.share_prefixes
+            rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size, to_the_bit)
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
         by_episode, std = functional.group_advantages(rewards, group_size, scale)
         baseline = self.baseline(training)
         is_one = self.gives_one_advantage_to_all(training) and not rollout.has_own_returns
         if is_one and baseline.by_episode is not None:
             by_episode, std = baseline.by_episode(rewards, group_size, scale)  # TRL's own arithmetic, to the bit
+            if self._args.share_prefixes:  # else its rounding too
+                groups = torch.arange(len(rewards), device=rewards.device) // group_size
+                is_equal = functional.are_equal(rewards, groups)
+                by_episode = by_episode.masked_fill(is_equal, 0.0)
+                std = std if scale == "batch" else std.masked_fill(is_equal, 0.0)
             own = by_episode[rollout.first : rollout.first + len(rows)].tolist()
             pairs = zip(rows, own, strict=True)
             filled = [[replace(row, advantage=its) for row in its_rows] for its_rows, its in pairs]

@@ -4,6 +4,7 @@
 from .advantages import (
     STD_EPS,
     OwnSteps,
+    are_equal,
     cell_advantages,
     counterfactual_credit,
     equal_credit,
@@ -39,6 +40,7 @@ __all__ = [
     "action_log_ratios",
     "adapted_entropy_coef",
     "approximate_kl",
+    "are_equal",
     "cell_advantages",
     "clipped_factors",
     "counterfactual_credit",

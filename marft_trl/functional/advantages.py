@@ -10,6 +10,7 @@ statistic and get an advantage of 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,9 @@ def team_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch
     return rewards.masked_fill(torch.isnan(rewards_per_func).all(dim=1), torch.nan)
 
 
-def normalized_objectives(rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
+def normalized_objectives(
+    rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, to_the_bit: bool = True
+) -> torch.Tensor:
     """
     Normalize the rewards of each function within their group, then add them up with the functions' weights.
 
@@ -61,6 +64,8 @@ def normalized_objectives(rewards_per_func: torch.Tensor, weights: torch.Tensor,
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
         weights (`torch.Tensor` of shape `(F,)`): weight of each function.
         group_size (`int`): `G`; groups are consecutive episodes.
+        to_the_bit (`bool`, *optional*, defaults to `True`): whether to keep the rounding that is left of groups with
+            equal rewards, as in TRL. Otherwise, they are exactly 0, see [`are_equal`].
 
     Returns: normalized rewards `(E,)`, NaN where no function applied.
 
@@ -70,12 +75,17 @@ def normalized_objectives(rewards_per_func: torch.Tensor, weights: torch.Tensor,
     mean = torch.nanmean(grouped, dim=1, keepdim=True)
     std = nan_std(grouped, dim=1, keepdim=True) if group_size > 1 else torch.zeros_like(mean)
     normalized = ((grouped - mean) / (std + STD_EPS)).view_as(rewards_per_func)
+    if not to_the_bit:
+        groups = torch.arange(len(normalized), device=normalized.device) // group_size
+        equal = torch.stack([are_equal(one, groups) for one in rewards_per_func.T], dim=1)
+        normalized = normalized.masked_fill(equal & ~normalized.isnan(), 0.0)
     return team_rewards(normalized, weights)
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Advantage of each episode: its reward minus the mean reward of its group.
+    Advantage of each episode: its reward minus the mean reward of its group. As in TRL, to the bit: where all rewards
+    of a group are equal, the rounding of their mean is left, see [`are_equal`].
 
     Args:
         rewards (`torch.Tensor` of shape `(E,)`): reward of each episode; groups are consecutive episodes.
@@ -126,6 +136,7 @@ def cell_advantages(
     """
     weights = weights.masked_fill(returns.isnan(), 0.0)
     advantages = returns - _cell_means(returns, cells, weights)[cells]
+    advantages = advantages.masked_fill(are_equal(returns, cells), 0.0)
     advantages = advantages.masked_fill(_sums(weights, cells)[cells] <= _ALONE, 0.0)
     if pools is not None:
         advantages = advantages / (_cell_stds(returns, pools, weights)[pools] + STD_EPS)
@@ -157,11 +168,33 @@ def leave_one_out_advantages(
     others = cell_weights[cells] - own_weights[episodes]
     has_others = others > 1e-9
     mean = (cell_sums[cells] - own_sums[episodes]) / others.where(has_others, torch.ones_like(others))
-    return torch.nan_to_num((returns - mean).masked_fill(~has_others, 0.0), nan=0.0)
+    return torch.nan_to_num((returns - mean).masked_fill(~has_others | are_equal(returns, cells), 0.0), nan=0.0)
 
 
 # A cell whose weights add up to at most this holds a single episode (with a margin for rounding).
 _ALONE = 1 + 1e-4
+# Returns that differ by less, relative to their size, are the same up to the rounding of sums in float32.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def are_equal(returns: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """
+    Tell the turns of cells in which nothing is better than anything else. Their advantages have to be exactly 0: the
+    rounding of a mean would leave about 1e-8, which Adam turns into updates of full size.
+
+    Args:
+        returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
+        cells (`torch.Tensor` of shape `(N,)`): index of the cell of each turn.
+
+    Returns: `(N,)`, `True` where all known returns of the cell are the same, up to rounding, or there is none.
+    """
+    if not returns.numel():
+        return torch.zeros_like(returns, dtype=torch.bool)
+    known, count = ~returns.isnan(), int(cells.max()) + 1
+    lowest = returns.new_full((count,), math.inf).scatter_reduce_(0, cells[known], returns[known], "amin")
+    highest = returns.new_full((count,), -math.inf).scatter_reduce_(0, cells[known], returns[known], "amax")
+    size = torch.maximum(lowest.abs(), highest.abs())
+    return (highest - lowest <= _ROUNDING * size)[cells]  # -inf - inf <= inf: nothing is known
 
 
 def _sums(values: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:

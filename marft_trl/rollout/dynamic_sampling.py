@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset
 
+from .. import functional
 from ..configs import MARFTConfig
 from ..episodes.records import Episode
 from ..processes import Processes
@@ -102,7 +103,7 @@ class DynamicSampling:
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
             received = {name: self._own.of_agent(reward, episode, name) for name in own_names}
             # Equal sums that were earned at different turns teach something if a turn is worth what follows it
-            when = tuple(map(float, episode.earned)) if self._args.credit_kind == "rewards" else ()
+            when = self._to_go(episode, reward) if self._args.credit_kind == "rewards" else {}
             facts.append((received if rollout.has_own_returns else {}, index in branching, when))
         everywhere = self._processes.gather(facts)
         by_function = self._settings.multi_objective_aggregation == "normalize_then_sum"
@@ -116,7 +117,23 @@ class DynamicSampling:
             names = {name for received, _, _ in its for name in received}
             columns = [*scores[start : start + size].T.tolist()]
             columns += [[received.get(name, math.nan) for received, _, _ in its] for name in names]
-            found.append(any(_differ(column) for column in columns) or len({when for _, _, when in its}) > 1)
+            agents = {agent for _, _, when in its for agent in when}
+            columns += [[value for _, _, when in its for value in when.get(agent, ())] for agent in agents]
+            found.append(any(_differ(column) for column in columns))
+        return found
+
+    def _to_go(self, episode: Episode, reward: float) -> dict[str, list[float]]:
+        """
+        What is earned from each turn of an episode on, the reward of the whole episode at its last turn; by agent
+        where the turns of different agents are not compared.
+        """
+        rewards = torch.tensor(episode.earned, dtype=torch.float32)
+        found: dict[str, list[float]] = {}
+        if len(rewards):
+            rewards[-1] += reward - rewards.sum()
+            worth = functional.returns_to_go(rewards, torch.tensor(episode.joint_steps()), self._args.gamma)
+            for turn, value in zip(episode.turns, worth.tolist(), strict=True):
+                found.setdefault(turn.agent if self._args.advantage == "agent" else "", []).append(value)
         return found
 
     def _next_round(self, missing: int, used: int, drawn: int, total: int, most: float, size: int) -> int:
@@ -251,6 +268,6 @@ def _generated(episodes: Sequence[Episode]) -> int:
 
 
 def _differ(values: Sequence[float]) -> bool:
-    """`True` if some of the numbers, apart from NaN, differ."""
-    known = [value for value in values if not math.isnan(value)]
-    return bool(known) and max(known) > min(known)
+    """`True` if some of the numbers, apart from NaN, differ by more than rounding."""
+    numbers = torch.tensor(values, dtype=torch.float32)
+    return not functional.are_equal(numbers, torch.zeros(len(numbers), dtype=torch.long)).all()
