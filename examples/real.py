@@ -66,9 +66,9 @@ def make(family="chain_sum", max_steps=32):
         model=smollm2(),
         agents=[
             AgentSpec("reasoner", system_prompt="Work out the answer in a few words.", max_completion_length=8),
-            AgentSpec("actor", system_prompt=ONLY, max_completion_length=6),
+            AgentSpec("actor", system_prompt=ONLY, max_completion_length=12),
         ],
-        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=14),
+        solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=20),
         # A number alone earns twice as much as one within other words
         reward_funcs=[number_is_right, reasoning_gym_exact],
         train_dataset=reasoning_gym(family, size=2000, seed=0, **FAMILIES[family]),

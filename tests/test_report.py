@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from marft_trl import AgentSpec, Workflow
+from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval, paired_difference
 from marft_trl.report import Experiment, load_experiment, report
@@ -20,6 +20,7 @@ from marft_trl.report.pages import write_pages
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import config, lora
 
@@ -78,12 +79,61 @@ def test_arms_that_a_team_does_not_have(model_folder, tmp_path):
     assert names(alone) == ["team", "untrained", "anonymous"]
     half = [tiny_agents()[0], AgentSpec("actor", trainable=False, max_completion_length=6)]
     left_out = {arm.name: arm.why_not for arm in arms_of(experiment(model_folder, tmp_path, agents=half))}
-    assert left_out["frozen:actor"] == "it is not trained"
+    assert left_out["frozen:actor"] == "it is not trained" and left_out["shared"] == "only one agent is trained"
     assert left_out["frozen:reasoner"] == left_out["without:reasoner"] == "no other agent is trained"
+    whole = arms_of(experiment(model_folder, tmp_path).changed(peft_config=None, options={"anonymous": "none"}))
+    left_out = {arm.name: arm.why_not for arm in whole}
+    assert left_out["shared"] == left_out["frozen:actor"] == "there are no adapters"
+    assert left_out["anonymous"] == "the team is anonymous"
+    assert "frozen:actor" in names(arms_of(experiment(model_folder, tmp_path), "frozen"))
     with pytest.raises(ValueError, match="Did you mean 'frozen'"):
         arms_of(experiment(model_folder, tmp_path), ["frozn"])
     with pytest.raises(ValueError, match="name it too"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), arms=["solo_untrained"])
+
+
+class Pays:
+    """An environment that pays for every turn."""
+
+    def reset(self, **row):
+        return None
+
+    def step(self, turns):
+        return None, 1.0, True
+
+
+def test_who_works_alone_and_where(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path)
+    solo = {arm.name: arm for arm in arms_of(made)}["solo"]
+    assert solo.change(made).workflow is None
+    loop = made.changed(workflow=EnvironmentLoop(Pays, agents=["reasoner", "actor"]))
+    alone = solo.change(loop)
+    assert [agent.name for agent in alone.agents] == ["actor"]
+    assert alone.workflow.agents is None and loop.workflow.agents == ["reasoner", "actor"]
+    own = made.changed(workflow=Planted())
+    assert "`solo_workflow`" in {arm.name: arm.why_not for arm in arms_of(own)}["solo"]
+    told = own.changed(solo_workflow=EnvironmentLoop(Pays))
+    assert isinstance(solo.change(told).workflow, EnvironmentLoop)
+    scripted = made.changed(agents=[*made.agents, AgentSpec("judge", reply=lie)])
+    assert scripted.solo_agent().name == "actor"
+    chain = made.changed(workflow=Sequential(["reasoner", "actor"]))
+    without = {arm.name: arm for arm in arms_of(chain)}["without:reasoner"].change(chain)
+    assert without.workflow.agents == ["actor"]
+
+
+def test_what_cannot_run_is_said_before_the_first_run(model_folder, tmp_path):
+    made, out = experiment(model_folder, tmp_path / "unused"), tmp_path / "out"
+    wrong = made.changed(workflow=Sequential(["reasoner", "author"]))
+    for call, message in (
+        (lambda: report(wrong, str(out)), "The arm 'team' cannot run: .*'author'"),
+        (lambda: report(made, str(out), seeds=[0, 0]), "`seeds` must be different integers"),
+        (lambda: report(made, str(out), seeds=3), "`seeds`"),
+        (lambda: report(made, str(out), margin=-1.0), "`margin`"),
+        (lambda: report(made, str(out), workers=0), "`workers`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not out.exists()
 
 
 # ---- Runs ----
@@ -150,6 +200,87 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
 
 
+def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder, tmp_path, monkeypatch):
+    """Killed in the last evaluation, after a checkpoint of the last step: the budget is not spent twice."""
+    from marft_trl.report import cells
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    made = experiment(model_folder, tmp_path / "unused", settings=settings)
+    report(made, str(tmp_path / "whole"), seeds=[0], arms=["solo"])
+    evaluate = cells._evaluate
+
+    def killed(trainer, name):
+        if name == "end" and len(trainer.agents) == 1:
+            raise KeyboardInterrupt
+        evaluate(trainer, name)
+
+    monkeypatch.setattr(cells, "_evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report(made, str(tmp_path / "cut"), seeds=[0], arms=["solo"])
+    monkeypatch.undo()
+    (tmp_path / "cut" / "runs" / "solo-0" / "checkpoint-1").rename(tmp_path / "kept")
+    report(made, str(tmp_path / "cut"), seeds=[0], arms=["solo"])
+    results = [result_of(tmp_path / name, "solo-0") for name in ("whole", "cut")]
+    for key in ("tokens", "steps", "curve"):
+        assert results[0][key] == results[1][key], key
+    files = [tmp_path / name / "runs" / "solo-0" / "evaluations.jsonl" for name in ("whole", "cut")]
+    assert read_samples(files[0]) == read_samples(files[1])
+
+
+def test_an_incomplete_checkpoint_is_passed_over(model_folder, tmp_path, monkeypatch):
+    from marft_trl.report import cells
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    made = experiment(model_folder, tmp_path / "unused", settings=settings)
+
+    class Kill(cells.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    train = cells.MARFTTrainer.train
+
+    def killed(trainer, **options):
+        trainer.add_callback(Kill())
+        return train(trainer, **options)
+
+    monkeypatch.setattr(cells.MARFTTrainer, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        report(made, str(tmp_path), seeds=[0], arms=["untrained"])
+    monkeypatch.undo()
+    (tmp_path / "runs" / "team-0" / "checkpoint-2" / "marft_commit.json").unlink()
+    report(made, str(tmp_path), seeds=[0], arms=["untrained"])
+    assert result_of(tmp_path, "team-0")["steps"] == 3
+
+
+def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monkeypatch):
+    from marft_trl.report import runner
+
+    run = runner.run_cell
+
+    def failing(experiment, cell, emptied=()):
+        if cell.arm == "anonymous":
+            raise OSError("no room")
+        run(experiment, cell, emptied)
+
+    monkeypatch.setattr(runner, "run_cell", failing)
+    made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
+    with pytest.raises(RuntimeError, match=r"without anonymous, whose runs have failed(.|\n)*OSError: no room"):
+        report(made, str(tmp_path), seeds=[0], arms=["untrained", "anonymous"])
+    page = (tmp_path / "report.md").read_text()
+    assert "| the team, untrained |" in page and "no names and no roles (its run has failed)" in page
+
+
+def test_questions_of_both_sets_are_told(model_folder, tmp_path, caplog):
+    made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
+    both = made.changed(eval_dataset=made.train_dataset.select(range(6)))
+    with caplog.at_level("WARNING"):
+        found = report(both, str(tmp_path), seeds=[0], arms=["untrained"])
+    assert found.questions_in_both == 6
+    assert "6 of the 6 evaluation questions are also training questions" in caplog.text
+    assert "6 of the 6 questions are also training questions" in (tmp_path / "report.md").read_text()
+
+
 def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
     from marft_trl.report import cells
 
@@ -167,6 +298,8 @@ def test_runs_of_another_experiment_are_not_compared(model_folder, tmp_path):
         "args.learning_rate was": made.with_args(learning_rate=0.5),
         "eval_dataset was": made.changed(eval_dataset=tiny_dataset(8, seed=5)),
         "reward_funcs was": made.changed(reward_funcs=lambda completions, **columns: [0.0] * len(completions)),
+        "options.anonymous was None, is 'numbered'": made.changed(options={"anonymous": "numbered"}),
+        "workflow was None": made.changed(workflow=Sequential()),
         "reasoner.max_completion_length was": made.changed(
             agents=[dataclasses.replace(made.agents[0], max_completion_length=3), made.agents[1]]
         ),
@@ -287,13 +420,13 @@ def test_intervals_of_simulated_reports_cover_the_true_difference(tmp_path):
 
 
 class Planted(Workflow):
-    """The poet speaks, and nobody listens. What the meddler says stands in place of the reasoner's steps."""
+    """The poet speaks, and nobody heeds it. What the meddler says stands in place of the reasoner's steps."""
 
     async def run(self, episode):
         steps = await episode.turn("reasoner")
-        await episode.turn("poet", sees=[])
+        poem = await episode.turn("poet", sees=[])
         other = await episode.turn("meddler", sees=[])
-        episode.answer = await episode.turn("actor", sees=[steps, other])
+        episode.answer = await episode.turn("actor", sees=[steps, poem, other])
 
 
 def believing(agent, prompt, seen):
@@ -301,8 +434,6 @@ def believing(agent, prompt, seen):
     turns = {one.agent: one for one in seen if isinstance(one, Turn)}
     meddler = turns.get("meddler")
     if meddler is not None:
-        import dataclasses
-
         text = meddler.raw_text or turns["reasoner"].raw_text
         seen = [dataclasses.replace(turns["reasoner"], raw_text=text)]
     return team_view(agent, prompt, seen)
@@ -322,8 +453,9 @@ def test_planted_agents_are_found(tmp_path, seed):
         questions=200, workflow=Planted(), options={"view": believing}, settings={"max_steps": 1, "seed": seed},
     )  # fmt: skip
     found = report(made, str(tmp_path), seeds=[seed], arms=["emptied:poet", "emptied:meddler"])
-    said = [one for one in found.verdicts if one.startswith(("poet", "meddler"))]
-    assert said[0].startswith("poet is useless") and said[1].startswith("meddler is harmful"), found.verdicts
+    said = [one for one in found.verdicts if one.startswith("What ")]
+    assert said[0].startswith("What poet says is useless"), found.verdicts
+    assert said[1].startswith("What meddler says is harmful"), found.verdicts
 
 
 @pytest.mark.slow
@@ -332,4 +464,4 @@ def test_what_is_known_of_the_embedded_team(tmp_path):
     made = experiment(tiny_team_model(), tmp_path / "unused", questions=200, settings={"max_steps": 1})
     found = report(made, str(tmp_path), seeds=[0], arms=["emptied:reasoner"])
     assert found["emptied:reasoner"].accuracy.mean <= 0.03 and found["team"].accuracy.mean > 0.3
-    assert any(one.startswith("reasoner is useful") for one in found.verdicts)
+    assert any(one.startswith("What reasoner says is useful") for one in found.verdicts)

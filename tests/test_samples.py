@@ -94,35 +94,76 @@ def test_avg_at_k():
 
 
 def test_an_interval_of_one_question_and_seed_is_its_score():
-    assert interval([0.25]) == Interval(0.25, 0.25, 0.25, 1, 1)
+    assert interval([0.25], bounds=None) == Interval(0.25, 0.25, 0.25, 1, 1)
 
 
 def test_the_interval_of_seeds_is_students():
     # Three seeds 0, 1, 2 of one question: mean 1, standard error 1 / sqrt(3), t(0.975, 2) = 4.303
-    found = interval([[0.0], [1.0], [2.0]], n_resamples=200_000)
+    found = interval([[0.0], [1.0], [2.0]], n_resamples=200_000, bounds=None)
     assert found.mean == 1.0
     assert found.high - 1 == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
     assert 1 - found.low == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
 
 
 def test_the_interval_of_questions_is_that_of_a_share():
-    # 50 of 200 right: standard error sqrt(p (1 - p) / 199)
+    # 50 of 200 right: Agresti and Coull's 52 of 204, with the standard error sqrt(p (1 - p) / 204)
     found = interval([1.0] * 50 + [0.0] * 150, n_resamples=20_000)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * math.sqrt(0.25 * 0.75 / 199), rel=0.05)
+    share, error = 52 / 204, math.sqrt(52 / 204 * 152 / 204 / 204)
+    assert found.low == pytest.approx(share - 1.96 * error, abs=0.004)
+    assert found.high == pytest.approx(share + 1.96 * error, abs=0.004)
+    assert found.mean == 0.25
 
 
 def test_what_is_common_to_both_cancels_in_a_paired_difference():
     draws = np.random.default_rng(0)
     difficulty = draws.random((3, 40))
-    found = paired_difference(difficulty + 0.1, difficulty)
+    found = paired_difference(difficulty + 0.1, difficulty, bounds=None)
     assert (found.low, found.high) == (pytest.approx(0.1), pytest.approx(0.1))
     assert found.is_clear
-    assert interval(difficulty + 0.1).high - interval(difficulty).low > 0.2
+    assert interval(difficulty + 0.1, bounds=None).high - interval(difficulty).low > 0.2
+
+
+def test_equal_scores_of_a_few_questions_say_little():
+    # Agresti and Coull: 0 of 10 is 2 of 14; a pair of ten equal scores: deviation sqrt(1 / 12), of twelve
+    none, error = interval([0.0] * 10, n_resamples=50_000), math.sqrt(2 / 14 * 12 / 14 / 13)
+    assert none[:2] == (0.0, 0.0) and none.high == pytest.approx(2 / 14 + 1.96 * error, abs=0.05)
+    pair = paired_difference([1.0] * 10, [1.0] * 10, n_resamples=50_000)  # in steps of a twelfth
+    assert pair.high == -pair.low == pytest.approx(1.96 * math.sqrt(1 / 12 / 11), abs=0.09)
+    many = paired_difference([1.0] * 200, [1.0] * 200)
+    assert many.high < 0.02
+
+
+@pytest.mark.parametrize(
+    ("share", "questions", "seeds"), [(0.01, 96, 3), (0.05, 40, 1), (0.5, 96, 3), (0.9, 20, 1), (0.98, 96, 5)]
+)
+def test_intervals_cover_the_true_share(share, questions, seeds):
+    draws, covered = np.random.default_rng(0), 0
+    for number in range(200):
+        found = interval(draws.random((seeds, questions)) < share, seed=number, n_resamples=500)
+        covered += found.low <= share <= found.high
+    assert covered >= 180
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "questions", "seeds"), [(0.1, 0.0, 10, 1), (0.05, 0.0, 96, 3), (0.98, 0.9, 96, 3)]
+)
+def test_differences_of_shares_near_their_ends_are_covered(better, worse, questions, seeds):
+    draws, covered = np.random.default_rng(0), 0
+    for number in range(200):
+        tables = [draws.random((seeds, questions)) < share for share in (better, worse)]
+        found = paired_difference(*tables, seed=number, n_resamples=500)
+        covered += found.low <= better - worse <= found.high
+    assert covered >= 180
 
 
 @pytest.mark.parametrize(
     ("scores", "options", "what"),
-    [([], {}, "shape"), ([[1.0, math.nan]], {}, "1 of the 2"), ([1.0], {"confidence": 1.0}, "confidence")],
+    [
+        ([], {}, "shape"),
+        ([[1.0, math.nan]], {}, "1 of the 2"),
+        ([1.0], {"confidence": 1.0}, "confidence"),
+        ([0.5, 2.0], {}, "from 0.5 to 2, beyond `bounds`"),
+    ],
 )
 def test_scores_that_have_no_interval(scores, options, what):
     with pytest.raises(ValueError, match=what):

@@ -39,9 +39,9 @@ def message(text):
 
 
 def test_questions_with_their_scores():
-    data = reasoning_gym("chain_sum", size=4, seed=3, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    data = reasoning_gym("chain_sum", size=4, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     assert data.column_names == ["prompt", "answer", "family", "entry"]
-    questions = gym.create_dataset("chain_sum", size=4, seed=3, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    questions = gym.create_dataset("chain_sum", size=4, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     assert [row["prompt"][0]["content"] for row in data] == [one["question"] for one in questions]
     columns = {name: data[name] for name in ("family", "entry")}
     right = [message(answer) for answer in data["answer"]]
@@ -51,6 +51,28 @@ def test_questions_with_their_scores():
     wordy = [message(f"It is {answer}.") for answer in data["answer"]]
     assert all(0 < score < 1 for score in reasoning_gym_reward(wordy, **columns))
     assert reasoning_gym_exact(wordy, **columns) == reasoning_gym_reward([message("")] * 4, **columns) == [0.0] * 4
+
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def asked(data):
+    return [prompt[0]["content"] for prompt in data["prompt"]]
+
+
+def test_other_seeds_draw_other_questions():
+    drawn = [asked(reasoning_gym("letter_counting", size=50, seed=seed)) for seed in (0, 1, 2, 10**6)]
+    assert len({question for questions in drawn for question in questions}) == 200
+    assert asked(reasoning_gym("letter_counting", size=50, seed=1)) == drawn[1]
+
+
+def test_a_test_set_is_left_out_of_training():
+    test = reasoning_gym("chain_sum", size=40, seed=1, distinct=True, **SUMS)
+    assert len({*asked(test)}) == 40
+    train = reasoning_gym("chain_sum", size=500, without=test, **SUMS)
+    assert len(train) == 500 and not {*asked(train)} & {*asked(test)}
+    with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
+        reasoning_gym("chain_sum", size=300, distinct=True, **SUMS)
 
 
 def test_the_answer_of_a_text():

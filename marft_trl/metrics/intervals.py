@@ -31,14 +31,28 @@ class Interval(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def interval(scores, confidence: float = 0.95, n_resamples: int = 4000, seed: int = 0) -> Interval:
+# What is added to the questions, so that scores that happen to be the same do not give an interval of width 0: two
+# right and two wrong ones (Agresti and Coull 1998) or, of pairs, a half for each way to differ and one that does not
+# (Agresti and Min 2005). As places between the bounds, and weights.
+_ADDED_TO_ONE = ((0.0, 1.0), (2.0, 2.0))
+_ADDED_TO_PAIRS = ((0.0, 0.5, 1.0), (0.5, 1.0, 0.5))
+
+
+def interval(
+    scores,
+    confidence: float = 0.95,
+    n_resamples: int = 4000,
+    seed: int = 0,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
+) -> Interval:
     """
     Interval of a mean score, for other questions and other seeds.
 
-    The questions are resampled (bootstrap). Seeds are few, so the deviation of their mean is drawn from Student's
-    distribution with their standard error instead, which resampling would make too small. Both deviations are
-    independent, and their sum gives the percentiles. Noise that belongs to one question in one seed is contained in
-    both, so intervals are rather too wide than too narrow.
+    The questions are resampled (bootstrap), with two right and two wrong ones added, as in the interval of Agresti and
+    Coull: if all of a few questions are wrong, the next one may be right. Seeds are few, so the deviation of their
+    mean is drawn from Student's distribution with their standard error instead, which resampling would make too small.
+    Both deviations are independent, and their sum gives the percentiles. Noise that belongs to one question in one
+    seed is contained in both, so intervals are rather too wide than too narrow.
 
     Args:
         scores (array of shape `(seeds, questions)` or `(questions,)`):
@@ -49,33 +63,57 @@ def interval(scores, confidence: float = 0.95, n_resamples: int = 4000, seed: in
             Number of draws.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws.
+        bounds (`tuple[float, float]`, *optional*, defaults to `(0.0, 1.0)`):
+            Smallest and largest possible score. `None` if there are none: nothing is added then.
 
     Raises:
-        ValueError: there are no scores, one of them is not a number, or `confidence` is not between 0 and 1.
+        ValueError: there are no scores, one of them is not a number or beyond the bounds, or `confidence` is not
+            between 0 and 1.
     """
+    return _interval(scores, confidence, n_resamples, seed, bounds, _ADDED_TO_ONE)
+
+
+def _interval(scores, confidence: float, n_resamples: int, seed: int, bounds, added) -> Interval:
     table = np.atleast_2d(np.asarray(scores, dtype=float))
+    _check(table, np.shape(scores), confidence, bounds)
+    draws = np.random.default_rng(seed)
+    seeds, questions = table.shape
+    means, weights = table.mean(axis=0), np.ones(questions)
+    if bounds is not None:
+        places, more = np.array(added[0]), np.array(added[1])
+        means = np.concatenate([means, bounds[0] + places * (bounds[1] - bounds[0])])
+        weights = np.concatenate([weights, more])
+    total = weights.sum()
+    center = float(means @ weights / total)
+    deviations = np.zeros(n_resamples)
+    if total > 1:
+        drawn = draws.choice(len(means), size=(n_resamples, round(total)), p=weights / total)
+        deviations += (means[drawn].mean(axis=1) - center) * np.sqrt(total / (total - 1))
+    if seeds > 1:
+        error = table.mean(axis=1).std(ddof=1) / np.sqrt(seeds)
+        deviations += error * draws.standard_t(seeds - 1, size=n_resamples)
+    mean = float(table.mean())
+    low, high = np.quantile(center + deviations, [(1 - confidence) / 2, (1 + confidence) / 2])
+    if bounds is not None:
+        low, high = max(low, bounds[0]), min(high, bounds[1])
+    return Interval(mean, min(float(low), mean), max(float(high), mean), seeds, questions)
+
+
+def _check(table: np.ndarray, shape: tuple[int, ...], confidence: float, bounds) -> None:
     if table.ndim != 2 or not table.size:
-        raise ValueError(f"`scores` must have the shape (seeds, questions), got {np.shape(scores)}.")
+        raise ValueError(f"`scores` must have the shape (seeds, questions), got {shape}.")
     if np.isnan(table).any():
         raise ValueError(f"{int(np.isnan(table).sum())} of the {table.size} scores are no numbers.")
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
-    draws = np.random.default_rng(seed)
-    seeds, questions = table.shape
-    mean = table.mean()
-    deviations = np.zeros(n_resamples)
-    if questions > 1:
-        means = table.mean(axis=0) - mean
-        resampled = means[draws.integers(questions, size=(n_resamples, questions))].mean(axis=1)
-        deviations += resampled * np.sqrt(questions / (questions - 1))
-    if seeds > 1:
-        error = table.mean(axis=1).std(ddof=1) / np.sqrt(seeds)
-        deviations += error * draws.standard_t(seeds - 1, size=n_resamples)
-    low, high = np.quantile(mean + deviations, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(mean), float(low), float(high), seeds, questions)
+    if bounds is not None and (table.min() < bounds[0] or table.max() > bounds[1]):
+        raise ValueError(
+            f"Scores are from {table.min():g} to {table.max():g}, beyond `bounds` {bounds}. Set `bounds` to the "
+            "smallest and the largest score that is possible, or to `None`."
+        )
 
 
-def paired_difference(scores, others, **options) -> Interval:
+def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0, 1.0), **options) -> Interval:
     """
     Interval of the difference of two means, `scores` minus `others`, with the same seeds and questions. What makes a
     question difficult for both cancels, so the interval is narrower than those of the means.
@@ -83,14 +121,21 @@ def paired_difference(scores, others, **options) -> Interval:
     Args:
         scores, others (arrays of shape `(seeds, questions)` or `(questions,)`):
             Mean score of the samples of each question.
+        bounds (`tuple[float, float]`, *optional*, defaults to `(0.0, 1.0)`):
+            Smallest and largest possible score of one question, or `None`.
         options:
-            As in [`interval`].
+            `confidence`, `n_resamples` and `seed`, as in [`interval`].
 
     Raises:
         ValueError: the shapes differ, or as in [`interval`].
+
+    Source of what is added to the questions: Agresti and Min 2005.
     """
     if np.shape(scores) != np.shape(others):
         raise ValueError(
             f"Paired scores need the same seeds and questions, got shapes {np.shape(scores)} and {np.shape(others)}."
         )
-    return interval(np.asarray(scores, dtype=float) - np.asarray(others, dtype=float), **options)
+    given = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
+    reach = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
+    difference = np.asarray(scores, dtype=float) - np.asarray(others, dtype=float)
+    return _interval(difference, **given, bounds=reach, added=_ADDED_TO_PAIRS)

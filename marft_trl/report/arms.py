@@ -3,14 +3,28 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..agents import AgentSpec
+from ..agents import AgentSpec, check_team
 from ..hints import did_you_mean
-from ..workflows import Sequential
+from ..workflows import (
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    Sequential,
+    UntilApproved,
+    Workflow,
+)
 from .experiment import Experiment
+
+
+# Workflows that end with an answer to the prompt, which one agent can give as well
+_ANSWERING = (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
     known = [*_of_team(experiment), *_of_agents(experiment)]
     if names is None:
         return known
+    names = [names] if isinstance(names, str) else names
     kinds = {arm.name for arm in known} | {arm.name.partition(":")[0] for arm in known}
     for name in names:
         if name not in kinds:
@@ -68,32 +83,64 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
 
 def _of_team(experiment: Experiment) -> list[Arm]:
     def solo(one: Experiment) -> Experiment:
-        return one.changed(agents=[one.solo_agent()], workflow=None, solo=None)
+        return one.changed(agents=[one.solo_agent()], workflow=_solo_workflow(one)[0], solo=None, solo_workflow=None)
 
-    is_shared = len({agent.adapter or agent.name for agent in experiment.agents if agent.trainable}) == 1
-    alone = "the team is one agent" if len(experiment.agents) == 1 else None
-    other = "own adapters" if is_shared else "one adapter for all agents"
+    is_alone = len(experiment.agents) == 1
+    alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
+    anonymous = "the team is anonymous" if experiment.options.get("anonymous") else None
     return [
         Arm("team", "the team, trained"),
         Arm("untrained", "the team, untrained", evaluation="start", of="team"),
         Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, why_not=alone),
         Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", why_not=alone),
-        Arm("anonymous", "no names and no roles", lambda one: one.changed(options={**one.options, "anonymous": True})),
-        Arm("own" if is_shared else "shared", other, _own if is_shared else _shared, why_not=alone),
+        Arm("anonymous", "no names and no roles", _anonymous, why_not=anonymous),
+        *_of_adapters(experiment),
     ]
+
+
+def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]:
+    """The workflow of the agent that works alone, and why there is none."""
+    workflow = experiment.workflow
+    if experiment.solo_workflow is not None or workflow is None or type(workflow) in _ANSWERING:
+        return experiment.solo_workflow, None
+    if type(workflow) is EnvironmentLoop and workflow.turns == "all":
+        alone = copy.copy(workflow)
+        alone.agents = None  # whoever is in the team
+        return alone, None
+    return None, f"`solo_workflow` of the experiment does not say how one agent works in `{type(workflow).__name__}`"
+
+
+def _anonymous(experiment: Experiment) -> Experiment:
+    return experiment.changed(options={**experiment.options, "anonymous": True})
+
+
+def _of_adapters(experiment: Experiment) -> list[Arm]:
+    """One adapter for all that are trained, and one for each, where that is a change."""
+    adapters = [agent.adapter for agent in _trained(experiment)]
+    if not _has_adapters(experiment):
+        alone: str | None = "there are no adapters"
+    else:
+        alone = "only one agent is trained" if len(adapters) < 2 else None
+    arms = []
+    if len({*adapters}) > 1 or alone:
+        arms.append(Arm("shared", "one adapter for all agents", _shared, why_not=alone))
+    if len({*adapters}) < len(adapters):
+        arms.append(Arm("own", "own adapters", _own, why_not=alone))
+    return arms
 
 
 def _of_agents(experiment: Experiment) -> list[Arm]:
     agents = list(experiment.agents)
-    trained = [agent.name for agent in agents if agent.trainable and agent.has_policy]
+    trained = [agent.name for agent in _trained(experiment)]
     last = "it is the last agent, which nobody waits for"
     is_chain = experiment.workflow is None or type(experiment.workflow) is Sequential
+    adapters = None if _has_adapters(experiment) else "there are no adapters"
     arms: list[Arm] = []
     for agent in agents:
         name, is_last = agent.name, agent is agents[-1] and is_chain
         only = "the team is one agent" if len(agents) == 1 else None
         others = None if set(trained) - {name} else "no other agent is trained"
-        frozen = others if name in trained else "it is not trained"
+        frozen = adapters or others if name in trained else "it is not trained"
         without = only or others or (None if is_chain else "the workflow is no chain")
         arms += [
             Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), why_not=frozen),
@@ -104,16 +151,31 @@ def _of_agents(experiment: Experiment) -> list[Arm]:
     return arms
 
 
+def _trained(experiment: Experiment) -> list[AgentSpec]:
+    return [agent for agent in experiment.agents if agent.trainable and agent.has_policy and agent.copy_of is None]
+
+
+def _has_adapters(experiment: Experiment) -> bool:
+    return experiment.peft_config is not None or any(agent.peft_config is not None for agent in experiment.agents)
+
+
 def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) -> Experiment:
     return experiment.changed(agents=[change(agent) for agent in experiment.agents])
 
 
 def _shared(experiment: Experiment) -> Experiment:
-    return _replaced(experiment, lambda one: dataclasses.replace(one, adapter="team") if one.has_policy else one)
+    return _with_adapters(experiment, lambda one: "team")
 
 
 def _own(experiment: Experiment) -> Experiment:
-    return _replaced(experiment, lambda one: dataclasses.replace(one, adapter=one.name) if one.has_policy else one)
+    return _with_adapters(experiment, lambda one: one.name)
+
+
+def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> Experiment:
+    trained = {agent.name for agent in _trained(experiment)}
+    return _replaced(
+        experiment, lambda one: dataclasses.replace(one, adapter=name(one)) if one.name in trained else one
+    )
 
 
 def _frozen(name: str) -> Callable[[Experiment], Experiment]:
@@ -125,4 +187,30 @@ def _frozen(name: str) -> Callable[[Experiment], Experiment]:
 
 
 def _without(name: str) -> Callable[[Experiment], Experiment]:
-    return lambda experiment: experiment.changed(agents=[one for one in experiment.agents if one.name != name])
+    def without(experiment: Experiment) -> Experiment:
+        workflow = experiment.workflow
+        if isinstance(workflow, Sequential) and workflow.agents is not None:
+            workflow = Sequential([one for one in workflow.agents if one != name], workflow.rounds)
+        agents = [one for one in experiment.agents if one.name != name]
+        return experiment.changed(agents=agents, workflow=workflow)
+
+    return without
+
+
+def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
+    """
+    Raise before the first run if an arm cannot run.
+
+    Raises:
+        ValueError: the team or the workflow of an arm is not possible.
+    """
+    for arm in arms:
+        if arm.why_not is not None:
+            continue
+        try:
+            changed = arm.change(experiment) if arm.change else experiment
+            agents = check_team(changed.agents)
+            if changed.workflow is not None:
+                changed.workflow.check([agent.name for agent in agents])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The arm {arm.name!r} cannot run: {error} Leave it out (`arms`).") from error

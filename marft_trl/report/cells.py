@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints.commit import write_atomically
-from ..episodes.records import Seen, Turn
+from ..checkpoints.run_folder import RunFolder
 from ..reporting.at_k import FILE
 from ..trainer import MARFTTrainer
 from .arms import arms_of
@@ -55,13 +53,19 @@ class Cell:
 
 
 class TokenBudget(TrainerCallback):
-    """Ends training as soon as so many tokens were generated."""
+    """Ends training as soon as so many tokens were generated, and notes the step: a resumed run ends there too."""
 
-    def __init__(self, tokens: int, generated: Callable[[], int]):
-        self.tokens, self.generated = tokens, generated
+    def __init__(self, tokens: int, generated: Callable[[], int], folder: Path):
+        self._tokens, self._generated, self._file = tokens, generated, folder / "budget.json"
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that the budget ended with, if it has."""
+        return json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.generated() >= self.tokens:
+        if self._generated() >= self._tokens:
+            write_atomically(self._file, json.dumps(state.global_step))
             control.should_training_stop = True
 
 
@@ -97,18 +101,20 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
-    team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result() if arm.is_budgeted else {}
+    callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
-        changed = _without_end(changed, team["steps"])
+        team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
+        budget = TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens, cell.folder)
+        callbacks.append(budget)
+        changed = _without_end(changed, team["steps"], budget.last_step)
     trainer = changed.trainer()
-    checkpoint = get_last_checkpoint(str(cell.folder)) if cell.folder.exists() else None
-    trainer.add_callback(clock := Clock(cell.folder))
-    if arm.is_budgeted:
-        trainer.add_callback(TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens))
-    if checkpoint is None:
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    goes_on = RunFolder(cell.folder).newest() is not None
+    if not goes_on:
         (cell.folder / FILE).unlink(missing_ok=True)
         _evaluate(trainer, "start")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=goes_on or None)
     seconds = clock.seconds
     _evaluate(trainer, "end")
     if cell.arm == "team":
@@ -129,11 +135,14 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         shutil.rmtree(folder)
 
 
-def _without_end(experiment: Experiment, steps: int) -> Experiment:
-    """Training until the budget is used up, with the warm-up that a team of so many steps has."""
+def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:
+    """
+    Training until the budget is used up, with the warm-up that a team of so many steps has; `last` is the step at
+    which it was.
+    """
     warmup = experiment.args.get_warmup_steps(steps)
     schedule = "constant_with_warmup" if warmup else "constant"
-    return experiment.with_args(max_steps=100 * steps, lr_scheduler_type=schedule, warmup_steps=warmup)
+    return experiment.with_args(max_steps=last or 100 * steps, lr_scheduler_type=schedule, warmup_steps=warmup)
 
 
 def _evaluate(trainer: MARFTTrainer, name: str) -> None:
@@ -143,17 +152,6 @@ def _evaluate(trainer: MARFTTrainer, name: str) -> None:
 
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
-    """Evaluate the team while all agents are shown empty turns of one of them."""
-    view = trainer.view
-
-    def empty(one: Seen) -> Seen:
-        return dataclasses.replace(one, raw_text="") if isinstance(one, Turn) and one.agent == name else one
-
-    def without(agent, prompt, seen):
-        return view(agent, prompt, [empty(one) for one in seen])
-
-    trainer.view = without
-    try:
+    """Evaluate the team while an agent says nothing: teammates, environments and answers get an empty text."""
+    with trainer.parts.runner.silencing(name):
         _evaluate(trainer, f"emptied:{name}")
-    finally:
-        trainer.view = view

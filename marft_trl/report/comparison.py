@@ -48,12 +48,14 @@ class Comparison:
         results (`Sequence[ArmResult]`): the arms, the trained team first.
         verdicts (`Sequence[str]`): what they say, in plain sentences.
         margin (`float`): differences below it are too small to matter.
+        questions_in_both (`int`): evaluation questions that are also training questions.
     """
 
     name: str
     results: Sequence[ArmResult]
     verdicts: Sequence[str]
     margin: float
+    questions_in_both: int = 0
 
     def __getitem__(self, arm: str) -> ArmResult:
         return next(one for one in self.results if one.arm.name == arm)
@@ -76,7 +78,7 @@ def compare(
     results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
     found = {one.arm.name: one for one in results}
     said = verdicts(found, [one.name for one in experiment.agents], margin)
-    return Comparison(experiment.name, results, said, margin)
+    return Comparison(experiment.name, results, said, margin, experiment.questions_in_both())
 
 
 def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
@@ -111,6 +113,7 @@ def _compared(other: str) -> tuple[str, str, str]:
     return f"is better than {other}", f"is worse than {other}", f"is as good as {other}"
 
 
+_TRAINED = "is better if it is trained", "is worse if it is trained", "is the same whether it is trained or not"
 _ALONE = "one agent with as many generated tokens"
 _SHARED, _OWN = "one with a shared adapter", "one with own adapters"
 # Arm, whom the sentence is about, and what it says of a team that is better, worse, or the same
@@ -125,8 +128,8 @@ _QUESTIONS = (
 
 def judged(difference: Interval, margin: float) -> str:
     """
-    What a difference says: `"better"` or `"worse"` if its interval does not contain 0, `"same"` if the interval is
-    within the margin, or else `"open"`.
+    What a difference says: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if it does not
+    contain 0, else `"open"`.
     """
     if -margin <= difference.low and difference.high <= margin:
         return "same"
@@ -139,18 +142,13 @@ def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) 
     """What the differences say, in plain sentences."""
     said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
     for agent in agents:
-        said.append(_of_agent(found, agent, margin))
-        words = "is better if it is trained", "is worse if it is trained", "is the same whether it is trained or not"
-        said.append(_sentence(found, f"frozen:{agent}", margin, f"With {agent}, the team", words))
+        questions = (
+            ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
+            ("without", f"A team with {agent}", _compared("one without")),
+            ("frozen", f"With {agent}, the team", _TRAINED),
+        )
+        said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
     return [one for one in said if one is not None]
-
-
-def _of_agent(found: dict[str, ArmResult], agent: str, margin: float) -> str | None:
-    """Whether a team is better with an agent: by what it says, or else by a team without it."""
-    names = [name for name in (f"emptied:{agent}", f"without:{agent}") if name in found and found[name].difference]
-    if not names:
-        return None
-    return _sentence(found, names[0], margin, agent, ("is useful", "is harmful", "is useless"))
 
 
 def _sentence(

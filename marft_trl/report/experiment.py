@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ class Experiment:
         solo ([`AgentSpec`], *optional*):
             The agent that works alone. Defaults to the last agent without a teammate to wait for, whose turn may be as
             long as those of the whole team.
+        solo_workflow ([`Workflow`], *optional*):
+            The workflow of the agent that works alone. Needed where that of the team holds a game or an environment
+            with fixed agents. By default, the agent answers, or acts in the [`EnvironmentLoop`] of the team.
         options (`dict`, *optional*):
             Further arguments of [`MARFTTrainer`].
         name (`str`, *optional*):
@@ -64,6 +68,7 @@ class Experiment:
     peft_config: PeftConfig | None = None
     workflow: Workflow | None = None
     solo: AgentSpec | None = None
+    solo_workflow: Workflow | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     name: str = "Is the team worth it?"
 
@@ -86,9 +91,19 @@ class Experiment:
         """The agent that works alone."""
         if self.solo is not None:
             return self.solo
-        last = self.agents[-1]
+        last = next((agent for agent in reversed(self.agents) if agent.has_policy and agent.copy_of is None), None)
+        if last is None:
+            raise ValueError("No agent of the team has a policy of its own, so none can work alone: set `solo`.")
         lengths = [agent.max_completion_length or self.args.max_completion_length or 256 for agent in self.agents]
         return dataclasses.replace(last, trainable=True, adapter=last.name, max_completion_length=sum(lengths))
+
+    def questions_in_both(self) -> int:
+        """Number of evaluation questions that are also training questions; 0 where all have the same prompt."""
+        if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
+            return 0
+        evaluated = [json.dumps(prompt) for prompt in self.eval_dataset["prompt"]]
+        trained = {json.dumps(prompt) for prompt in self.train_dataset["prompt"]}
+        return sum(prompt in trained for prompt in evaluated) if len({*evaluated}) > 1 else 0
 
     def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
         """The trainer of a run."""

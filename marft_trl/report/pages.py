@@ -46,12 +46,16 @@ def as_markdown(comparison: Comparison) -> str:
         f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
         f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
         f"{' and seeds' * (accuracy.seeds > 1)}. Differences are those of the trained team to an arm on the same "
-        f"questions; below {100 * comparison.margin:g} points they are too small to matter.",
+        f"questions; below {100 * comparison.margin:g} points they are too small to matter. Of twenty such "
+        "sentences, one is wrong by chance.",
         "",
         "| arm | accuracy | team minus arm | generated tokens | seconds |",
         "|---|---|---|---|---|",
     ]
     lines += [_line(one) for one in comparison.results if one.accuracy is not None]
+    if comparison.questions_in_both:
+        count = comparison.questions_in_both
+        lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
     left_out = [one for one in comparison.results if one.arm.why_not]
     if left_out:
         lines += ["", "Left out: " + "; ".join(f"{one.arm.what} ({one.arm.why_not})" for one in left_out) + "."]

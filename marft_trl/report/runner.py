@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 
-from .arms import Arm, arms_of
+from .arms import Arm, arms_of, check_arms
 from .cells import Cell, run_cell
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
@@ -61,16 +64,20 @@ def report(
     Returns: the [`Comparison`]. `report.md`, `report.csv` and pictures are in `output_dir`.
 
     Raises:
-        ValueError: there is no such arm, or several workers have no named experiment.
-        RuntimeError: a run has failed; the message has its error.
+        ValueError: there is no such arm, an arm cannot run, or several workers have no named experiment.
+        RuntimeError: a run has failed; the message has its error. Other runs are finished and written first.
     """
     place = experiment if isinstance(experiment, str) else None
     made = load_experiment(experiment, settings) if isinstance(experiment, str) else experiment
     if workers > 1 and place is None:
         raise ValueError("`workers` above 1 starts processes, which need `experiment='file.py:function'`.")
     folder, chosen = Path(output_dir), arms_of(made, arms)
+    _check_arguments(seeds, margin, workers)
     _check_runs(chosen)
+    check_arms(made, chosen)
     _check_schedule(made, chosen)
+    _tell_of_overlap(made)
+    failed: dict[str, str] = {}
     for stage in (False, True):  # budgets are known when the team has run
         cells = [
             Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}")
@@ -81,13 +88,39 @@ def report(
         _check_done(made, chosen, [cell for cell in cells if cell.is_done])
         waiting = [cell for cell in cells if not cell.is_done]
         if place is None or workers == 1:
-            for cell in waiting:
-                run_cell(made, cell, _emptied(chosen))
+            one_by_one = functools.partial(_run_all, functools.partial(run_cell, made, emptied=_emptied(chosen)))
+            failed |= one_by_one(waiting)
         else:
-            _side_by_side(place, settings, waiting, _emptied(chosen), workers)
-    comparison = compare(made, chosen, folder / "runs", seeds, margin)
+            failed |= _side_by_side(place, settings, waiting, _emptied(chosen), workers)
+        if "team" in failed:
+            raise RuntimeError(failed["team"])
+    kept = [replace(arm, why_not="its run has failed") if arm.run in failed else arm for arm in chosen]
+    comparison = compare(made, kept, folder / "runs", seeds, margin)
     write_pages(comparison, folder)
+    if failed:
+        raise RuntimeError(
+            f"{folder}/report.md was written without {', '.join(failed)}, whose runs have failed. The same call "
+            "repeats them.\n" + "\n".join(failed.values())
+        )
     return comparison
+
+
+def _check_arguments(seeds: Sequence[int], margin: float, workers: int) -> None:
+    if isinstance(seeds, int) or not seeds or len({*seeds}) < len(seeds):
+        raise ValueError(f"`seeds` must be different integers, such as (0, 1, 2), got {seeds!r}.")
+    if not 0 <= margin < 1:
+        raise ValueError(f"`margin` is a difference of two shares, at least 0 and below 1, got {margin!r}.")
+    if workers < 1:
+        raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
+
+
+def _tell_of_overlap(experiment: Experiment) -> None:
+    count = experiment.questions_in_both()
+    if count:
+        logger.warning(
+            f"{count} of the {len(experiment.eval_dataset)} evaluation questions are also training questions, so the "
+            "report measures in part what was learned by heart. Leave them out of `train_dataset`."
+        )
 
 
 def _check_runs(arms: Sequence[Arm]) -> None:
@@ -136,20 +169,37 @@ def _plain(name: str) -> str:
     return name.replace(":", "-")
 
 
+def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, str]:
+    """Run cells one after the other. Returns the errors of those that failed, by arm."""
+    failed: dict[str, str] = {}
+    for cell in cells:
+        try:
+            run(cell)
+        except Exception as error:
+            logger.warning(f"The run of {cell.arm!r} with seed {cell.seed} has failed.", exc_info=True)
+            message = f"The run of {cell.arm!r} with seed {cell.seed} has failed: {type(error).__name__}: {error}"
+            failed.setdefault(cell.arm, message)
+    return failed
+
+
 def _side_by_side(
     place: str, settings: Mapping[str, Any] | None, cells: Sequence[Cell], emptied: Sequence[str], workers: int
-) -> None:
-    """Run cells in processes of their own."""
+) -> dict[str, str]:
+    """Run cells in processes of their own. Returns the errors of those that failed, by arm."""
+    threads = str(max((os.cpu_count() or 1) // workers, 1))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ}
 
     def run(cell: Cell) -> None:
         given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
             command = [sys.executable, "-W", "ignore", "-m", "marft_trl.report", "--cell", json.dumps(given)]
-            done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT)  # noqa: S603
+            done = subprocess.run(  # noqa: S603
+                command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
         if done.returncode:
-            last = (cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:]
-            raise RuntimeError(f"The run of {cell.arm!r} with seed {cell.seed} has failed:\n{last}")
+            raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run, cells))
+        ran = list(pool.map(lambda cell: _run_all(run, [cell]), cells))
+    return {arm: message for one in ran for arm, message in one.items()}

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..configs import MARFTConfig
 from ..trainer.run_settings import code_of, dataset_hash, plain
+from ..workflows import Workflow
 from .experiment import Experiment
 
 
@@ -36,11 +39,12 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         "agents": list(agents),
         "reward_funcs": _codes(experiment.reward_funcs),
         "peft_config": _peft(experiment.peft_config),
-        "workflow": None if experiment.workflow is None else plain(dict(experiment.workflow.describe())),
+        "workflow": _workflow(experiment.workflow),
+        "solo.workflow": _workflow(experiment.solo_workflow),
         "train_dataset": dataset_hash(experiment.train_dataset),
         "eval_dataset": dataset_hash(experiment.eval_dataset),
-        "options": sorted(experiment.options),
     }
+    found |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
     return json.loads(json.dumps(found, default=str))
 
 
@@ -48,6 +52,34 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
     """Settings that are not the same, as text."""
     names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
     return [f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names]
+
+
+def _workflow(workflow: Workflow | None) -> Any:
+    """Its description, code and plain attributes: a workflow of one's own need not describe its settings."""
+    if workflow is None:
+        return None
+    attributes = {name: _value(value) for name, value in vars(workflow).items()}
+    return {"describes": _value(dict(workflow.describe())), "code": code_of(workflow), "attributes": attributes}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Workflow):
+        return _workflow(value)
+    if isinstance(value, Mapping):
+        return {str(name): _value(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_value(one) for one in value]
+    return _code(value) if callable(value) else plain(value)
+
+
+def _code(function: Any) -> str:
+    """Name and hash of the source of a function, a class or an object."""
+    if not isinstance(function, type):
+        return code_of(function)
+    try:
+        return f"{function.__qualname__} ({hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]})"
+    except (OSError, TypeError):
+        return function.__qualname__
 
 
 def _codes(functions: Any) -> list[str]:

@@ -35,6 +35,14 @@ def question_of(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
+def _brief(vote: str) -> str:
+    """A vote for the file: a long one is cut, and told from others that begin alike by a hash of the whole."""
+    if len(vote) <= _LONGEST_VOTE:
+        return vote
+    digest = hashlib.sha256(vote.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{vote[:_LONGEST_VOTE]}... ({digest})"
+
+
 def sample_rows(
     records: Sequence[Mapping[str, Any]], vote: Vote, right_at: float, right_by: str | None
 ) -> list[dict[str, Any]]:
@@ -59,7 +67,7 @@ def sample_rows(
                 "question": question,
                 "sample": counts[question],
                 "right": float(score is not None and score >= right_at),
-                "vote": None if voted is None else str(voted)[:_LONGEST_VOTE],
+                "vote": None if voted is None else _brief(str(voted)),
                 "reward": record["reward"],
                 **{f"rewards/{name}": value for name, value in record["rewards"].items()},
                 "turns": len(record["turns"]),

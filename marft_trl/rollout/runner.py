@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import functools
 import re
 import threading
@@ -93,6 +94,7 @@ class EpisodeRunner:
         self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
+        self._silent: frozenset[str] = frozenset()
         self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
         self._runs, self._rehearses, self._trains_beside = 0, False, False
         self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
@@ -308,7 +310,22 @@ class EpisodeRunner:
             observations = self.observe(map(self.query, requests))
             completions = self._generate_for(requests, observations)
         with self._lock:
-            return self._completed(requests, observations, completions)
+            completed = self._completed(requests, observations, completions)
+        return [self._heard(request, one) for request, one in zip(requests, completed, strict=True)]
+
+    @contextlib.contextmanager
+    def silencing(self, *names: str) -> Iterator[None]:
+        """Context manager: turns of these agents are empty, for teammates, environments and answers."""
+        kept, self._silent = self._silent, frozenset(names)
+        try:
+            yield
+        finally:
+            self._silent = kept
+
+    def _heard(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
+        if request.agent not in self._silent or isinstance(completion, EndOfEpisode):
+            return completion
+        return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
 
     async def _write(self, request: Request) -> Completion | EndOfEpisode:
         """The completion of a request by the function of its agent (`AgentSpec.reply`)."""
@@ -329,7 +346,7 @@ class EpisodeRunner:
             ids, is_cut = self.prompts.written(agent.name, text)
             text = self._tokenizer.decode(ids) if is_cut else as_plain(text)
         self.dropped_turns += observation.dropped
-        return request.completed(
+        completed = request.completed(
             text,
             observation.seen,
             observation=shown,
@@ -337,6 +354,7 @@ class EpisodeRunner:
             completion_ids=ids,
             truncated=is_cut,
         )
+        return self._heard(request, completed)
 
     def _completed(
         self, requests: Sequence[Request], observations: Sequence[Observation], completions: Sequence[Sampled]

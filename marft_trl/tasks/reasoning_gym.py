@@ -15,7 +15,15 @@ from ..rewards.texts import last_text
 from .packages import load
 
 
-def reasoning_gym(name: str, size: int = 500, seed: int = 0, **settings: Any) -> Dataset:
+# The package draws question `i` from `seed + i`: seeds that are this far apart have no question in common by design
+_SEED_STEP = 2**20
+# Draws for each question that is wanted, before a family is said to have no more of them
+_MOST_DRAWS = 50
+
+
+def reasoning_gym(
+    name: str, size: int = 500, seed: int = 0, without: Dataset | None = None, distinct: bool = False, **settings: Any
+) -> Dataset:
     """
     Questions of a family of [reasoning-gym](https://github.com/open-thought/reasoning-gym), with the columns that its
     rewards need: `prompt`, `answer` (empty where there are many), `family` (name and settings), `entry`.
@@ -24,26 +32,44 @@ def reasoning_gym(name: str, size: int = 500, seed: int = 0, **settings: Any) ->
         name (`str`): family, such as `"chain_sum"`, or `"composite"` with `datasets=[{"name": ..., "weight": ...,
             "config": {...}}, ...]`.
         size (`int`, *optional*, defaults to `500`): number of questions.
-        seed (`int`, *optional*, defaults to `0`): other seeds give other questions, for a test set.
+        seed (`int`, *optional*, defaults to `0`): other seeds draw other questions. Small families draw the same ones
+            again: use `without` for a test set.
+        without (`Dataset`, *optional*): questions that are left out, such as those of the test set.
+        distinct (`bool`, *optional*, defaults to `False`): whether every question occurs once, as in a test set.
         settings: as in `reasoning_gym.create_dataset`.
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: there is no such family, a setting is not valid, or a question cannot be kept in a dataset.
+        ValueError: there is no such family, a setting is not valid, a question cannot be kept in a dataset, or there
+            are too few questions.
     """
     # Questions can depend on the hash seed of the process, so rows hold all that their scores need
     family = json.dumps({"name": name, **settings}, sort_keys=True)
-    entries = _family(family, size, seed)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": str(entry["question"])}],
-            "answer": "" if entry["answer"] is None else str(entry["answer"]),
-            "family": family,
-            "entry": _text_of(entry, entries),
-        }
-        for entry in (entries[index] for index in range(size))
-    ]
-    return Dataset.from_list(rows)
+    known = {one[0]["content"] for one in without["prompt"]} if without is not None else set()
+    choose = bool(known) or distinct
+    entries = _family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    rows: list[dict[str, Any]] = []
+    for index in range(len(entries)):
+        entry = entries[index]
+        question = str(entry["question"])
+        if question not in known:
+            rows.append(
+                {
+                    "prompt": [{"role": "user", "content": question}],
+                    "answer": "" if entry["answer"] is None else str(entry["answer"]),
+                    "family": family,
+                    "entry": _text_of(entry, entries),
+                }
+            )
+            if distinct:
+                known.add(question)
+        if len(rows) == size:
+            return Dataset.from_list(rows)
+    kind = "distinct questions" if distinct else "questions"
+    raise ValueError(
+        f"Among {len(entries):,} questions of {family} there are {len(rows)} {kind} that can be used, and `size` is "
+        f"{size}. Lower it, or choose settings with more questions."
+    )
 
 
 def reasoning_gym_answer(text: str) -> str | None:
