@@ -122,7 +122,7 @@ def test_the_optimizer_goes_back_too(taught_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shared_adapter_is_restored_without_a_trial(taught_model, tmp_path):
+def test_a_shared_adapter_is_restored(taught_model, tmp_path):
     agents = [
         AgentSpec(one.name, one.system_prompt, max_completion_length=one.max_completion_length, adapter="team")
         for one in tiny_agents()
@@ -146,20 +146,28 @@ def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, mon
     assert largest < 0.1
 
 
-def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_path, caplog):
-    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=1e-2)
+@pytest.mark.parametrize("gain", [-0.1, 0.1])
+def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_path, caplog, monkeypatch, gain):
+    """Unless the last ones earn as much: a last trial tells."""
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=1e-3)
+    watch = trainer.parts.collapse
+    tried = watch._try
+
+    def trying(rows):
+        is_last = trainer.state.global_step == trainer.state.max_steps
+        return collapse._Trial([], gain, gain, "Tried.") if is_last else tried(rows)
+
+    monkeypatch.setattr(watch, "_try", trying)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    state = trainer.parts.collapse.state_dict()
-    last = sum(state["rewards"]) / len(state["rewards"])
+    assert logged(trainer, "collapse/restored") == [1.0]
     best = trainer.parts.checkpoints.best
     is_best = all(
         torch.equal(a, b)
         for name in trainer.policies.trained
         for a, b in zip(best.weights(name), trainer.policies.parameters(name).values(), strict=True)
     )
-    assert is_best == (last < state["highest"]) == any("so it ends with" in text for text in caplog.messages)
-    assert is_best
+    assert is_best == (gain > 0) == any("so it ends with" in text for text in caplog.messages)
 
 
 def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
@@ -169,8 +177,8 @@ def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
         trainer, found = None, ()
 
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step in (1, 3, 7):
-                value = {1: 0.5, 3: 0.7, 7: 0.6}[state.global_step]
+            if state.global_step in (1, 3, 8):  # the last one: no batch follows
+                value = {1: 0.5, 3: 0.7, 8: 0.6}[state.global_step]
                 kept = weights(self.trainer)
                 self.trainer.callback_handler.on_evaluate(args, state, control, {"eval_reward": value})
                 self.found = kept if state.global_step == 3 else self.found
@@ -180,7 +188,7 @@ def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
     watch.trainer = trainer
     trainer.train()
     assert logged(trainer, "collapse/restored")
-    assert trainer.parts.collapse.state_dict()["best_evaluation"] == 0.7
+    assert trainer.parts.collapse.state_dict()["best_evaluation"][0] == 0.7
     assert not moved(watch.found, weights(trainer))
 
 
@@ -357,6 +365,137 @@ def test_a_gain_within_luck_restores_nothing(model_folder, tmp_path, caplog, mon
     assert (
         watch.state_dict()["highest"] > 0.9
     )  # it is looked at again: nothing says that the present ones are the best
+
+
+@pytest.mark.parametrize(
+    ("gains", "names"),
+    [
+        ({"reasoner": 0, "actor": 12, "all": 12}, ["actor"]),
+        ({"reasoner": 0, "actor": 12, "all": 30}, ["reasoner", "actor"]),  # one brings back less than half
+        ({"reasoner": 1, "actor": 4, "all": 8}, ["reasoner", "actor"]),  # one alone is not certain, all are
+        ({"reasoner": 0, "actor": 3, "all": 3}, []),
+        ({"reasoner": -9, "actor": 0, "all": -9}, []),
+    ],
+    ids=str,
+)
+def test_what_a_trial_restores(model_folder, tmp_path, monkeypatch, gains, names):
+    """Of 64 episodes on the same prompts, so many more are right."""
+
+    def rewards(more):
+        return torch.tensor([1.0] * (16 + more) + [0.0] * (48 - more))
+
+    trainer = make(model_folder, tmp_path)
+    watch = trainer.parts.collapse
+    watch._take()
+    outcomes = iter([rewards(0), *(rewards(gains[name]) for name in watch._best.adapters), rewards(gains["all"])])
+    monkeypatch.setattr(watch, "_act", lambda rows: next(outcomes))
+    trial = watch._try([{}])
+    assert sorted(trial.names) == sorted(names) and trial.gain == pytest.approx(max(gains.values()) / 64)
+
+
+def test_the_luck_of_evaluations_is_no_collapse(model_folder, tmp_path, caplog):
+    """Evaluations of 64 episodes of a team that does not change, and of one that falls to a third."""
+    draws = np.random.default_rng(0)
+    for values, count in ((draws.binomial(64, 0.5, 40) / 64, 0), ([0.5, 0.52, 0.05], 1)):
+        trainer = make(model_folder, tmp_path / str(count), on_collapse="warn")
+        watch = trainer.parts.collapse
+        watch._is_training, trainer.state.global_step, trainer.state.max_steps = True, 1, 100
+        watch._error_of_evaluation = lambda: 0.0625
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for value in values:
+                watch.on_evaluate(trainer.args, trainer.state, None, {"eval_reward": value})
+        assert sum("THE TEAM HAS COLLAPSED: `eval_reward` is 0.05" in text for text in caplog.messages) == count
+
+
+def test_an_evaluation_before_the_first_step_is_not_the_best(taught_model, tmp_path):
+    settings = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1}
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(trainer.parts.collapse.state_dict()["best_evaluation"])
+
+    trainer = make(
+        taught_model, tmp_path, callbacks=[Look()], eval_dataset=tiny_dataset(32, seed=1), max_steps=4, **settings
+    )
+    trainer.train()
+    assert len(logged(trainer, "eval_reward")) == 3 and seen[:2] == [None, None] and seen[2] is not None
+
+
+def test_evaluations_that_were_no_fall_are_the_best_from_then_on(model_folder, tmp_path, monkeypatch):
+    trainer = make(model_folder, tmp_path)
+    watch = trainer.parts.collapse
+    watch._is_training, trainer.state.global_step, trainer.state.max_steps = True, 1, 100
+    for value in (0.9, 0.1):
+        watch.on_evaluate(trainer.args, trainer.state, None, {"eval_reward": value})
+    monkeypatch.setattr(watch, "_act", lambda rows: torch.zeros(8))
+    assert watch.state_dict()["fallen_evaluation"] == 0.1
+    assert not any(watching(trainer)([0.5]))
+    state = watch.state_dict()
+    assert state["best_evaluation"][0] == 0.1 and state["fallen_evaluation"] is None
+
+
+def test_a_resumed_run_can_restore_at_its_end(taught_model, tmp_path):
+    """Its last batch was drawn before the interruption: the trial needs its rows."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": 8}
+    settings |= {"collapse_window": 4, "learning_rate": 1e-3, "per_device_train_batch_size": 32}
+
+    class Best(TrainerCallback):
+        """An evaluation that was better, early in the run, and one that has fallen, after the last batch."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (2, 7):
+                value = 1.0 if state.global_step == 2 else 0.0
+                self.trainer.callback_handler.on_evaluate(args, state, control, {"eval_reward": value})
+
+    ends = []
+    for name in ("whole", "cut"):
+        callbacks = [best := Best(), *([StopAt(7)] if name == "cut" else [])]
+        trainer = make(taught_model, tmp_path / name, Spoil(6, "actor"), callbacks=callbacks, **settings)
+        best.trainer = trainer
+        trainer.train()
+        if name == "cut":
+            assert trainer.parts.collapse.state_dict()["fallen_evaluation"] is not None
+            trainer = make(taught_model, tmp_path / name, **settings)
+            trainer.train(resume_from_checkpoint=True)
+        assert logged(trainer, "collapse/restored") == [1.0]
+        ends.append(weights(trainer))
+    assert not moved(*ends)
+
+
+def test_tokens_of_trials_and_undone_batches_count_and_their_metrics_do_not(taught_model, tmp_path):
+    trainer = make(taught_model, tmp_path, Spoil(4, "actor"))
+    rolled, inner = [], trainer.parts.runner.run
+
+    def counting(*args, **kwargs):
+        episodes = inner(*args, **kwargs)
+        rolled.append(sum(len(turn.completion_ids) for episode in episodes for turn in episode.turns))
+        return episodes
+
+    trainer.parts.runner.run = counting
+    trainer.train()
+    # The undone batch, and the team as it was, with each adapter and with both at their best
+    assert logged(trainer, "collapse/restored") == [1.0] and len(rolled) == 8 + 5 + 4
+    assert trainer.parts.reporter.generated_tokens == sum(rolled)
+    assert not trainer.parts.checkpoints.best.adapters or min(logged(trainer, "reward")[5:]) > 0.2
+
+
+def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
+    agents = [AgentSpec("left"), AgentSpec("right", copy_of="left", copy_every=1, copies=8, trainable=False)]
+    trainer = make(model_folder, tmp_path, agents=agents, max_steps=4)
+    watch, past = trainer.parts.collapse, trainer.parts.checkpoints.copies
+
+    class Restore(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                watch._take()
+            if state.global_step == 4:
+                watch._go_back(["left"])
+
+    trainer.add_callback(Restore())
+    trainer.train()
+    assert past.steps("right") == [0, 1, 2]
 
 
 def test_an_evaluation_that_has_fallen_is_looked_at(taught_model, tmp_path, caplog):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ class Reporter:
         self._transcripts: list[Transcript] = []
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
         self.generated_tokens = 0  # in training, candidates and re-runs included
+        self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
         self._k: Sequence[int] | None = args.eval_k
         self._vote = vote
         state.fill_table((), (), (), {}, {})
@@ -154,13 +156,22 @@ class Reporter:
         self._clear("train")
         self._tabulate(rollout, advantages, own_rewards)
 
-    def forget(self, rollout: Rollout) -> None:
-        """A rollout is not trained on: its tokens count, and what reward functions logged of it is left out."""
+    def forget(self, rollout: Rollout, others: int = 0) -> None:
+        """
+        A rollout is not trained on: its tokens count, and what reward functions logged of it is left out.
+
+        Args:
+            rollout ([`Rollout`]): the rollout.
+            others (`int`): tokens of candidates and re-runs that this process generated for it.
+        """
         turns = [turn for episode in rollout.episodes for turn in episode.turns]
-        its = sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.completion_ids) for turn in turns)
-        counts = self._processes.gather([its])
-        self.generated_tokens += sum(generated for _, generated in counts)
-        self._state.see_tokens(sum(map(sum, counts)))
+        generated = sum(len(turn.completion_ids) for turn in turns) + others
+        tokens = generated + sum(len(turn.prompt_ids) for turn in turns)
+        if rollout.drawn is not None:
+            tokens, generated = tokens + rollout.drawn.tokens, generated + rollout.drawn.generated
+        counts = self._processes.gather([(tokens, generated)])
+        self.generated_tokens += sum(one for _, one in counts)
+        self._state.see_tokens(sum(one for one, _ in counts))
         self._state.take_user_columns()
         self._state.take_user_metrics()
 
@@ -265,6 +276,7 @@ class Reporter:
         if not records:
             return {}
         metrics = summarize(records, self._agents)
+        self.evaluation_error = _standard_error([record["reward"] for record in records])
         metrics |= self._games.metrics(record["played"] for record in records)
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
@@ -391,6 +403,12 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         page = html_page(self._transcripts, f"Episodes logged at step {step}")
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
+
+
+def _standard_error(rewards: Sequence[float | None]) -> float:
+    """Standard error of the mean of the rewards that are known; 0 of fewer than two."""
+    known = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
+    return known.std().item() / math.sqrt(len(known)) if len(known) > 1 else 0.0
 
 
 def share_of_zeros(values: torch.Tensor) -> float:

@@ -231,18 +231,30 @@ class Builder:
     def evaluations(self, reporter: Reporter) -> Evaluations:
         return Evaluations(self._args, self._settings, self.runner, reporter)
 
-    def _forget(self) -> None:
-        self._checkpoints.forget()
-
-    def collapse(self, rollouts: Rollouts) -> Collapse:
+    def collapse(self, rollouts: Rollouts, reporter: Reporter) -> Collapse:
         def act(rows):
+            before = self.metrics.mark()
             with self.state.user_logs_aside():
                 rollout = rollouts.run(rows, training=False, further=True)
-            tokens = sum(len(t.prompt_ids) + len(t.completion_ids) for one in rollout.episodes for t in one.turns)
-            self.state.see_tokens(sum(self.processes.gather([tokens])))
+                reporter.forget(rollout)
+            self.metrics.drop(before, self.metrics.mark())
             return rollout.rewards
 
-        return Collapse(self.best, self._choices.policies, act, self._forget, self._args, self.metrics)
+        def forget(adapters, step):
+            self._checkpoints.forget()
+            self.past.forget_after(step, adapters)
+
+        return Collapse(
+            best=self.best,
+            policies=self._choices.policies,
+            act=act,
+            forget=forget,
+            error_of_evaluation=lambda: reporter.evaluation_error,
+            step=lambda: self.state.optimizer_step,
+            args=self._args,
+            metrics=self.metrics,
+            processes=self.processes,
+        )
 
     def _trained_agents(self) -> list[str]:
         return [name for name in self._names if self._choices.policies.is_trained(name)]
@@ -434,6 +446,7 @@ class Builder:
             share=self.passes.share,
             processes=self.processes,
             correction=self._correction(),
+            metrics=self.metrics,
         )
 
     def _correction(self) -> SamplingCorrection | None:

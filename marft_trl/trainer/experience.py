@@ -27,6 +27,7 @@ from ..rollout.alternatives import Alternatives
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.reach import RewardReach
 from ..rollout.rollouts import Rollout
+from ..run_metrics import Metrics
 from ..seams.trl import TrlSettings
 from ..weights.policies import Policies
 from .collapse import Collapse
@@ -79,6 +80,7 @@ class Experience:
         share (`bool`): whether rows share what they have in common, so that groups stay together.
         processes ([`Processes`]): the processes of the run.
         correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
+        metrics ([`Metrics`]): forget those of episodes that are not trained on.
     """
 
     def __init__(
@@ -101,20 +103,24 @@ class Experience:
         needs_old: bool,
         share: bool,
         processes: Processes,
-        correction: SamplingCorrection | None = None,
+        correction: SamplingCorrection | None,
+        metrics: Metrics,
     ):
         self._rollouts, self._collapse, self._alternatives = rollouts, collapse, alternatives
         self._credit, self._estimator = credit, estimator
         self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
         self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
         self._args, self._settings, self._needs_old, self._share = args, settings, needs_old, share
-        self._processes, self._correction = processes, correction
+        self._processes, self._correction, self._metrics = processes, correction, metrics
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
+        before = self._metrics.mark()
         rollout = self._rollouts.run(inputs, training=True)
+        after = self._metrics.mark()
         if self._collapse.is_undone(rollout, inputs):
-            self._reporter.forget(rollout)
+            self._metrics.drop(before, after)
+            self._reporter.forget(rollout, self._alternatives.take_generated().get("tokens", 0))
             rollout = self._rollouts.run(inputs, training=True)
         rows, std, credited = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))

@@ -100,9 +100,9 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
     builder = Builder(trainer, choices)
     scorer, reach, alternatives, rollouts = builder.rewards()
     sampling = builder.dynamic_sampling(rollouts)
-    collapse = builder.collapse(rollouts)
     batcher, log_probs, learner, loss, updates, sequential = builder.learning()
     reporter, planner = builder.reporting(batcher, learner)
+    collapse = builder.collapse(rollouts, reporter)
     health = builder.health(updates)
     owners: dict[str, Stateful] = {
         "user_randomness": builder.randomness,

@@ -62,8 +62,19 @@ class PastCopies:
 
     def go_back_to(self, folder: str | Path) -> None:
         """Forget copies that are later than a checkpoint whose adapters were loaded."""
-        step = _step_of(folder)
+        self.forget_after(_step_of(folder))
+
+    def forget_after(self, step: int, adapters: Sequence[str] | None = None) -> None:
+        """
+        Forget copies that are later than a step whose adapters are back.
+
+        Args:
+            step (`int`): number of optimizer steps.
+            adapters (`Sequence[str]`, *optional*): the adapters that are back. Defaults to all.
+        """
         for name, pool in self._pools.items():
+            if adapters is not None and self._sources[name] not in adapters:
+                continue
             earlier = {at: copy for at, copy in pool.items() if at <= step}
             newest = [p.detach().clone() for p in self._policies.parameters(name).values()]
             self._pools[name] = earlier or {step: newest}
