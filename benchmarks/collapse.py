@@ -10,9 +10,9 @@ and their most frequent answer) and `orchestrator` (a boss that calls one of two
 agents (`shared`) or one for each (`own`). The learning rate is constant after ten steps, and too high on purpose.
 
 Arms: `plain` sums turns; `guarded` gives agents equal weight (`agent_weight="equal"`) and restores adapters that have
-fallen (`on_collapse="restore"`); `equal` and `restore` do one of the two. The table has the reward of the team's
-sampled answers in percent: at the start, its peak over evaluations (every `--every` steps, 500 episodes), at the end,
-and what was lost, as medians and ranges over seeds.
+fallen (`on_collapse="restore"`); `equal` and `restore` do one of the two. The run is evaluated every `--every` steps.
+The table has the reward of the team's sampled answers on 500 other questions, which the run never sees, in percent: at
+the start, its peak over the same steps, at the end, and what was lost, as medians and ranges over seeds.
 """
 
 import argparse
@@ -108,11 +108,15 @@ def taught_model(folder: Path):
     return str(folder)
 
 
+def questions(first):
+    return Dataset.from_list([question(random.Random(first + index)) for index in range(500)])
+
+
 class Watch(TrainerCallback):
-    """Evaluates the team with fixed random numbers, which training does not notice."""
+    """Evaluates the team with fixed random numbers, which training does not notice: for the run, and for the table."""
 
     def __init__(self, every):
-        self.every, self.trainer, self.curve = every, None, []
+        self.every, self.trainer, self.curve, self.others = every, None, [], questions(2 * 10**6)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
@@ -122,7 +126,9 @@ class Watch(TrainerCallback):
         with torch.random.fork_rng():
             set_seed(0)
             was_training = self.trainer.model.training
-            self.curve.append(self.trainer.evaluate()["eval_reward"])
+            self.trainer.evaluate()
+            set_seed(1)
+            self.curve.append(self.trainer.evaluate(self.others, metric_key_prefix="test")["test_reward"])
             self.trainer.model.train(was_training)
 
 
@@ -160,7 +166,7 @@ def run(team: str, adapters: str, arm: str, seed: int, options) -> dict:
             reward_funcs=is_right,
             args=args,
             train_dataset=Dataset.from_list([question(draw) for _ in range(2000)]),
-            eval_dataset=Dataset.from_list([question(random.Random(10**6 + index)) for index in range(500)]),
+            eval_dataset=questions(10**6),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         )
         trainer.remove_callback(PrinterCallback)

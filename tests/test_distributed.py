@@ -77,6 +77,14 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
 
 
 @pytest.mark.slow
+def test_processes_agree_on_when_adapters_are_restored(model_folder, tmp_path):
+    """Between micro-steps, a process whose rows had no signal has no gradient, and waits with the others."""
+    done = launch(2, "tests/scripts/fall.py", model_folder, str(tmp_path))
+    one, two = (line for line in done.stdout.splitlines() if line.startswith("TRIALS"))
+    assert one == two and "False)]" in one and "True)" not in one and one.endswith(" True")
+
+
+@pytest.mark.slow
 def test_sharded_launchers_are_refused_before_anything_is_loaded(tmp_path):
     """A real `accelerate launch --use_fsdp`, where the distributed type is not yet known to be FSDP."""
     script = tmp_path / "script.py"

@@ -1,0 +1,47 @@
+"""Trains a team whose rewards fall while one of two processes has no gradient; prints the trials of each."""
+
+import os
+import sys
+
+from marft_trl.tiny import tiny_agents, tiny_dataset
+from tests.helpers import team_trainer
+
+
+calls = 0
+
+
+def reward(completions, **kwargs):
+    """Half a point, and from the sixth batch on none; groups of the second process have no signal."""
+    global calls
+    calls += 1
+    spread = 0.02 if os.environ["RANK"] == "0" else 0.0
+    return [(0.0 if calls >= 6 else 0.5) + spread * (place % 4) for place in range(len(completions))]
+
+
+def main(model, folder):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    settings |= {"on_collapse": "restore", "collapse_window": 2, "collapse_drop": 0.2, "max_steps": 6, "use_cpu": True}
+    trainer = team_trainer(
+        model, folder, agents=tiny_agents(), reward_funcs=reward, settings=settings, train_dataset=tiny_dataset(64)
+    )
+    watch, trials, differed = trainer.parts.collapse, [], False
+    look, attempt = watch.is_undone, watch._try
+
+    def looking(rollout, rows):
+        nonlocal differed
+        flags = trainer.parts.processes.gather([trainer.policies.have_gradients])
+        differed = differed or len({*flags}) > 1
+        return look(rollout, rows)
+
+    def trying(rows):
+        trials.append((trainer.state.global_step, trainer.policies.have_gradients))
+        return attempt(rows)
+
+    watch.is_undone, watch._try = looking, trying
+    trainer.train()
+    for line in trainer.parts.processes.gather([f"{trials} {differed}"]):
+        print("TRIALS", line) if trainer.parts.processes.is_main else None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
