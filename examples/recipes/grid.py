@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from pathlib import Path
 
 import yaml
 from grids import GRIDS, name_of
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from problems import SOURCES
 
 
 HERE = Path(__file__).parent
@@ -40,6 +43,7 @@ DRY = {
     "max_completion_length": 8,
     "context_overflow": "end_episode",
     "eval_size": 2,
+    "gym_size": 24,
     "code_timeout": 2.0,
     "lora_r": 4,
     "lora_target_modules": "all-linear",
@@ -53,7 +57,7 @@ DRY = {
 }
 # Presets and advantages whose number of episodes of a prompt is not free
 OWN_EPISODES = ("marft-a", "marft-t", "mappo", "c3", "at-grpo", "gae")
-SHOWN = ("eval_reward", "eval_completions/mean_length", "eval_num_tokens")
+SHOWN = ("eval_reward", "accuracy", "low", "high", "eval_completions/mean_length")
 
 
 def cells_of(grids):
@@ -66,72 +70,110 @@ def settings_of(cell):
     return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell
 
 
-def options_of(cell, folder, further, dry_model=None):
-    """Arguments of `train.py` for a cell."""
+def options_of(cell, folder, further, dry_model=None, files=None):
+    """Arguments of `train.py` for a cell; `files` is a folder with problems, `<name>.jsonl` or `.parquet`."""
     given = {name: value for name, value in cell.items() if name not in ("recipe", "kind")}
     given["output_dir"] = str(folder)
+    settings = settings_of(cell)
     if dry_model is not None:
         given |= DRY | {"model_name_or_path": dry_model}
-        settings = settings_of(cell)
-        sample = HERE / "samples" / f"{settings['problems']}.jsonl"
-        if sample.exists():
-            given["problem_files"] = str(sample)
+        files = HERE / "samples"
         if not {settings.get("preset"), settings.get("advantage")} & {*OWN_EPISODES}:
             given["num_generations"] = 4
+    local = file_of(settings["problems"], files)
+    if local is not None:
+        given["problem_files"] = str(local)
     shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
     flat = [text for name, value in shown.items() for text in (f"--{name}", value)]
     return ["--config", str(HERE / f"{cell['recipe']}.yaml"), *flat, *further]
 
 
-def run_cell(cell, folder, further, dry_model):
-    """Train and evaluate a cell, and write its result."""
-    from train import main as train
-
-    folder.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        try:
-            metrics, error = train(options_of(cell, folder / "team", further, dry_model)), None
-        except (Exception, SystemExit) as problem:
-            traceback.print_exc()
-            metrics, error = {}, f"{type(problem).__name__}: {problem}"[:300]
-    result = {"metrics": metrics, "error": error, "seconds": round(time.perf_counter() - start, 1)}
-    result["options"] = options_of(cell, folder / "team", further, dry_model)
-    part = folder / "result.part"
-    part.write_text(json.dumps(result, default=str))
-    os.replace(part, folder / "result.json")
-    gc.collect()
+def file_of(problems, files):
+    """The file with some problems in a folder, or `None`."""
+    known = [Path(files) / f"{problems}{kind}" for kind in (".jsonl", ".json", ".parquet")] if files else []
+    return next((one for one in known if one.exists()), None)
 
 
-def is_done(cell, folder, further, dry_model):
+def is_done(cell, folder, options):
     """Whether a cell has run without an error. One that ran with other options is not taken for it."""
     file = folder / "result.json"
     if not file.exists():
         return False
     result = json.loads(file.read_text())
-    theirs, ours = result["options"], options_of(cell, folder / "team", further, dry_model)
-    if theirs != ours:
-        changed = sorted({*theirs} ^ {*ours})
+    if result["options"] != options:
+        changed = sorted({*result["options"]} ^ {*options})
         sys.exit(f"{file} is the result of other options ({', '.join(changed)}). Set another --output_dir.")
     return result["error"] is None
 
 
-def left_out(cell):
-    """Why a cell cannot run on this machine, or `None`."""
-    problems = settings_of(cell)["problems"]
-    if problems in ("deepcoder", "codeforces"):
-        return None if sys.platform == "linux" else "programs need Linux"
-    package = "math_verify" if problems in ("math", "gsm8k", "deepscaler") else "reasoning_gym"
-    return None if importlib.util.find_spec(package) else f"{package.replace('_', '-')} is not installed"
+class Runner:
+    """
+    Runs cells.
+
+    Args:
+        folder (`Path`): where they are written, each in a folder of its own.
+        further (`list[str]`): options of all cells.
+        dry_model (`str`, *optional*): model of a dry run.
+        files (`Path`, *optional*): folder with problems.
+    """
+
+    def __init__(self, folder, further, dry_model=None, files=None):
+        self.folder, self.further, self.dry_model, self.files = folder, further, dry_model, files
+
+    def run(self, cells):
+        """Run the cells that are not done."""
+        for name, cell in cells.items():
+            # Wherever the folder is
+            options = options_of(cell, "team", self.further, self.dry_model and "tiny", self.files)
+            if self.left_out(cell) is None and not is_done(cell, self.folder / name, options):
+                print(name, flush=True)
+                self._run(cell, self.folder / name, options)
+
+    def _run(self, cell, folder, options):
+        """Train and evaluate a cell, and write its result."""
+        from train import main as train
+
+        folder.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with open(folder / "log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                given = options_of(cell, folder / "team", self.further, self.dry_model, self.files)
+                metrics, error = train(given, resume=True), None
+            except (Exception, SystemExit) as problem:
+                traceback.print_exc()
+                metrics, error = {}, f"{type(problem).__name__}: {problem}"[:300]
+        result = {"metrics": metrics, "error": error, "seconds": round(time.perf_counter() - start, 1)}
+        result["options"] = options
+        part = folder / "result.part"
+        part.write_text(json.dumps(result, default=str))
+        os.replace(part, folder / "result.json")
+        gc.collect()
+
+    def left_out(self, cell):
+        """Why a cell cannot run on this machine, or `None`."""
+        problems = settings_of(cell)["problems"]
+        if problems in ("deepcoder", "codeforces") and sys.platform != "linux":
+            return "programs need Linux"
+        if problems in ("math", "gsm8k", "deepscaler") and not importlib.util.find_spec("math_verify"):
+            return "math-verify is not installed"
+        if problems not in SOURCES:
+            return None if importlib.util.find_spec("reasoning_gym") else "reasoning-gym is not installed"
+        is_local = self.dry_model or file_of(problems, self.files) or "--problem_files" in self.further
+        return "no hub (HF_HUB_OFFLINE) and no --problems_dir" if HF_HUB_OFFLINE and not is_local else None
 
 
-def row_of(name, cell, folder):
-    """Row of a cell: how it ended, and its evaluation."""
-    file, reason = folder / name / "result.json", left_out(cell)
+def row_of(name, reason, folder):
+    """Row of a cell: how it ended, or the reason why it was left out, and its evaluation."""
+    file = folder / name / "result.json"
     if not file.exists():
         return [name, f"left out: {reason}" if reason else "not run", "", *("" for _ in SHOWN)]
     result = json.loads(file.read_text())
-    figures = [result["metrics"].get(key, "") for key in SHOWN]
+    metrics = dict(result["metrics"])
+    for key, value in result["metrics"].items():  # such as eval_avg@8_low
+        match = re.fullmatch(r"eval_avg@\d+(?:_(low|high))?", key)
+        if match:
+            metrics[match[1] or "accuracy"] = value
+    figures = [metrics.get(key, "") for key in SHOWN]
     return [name, "ok" if result["error"] is None else result["error"], result["seconds"], *figures]
 
 
@@ -140,9 +182,9 @@ def in_cell(value):
     return f"{value:.3f}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
 
 
-def write_table(cells, folder):
-    """One row for each cell, as CSV and as Markdown."""
-    rows = [row_of(name, cell, folder) for name, cell in cells.items()]
+def write_table(reasons, folder):
+    """One row for each cell, as CSV and as Markdown. `reasons` are those for leaving out cells, by name."""
+    rows = [row_of(name, reason, folder) for name, reason in reasons.items()]
     head = ["cell", "state", "seconds", *SHOWN]
     with open(folder / "grid.csv", "w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
@@ -160,14 +202,6 @@ def tiny(folder):
         tiny_model(len(tokenizer)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def run_cells(cells, folder, further, model):
-    """Run the cells that are not done."""
-    for name, cell in cells.items():
-        if left_out(cell) is None and not is_done(cell, folder / name, further, model):
-            print(name, flush=True)
-            run_cell(cell, folder / name, further, model)
 
 
 def run_side_by_side(own, further, workers):
@@ -189,6 +223,9 @@ def main():
     parser.add_argument("--dry_run", action="store_true", help="every cell for a step on a tiny model")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--worker", type=int, help="number of this process, for `--workers`")
+    parser.add_argument(
+        "--problems_dir", type=Path, help="folder with problems, such as math.jsonl, in place of a hub"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("grid-output"))
     own, further = sys.argv[1:], []
     if "--" in own:
@@ -196,14 +233,15 @@ def main():
     options = parser.parse_args(own)
     cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids), options.output_dir
     model = tiny(folder / "tiny") if options.dry_run else None
+    runner = Runner(folder, further, model, options.problems_dir)
     if options.worker is not None:
-        run_cells(dict(list(cells.items())[options.worker :: options.workers]), folder, further, model)
+        runner.run(dict(list(cells.items())[options.worker :: options.workers]))
         return
     if options.workers > 1:
         run_side_by_side(own, further, options.workers)
     else:
-        run_cells(cells, folder, further, model)
-    rows = write_table(cells, folder)
+        runner.run(cells)
+    rows = write_table({name: runner.left_out(cell) for name, cell in cells.items()}, folder)
     others = [(name, state) for name, state, *_ in rows if state != "ok"]
     print(f"{len(rows) - len(others)} of {len(rows)} cells are done: {folder}/grid.md")
     for name, state in others[:20]:

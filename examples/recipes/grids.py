@@ -12,32 +12,33 @@ def marft_v2():
     """MARFT v2: data x 1 to 4 agents x own or shared LoRA x critic x names, and orchestrated teams."""
     cells = []
     for recipe in ("deepscaler", "deepcoder", "codeforces", "math_duo", "gsm8k_duo"):
-        critics, names = ["shared", "multi_head", "per_agent"], ["no", "numbered", "none"]
+        critics, names = ["shared", "multi_head", "per_agent", "frozen"], ["no", "numbered", "none"]
         for cell in product(num_agents=[1, 2, 3, 4], shared_adapter=[False, True], critic=critics, anonymous=names):
             if cell["num_agents"] > 1 or not cell["shared_adapter"]:
                 cells.append({"recipe": recipe, **cell})
-        for cell in product(num_agents=[3, 4], shared_adapter=[False, True]):
-            cells.append({"recipe": recipe, "workflow": "orchestrated", "critic": "shared", **cell})
+        for cell in product(num_agents=[3, 4], shared_adapter=[False, True], critic=critics):
+            cells.append({"recipe": recipe, "workflow": "orchestrated", **cell})
     return cells
 
 
 def marft():
     """
     The first paper: one and two agents x untrained, PPO and MARFT at both levels. PPO updates all agents in each
-    update, MARFT one agent after the other; with one agent they are the same.
+    update, MARFT one agent for ten steps, then the next. With one agent they are the same, and run once.
     """
     kinds = {
         "untrained": {"train": False},
-        "ppo-a": {"preset": "marft-a", "agent_iteration_interval": 0},
-        "ppo-t": {"preset": "marft-t", "agent_iteration_interval": 0},
-        "marft-a": {"preset": "marft-a"},
-        "marft-t": {"preset": "marft-t"},
+        "ppo-a": {"preset": "marft-a"},
+        "ppo-t": {"preset": "marft-t"},
+        "marft-a": {"preset": "marft-a", "agent_iteration_interval": 10},
+        "marft-t": {"preset": "marft-t", "agent_iteration_interval": 10},
     }
     return [
         {"recipe": recipe, "num_agents": count, "kind": kind, **settings}
         for recipe in ("math_duo", "gsm8k_duo")
         for count in (1, 2)
         for kind, settings in kinds.items()
+        if count > 1 or "agent_iteration_interval" not in settings
     ]
 
 

@@ -10,8 +10,9 @@ mathematics) or `tests` (for programs).
 | `deepcoder`  | agentica-org/DeepCoder-Preview-Dataset  | `problem`, `tests`, in `lcbv5` `starter_code`, `metadata` |
 | `codeforces` | open-r1/codeforces (`verifiable`)       | `description`, formats, `examples`, `official_tests`      |
 
-Any family of reasoning-gym is a source too, such as `countdown`, `sokoban`, `sudoku` or `maze`; its rows have `family`
-and `entry` in place of a solution.
+Rows of Codeforces are left out if several answers are right (`generated_checker`) or if programs read files
+(`input_mode`). Any family of reasoning-gym is a source too, such as `countdown`, `sokoban`, `sudoku` or `maze`; its
+rows have `family` and `entry` in place of a solution.
 """
 
 import json
@@ -25,7 +26,7 @@ BOX = "\n\nPut the final answer in \\boxed{}."
 PROGRAM = "\n\nWrite a Python program that reads standard input and prints the answer, in one ```python block."
 FUNCTION = "\n\nWrite the Python function `{name}`, or that method of a class `Solution`, in one ```python block."
 STARTER = "\n\nBegin with this code:\n```python\n{code}\n```"
-
+TAG = "\n\nPut the final answer between <answer> and </answer>."
 
 GYM_SIZE = 5000  # questions that are made of a family of reasoning-gym
 # Columns of files whose rows are problems already
@@ -41,6 +42,7 @@ class Source:
     columns: tuple[str, ...]
     read: callable
     kind: str  # "math", "code" or "gym"
+    has_test: bool = False  # whether there is a split to evaluate on
 
 
 def read_math(row):
@@ -77,6 +79,8 @@ def read_deepcoder(row, max_tests=16):
 def read_codeforces(row, max_tests=16):
     tests = as_tests([*(row.get("examples") or []), *(row.get("official_tests") or [])], None, max_tests)
     if not row.get("description") or tests is None:
+        return None
+    if row.get("generated_checker") or row.get("input_mode") not in (None, "", "stdio"):
         return None
     parts = [row.get("title"), row["description"]]
     parts += [f"{name}\n{row[key]}" for name, key in _FORMATS.items() if row.get(key)]
@@ -183,8 +187,8 @@ def reader_of(part, source):
 
 
 SOURCES = {
-    "math": Source("DigitalLearningGmbH/MATH-lighteval", (None,), ("problem", "solution"), read_math, "math"),
-    "gsm8k": Source("openai/gsm8k", ("main",), ("question", "answer"), read_gsm8k, "math"),
+    "math": Source("DigitalLearningGmbH/MATH-lighteval", (None,), ("problem", "solution"), read_math, "math", True),
+    "gsm8k": Source("openai/gsm8k", ("main",), ("question", "answer"), read_gsm8k, "math", True),
     "deepscaler": Source(
         "agentica-org/DeepScaleR-Preview-Dataset", (None,), ("problem", "answer"), read_deepscaler, "math"
     ),
@@ -206,21 +210,23 @@ def source_of(name):
     return SOURCES.get(name) or Source(f"reasoning-gym/{name}", (None,), ("prompt", "entry"), None, "gym")
 
 
-def load_problems(source, files=None):
+def load_problems(source, files=None, split="train", gym_size=GYM_SIZE):
     """
     The problems of a source, from the Hub or from local files (`.jsonl`, `.json`, `.parquet`) of the same columns, or
     of `prompt` and `solution` (mathematics) or `tests` (programs).
-    Rows that nothing can score are left out, and counted on the screen.
+    Rows that nothing can score are left out, and counted on the screen. `gym_size` questions are made of a family of
+    reasoning-gym.
     """
     chosen = source_of(source)
     if chosen.kind == "gym":
         from marft_trl.tasks import reasoning_gym
 
-        return reasoning_gym(source, size=GYM_SIZE)
+        made = reasoning_gym(source, size=gym_size)
+        return made.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + TAG}]})
     if files:
         parts = [load_file(file, chosen) for file in files]
     else:
-        parts = [load_dataset(chosen.path, name, split="train") for name in chosen.names]
+        parts = [load_dataset(chosen.path, name, split=split) for name in chosen.names]
     problems = [
         Dataset.from_list([one for one in map(reader_of(part, chosen), part) if one is not None]) for part in parts
     ]

@@ -48,7 +48,9 @@ class RecipeArguments:
         anonymous (`str`, *optional*, defaults to `"no"`):
             `"no"`, `"numbered"` or `"none"`, see the trainer.
         eval_size (`int`, *optional*, defaults to `100`):
-            Problems that are held out for evaluation.
+            Problems to evaluate on: of the test split of MATH and GSM8K, else held out.
+        gym_size (`int`, *optional*, defaults to `5000`):
+            Questions that are made of a family of reasoning-gym.
         code_timeout (`float`, *optional*, defaults to `10.0`):
             Seconds for each test of a program.
         train (`bool`, *optional*, defaults to `True`):
@@ -67,22 +69,18 @@ class RecipeArguments:
     num_agents: int = field(default=2, metadata={"help": "Agents in the team, 1 to 4."})
     shared_adapter: bool = field(default=False, metadata={"help": "Whether all agents act with one LoRA."})
     anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
-    eval_size: int = field(default=100, metadata={"help": "Number of problems held out for evaluation."})
+    eval_size: int = field(default=100, metadata={"help": "Number of problems to evaluate on."})
+    gym_size: int = field(default=5000, metadata={"help": "Questions that are made of a family of reasoning-gym."})
     code_timeout: float = field(default=10.0, metadata={"help": "Seconds for each test of a program."})
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 
 
-def main(args=None):
-    """Run a recipe, and return the metrics of its evaluation."""
+def main(args=None, resume=None):
+    """Run a recipe, and return the metrics of its evaluation. `resume` is that of `train(resume_from_checkpoint=)`."""
     parser = TrlParser((RecipeArguments, MARFTConfig, ModelConfig))
     recipe, training_args, model_args = parser.parse_args_and_config(args)
     check_team(recipe.profile, recipe.num_agents)
-    dataset = load_problems(recipe.problems, recipe.problem_files)
-    if recipe.eval_size >= len(dataset):
-        raise ValueError(
-            f"`--eval_size` ({recipe.eval_size}) leaves nothing to train on: there are {len(dataset)} problems."
-        )
-    parts = dataset.train_test_split(test_size=recipe.eval_size, seed=0) if recipe.eval_size else {"train": dataset}
+    train_dataset, eval_dataset = load_sets(recipe)
     outcome = reward_of(source_of(recipe.problems).kind, recipe.code_timeout)
     own = outcome if training_args.credit == "per_step" else None
     training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
@@ -91,8 +89,8 @@ def main(args=None):
         agents=make_team(recipe.profile, recipe.num_agents, own, recipe.shared_adapter),
         reward_funcs=outcome,
         args=training_args,
-        train_dataset=parts["train"],
-        eval_dataset=parts["test"] if recipe.eval_size else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model_args),
         peft_config=LoraConfig(
             r=model_args.lora_r,
@@ -107,7 +105,7 @@ def main(args=None):
         trainer.end()
         return {}
     if recipe.train:
-        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or resume)
     metrics = {}
     if recipe.eval_size:
         metrics = trainer.evaluate()
@@ -118,6 +116,22 @@ def main(args=None):
         trainer.push_to_hub(dataset_name=source_of(recipe.problems).path)
     trainer.end()
     return metrics
+
+
+def load_sets(recipe):
+    """Problems to train on, and to evaluate on: of the test split, where there is one, or else held out."""
+    dataset = load_problems(recipe.problems, recipe.problem_files, gym_size=recipe.gym_size)
+    if not recipe.eval_size:
+        return dataset, None
+    if source_of(recipe.problems).has_test and not recipe.problem_files:
+        test = load_problems(recipe.problems, split="test").shuffle(seed=0)
+        return dataset, test.select(range(min(recipe.eval_size, len(test))))
+    if recipe.eval_size >= len(dataset):
+        raise ValueError(
+            f"`--eval_size` ({recipe.eval_size}) leaves nothing to train on: there are {len(dataset)} problems."
+        )
+    parts = dataset.train_test_split(test_size=recipe.eval_size, seed=0)
+    return parts["train"], parts["test"]
 
 
 def reward_of(kind, code_timeout):

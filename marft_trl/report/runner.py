@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,23 +77,15 @@ def report(
     check_arms(made, chosen)
     _check_schedule(made, chosen)
     _tell_of_overlap(made)
-    failed: dict[str, str] = {}
-    for stage in (False, True):  # budgets are known when the team has run
-        cells = [
-            Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}")
-            for arm in chosen
-            for seed in seeds
-            if not arm.of and arm.why_not is None and arm.is_budgeted == stage
-        ]
-        _check_done(made, chosen, [cell for cell in cells if cell.is_done])
-        waiting = [cell for cell in cells if not cell.is_done]
-        if place is None or workers == 1:
-            one_by_one = functools.partial(_run_all, functools.partial(run_cell, made, emptied=_emptied(chosen)))
-            failed |= one_by_one(waiting)
-        else:
-            failed |= _side_by_side(place, settings, waiting, _emptied(chosen), workers)
-        if "team" in failed:
-            raise RuntimeError(failed["team"])
+    cells = _cells(chosen, seeds, folder)
+    _check_done(made, chosen, [cell for cell in cells if cell.is_done])
+    waiting = [cell for cell in cells if not cell.is_done]
+    if place is None or workers == 1:
+        failed = _run_all(functools.partial(run_cell, made, emptied=_emptied(chosen)), waiting)
+    else:
+        failed = _side_by_side(place, settings, waiting, _emptied(chosen), workers)
+    if "team" in failed:
+        raise RuntimeError(failed["team"])
     kept = [replace(arm, why_not="its run has failed") if arm.run in failed else arm for arm in chosen]
     comparison = compare(made, kept, folder / "runs", seeds, margin)
     write_pages(comparison, folder)
@@ -103,6 +95,12 @@ def report(
             "repeats them.\n" + "\n".join(failed.values())
         )
     return comparison
+
+
+def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell]:
+    """The runs. Those with a budget come last: it is known when the team has run with the same seed."""
+    ran = sorted((arm for arm in arms if not arm.of and arm.why_not is None), key=lambda arm: arm.is_budgeted)
+    return [Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}") for arm in ran for seed in seeds]
 
 
 def _check_arguments(seeds: Sequence[int], margin: float, workers: int) -> None:
@@ -179,6 +177,8 @@ def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, st
             logger.warning(f"The run of {cell.arm!r} with seed {cell.seed} has failed.", exc_info=True)
             message = f"The run of {cell.arm!r} with seed {cell.seed} has failed: {type(error).__name__}: {error}"
             failed.setdefault(cell.arm, message)
+            if cell.arm == "team":  # all others are compared with it
+                break
     return failed
 
 
@@ -188,6 +188,7 @@ def _side_by_side(
     """Run cells in processes of their own. Returns the errors of those that failed, by arm."""
     threads = str(max((os.cpu_count() or 1) // workers, 1))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
+    teams: dict[int, Future] = {}
 
     def run(cell: Cell) -> None:
         given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
@@ -200,6 +201,16 @@ def _side_by_side(
         if done.returncode:
             raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
 
+    def wait_and_run(cell: Cell) -> dict[str, str]:
+        # Teams are the first in the pool, so what waits for one never keeps it from running
+        if cell.arm != "team" and cell.seed in teams and teams[cell.seed].result():
+            return {}
+        return _run_all(run, [cell])
+
     with ThreadPoolExecutor(workers) as pool:
-        ran = list(pool.map(lambda cell: _run_all(run, [cell]), cells))
-    return {arm: message for one in ran for arm, message in one.items()}
+        running = []
+        for cell in cells:
+            running.append(pool.submit(wait_and_run, cell))
+            if cell.arm == "team":
+                teams[cell.seed] = running[-1]
+    return {arm: message for one in running for arm, message in one.result().items()}
