@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from marft_trl.learning import micro_batcher
+from marft_trl.learning import memory, micro_batcher
 from marft_trl.learning.batching import Row, micro_batches
 from marft_trl.learning.memory import _kept_bytes, free_memory, measure_activations
 from marft_trl.shared_prefix import forward
@@ -33,6 +33,20 @@ def test_measured_costs_foretell_larger_passes(family, attention):
         foretold = cost.size(shared + rows * (own + 1), rows * shared, checkpointing=False)
         # what grows with the square is reckoned with at its steepest: rather too much than too little
         assert 0.85 * kept <= foretold <= 1.6 * kept, (rows, shared, own, foretold / kept)
+
+
+def test_a_large_model_is_measured_on_rows_that_fit(monkeypatch):
+    model, lengths = family_model("qwen3").get_base_model(), []
+    whole = measure_activations(model, 400)
+    inner = memory.hidden_states
+
+    def noting(base, prompts, replies, share):
+        lengths.append(max(map(len, prompts)) + max(map(len, replies)))
+        return inner(base, prompts, replies, share)
+
+    monkeypatch.setattr(memory, "hidden_states", noting)
+    cost = measure_activations(model, 400, room=2 * 100 * whole.per_token / 0.3)
+    assert 64 < max(lengths) < 300 and cost.per_token == pytest.approx(whole.per_token, rel=0.2)
 
 
 def room_for(monkeypatch, size):

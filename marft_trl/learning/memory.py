@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -93,19 +94,26 @@ class ActivationCost:
         return round(self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
-# Length of the longest row that activations are measured on. A quadratic part that only shows beyond it is missed.
-_LONGEST = 2048
+# Length of the longest row that activations are measured on, and of the first ones. A quadratic part that only shows
+# beyond the longest is missed.
+_LONGEST, _FIRST = 2048, 64
+# Share of the memory at hand that the measurement may take
+_TAKEN = 0.3
 
 
-def measure_activations(model: PreTrainedModel, length: int, share: bool = True) -> ActivationCost:
+def measure_activations(
+    model: PreTrainedModel, length: int, share: bool = True, room: float = math.inf
+) -> ActivationCost:
     """
     Measure the memory that a model with its active adapter keeps for the backward pass. It is measured on rows of two
-    lengths, `length` and half of it, because attention may keep tensors that grow with the square of the length.
+    lengths, `length` and half of it, because attention may keep tensors that grow with the square of the length. A
+    large model is measured on shorter rows, which fit into the memory.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): model in training mode, without gradient checkpointing.
         length (`int`): number of tokens of a row.
         share (`bool`, *optional*, defaults to `True`): `True` if rows will share common prefixes.
+        room (`float`, *optional*): bytes at hand. Defaults to no limit.
     """
     config, whole = model.config.get_text_config(), max(min(length, _LONGEST), 16)
 
@@ -113,6 +121,9 @@ def measure_activations(model: PreTrainedModel, length: int, share: bool = True)
         prompts, replies = [[0] * (shared + 2)] * 2, [[0] * own, [0] * (own - 1)]
         return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, replies, share))
 
+    if whole > _FIRST and room < math.inf:
+        of_token = kept(0, _FIRST) / (2 * _FIRST)
+        whole = max(min(whole, int(_TAKEN * room / (2 * of_token))), _FIRST)
     half = whole // 2
     per_token = (kept(0, whole) - kept(0, half)) / (2 * (whole - half))
     of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0

@@ -105,7 +105,8 @@ class MicroBatcher:
                 self._accelerator.autocast(),
                 torch.random.fork_rng(),
             ):
-                return measure_activations(self._base, length, self._share)
+                room = free_memory(self._accelerator.device)
+                return measure_activations(self._base, length, self._share, room)
         finally:
             self._base.train(was_training)
 
