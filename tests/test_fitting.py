@@ -46,7 +46,8 @@ def test_a_large_model_is_measured_on_rows_that_fit(monkeypatch):
 
     monkeypatch.setattr(memory, "hidden_states", noting)
     cost = measure_activations(model, 400, room=2 * 100 * whole.per_token / 0.3)
-    assert 64 < max(lengths) < 300 and cost.per_token == pytest.approx(whole.per_token, rel=0.2)
+    assert 64 < max(lengths) < 300
+    assert 0.3 * whole.per_token < cost.per_token < 1.1 * whole.per_token  # attention grows with the length
 
 
 def room_for(monkeypatch, size):
