@@ -1,7 +1,7 @@
 """
 Compare credit estimators with the truth, on teams so small that the truth can be computed.
 
-    python benchmarks/credit_fidelity.py
+    python benchmarks/credit_fidelity.py --prompts 100
     python benchmarks/credit_fidelity.py --teams chain --seeds 0 --prompts 200
 
 Every turn is one of three tokens, policies and rewards are random (one draw for each seed), and the exact marginal
@@ -49,7 +49,8 @@ ESTIMATORS: dict[str, dict] = {
     "gae, lambda 0.95 (MAPPO)": {"advantage": "gae", "critic": "shared", "num_generations": 1},
     "gae, lambda 0": {"advantage": "gae", "critic": "shared", "num_generations": 1, "gae_lambda": 0.0},
     "counterfactual, leave_one_out": {"advantage": "leave_one_out", "credit": "counterfactual"},
-    "removed, leave_one_out (CCPO)": {"advantage": "leave_one_out", "credit": "removed"},
+    "removed, leave_one_out": {"advantage": "leave_one_out", "credit": "removed"},
+    "removed, agent (CCPO)": {"advantage": "agent", "credit": "removed"},
     "removed, none": {"advantage": "none", "credit": "removed"},
     "turn (AT-GRPO)": {"advantage": "turn", **ALTERNATIVES},
     "c3": {"advantage": "c3", **ALTERNATIVES},
