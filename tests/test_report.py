@@ -12,10 +12,10 @@ import pytest
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.records import Turn
-from marft_trl.metrics import Interval, paired_difference
+from marft_trl.metrics import Interval
 from marft_trl.report import Experiment, load_experiment, report
 from marft_trl.report.arms import arms_of
-from marft_trl.report.comparison import judged
+from marft_trl.report.comparison import compare, judged
 from marft_trl.report.pages import write_pages
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
@@ -394,26 +394,28 @@ def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):
     assert card.read_text().count("## Is the team worth it?") == 1
 
 
-def test_intervals_of_simulated_reports_cover_the_true_difference(tmp_path):
-    """Through the files of runs: 100 reports of 3 seeds and 50 questions, whose true difference is 0.15."""
-    from marft_trl.reporting.at_k import scores
-
-    draws, covered = np.random.default_rng(1), 0
+def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
+    """100 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
+    made = experiment(model_folder, tmp_path / "unused")
+    arms = arms_of(made, ["solo"])
+    draws, covered, said, widths = np.random.default_rng(1), 0, [], []
     for number in range(100):
         difficulty = draws.normal(0, 0.15, 50)
-        tables = []
         for arm, mean in (("team", 0.6), ("solo", 0.45)):
-            folders = [tmp_path / f"{arm}-{seed}" for seed in range(3)]
-            for seed, folder in enumerate(folders):
+            for seed in range(3):
+                folder = tmp_path / str(number) / f"{arm}-{seed}"
                 right = draws.random(50) < (mean + difficulty + draws.normal(0, 0.06)).clip(0, 1)
                 rows = [{"question": f"{q:03}", "sample": 0, "right": float(one)} for q, one in enumerate(right)]
                 write_samples(folder, rows, "end", number, seed)
-            tables.append(scores(folders, name="end", step=number))
-            for folder in folders:
-                (folder / "evaluations.jsonl").unlink()
-        found = paired_difference(*tables, seed=number, n_resamples=1000)
-        covered += found.low <= 0.15 <= found.high
-    assert covered >= 90
+                (folder / "result.json").write_text(json.dumps({"tokens": 1, "seconds": 1, "curve": []}))
+        found = compare(made, arms, tmp_path / str(number), (0, 1, 2), margin=0.02)
+        difference = found["solo"].difference
+        covered += difference.low <= 0.15 <= difference.high
+        widths.append(difference.high - difference.low)
+        said += found.verdicts
+    assert covered >= 90 and np.median(widths) < 0.6
+    assert len(said) == 100 and not any("as good as" in one or "is worse" in one for one in said)
+    assert any("is better than" in one for one in said)
 
 
 # ---- Planted teams ----

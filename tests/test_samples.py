@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from marft_trl import AgentSpec
 from marft_trl.metrics import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
-from marft_trl.reporting.at_k import interval_of, scores, write_samples
+from marft_trl.reporting.at_k import by_question, interval_of, sample_rows, scores, write_samples
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset
 
@@ -89,8 +89,21 @@ def test_maj_at_k_of_uneven_lists():
 
 def test_avg_at_k():
     assert avg_at_k([1.0, 0.0, 0.5], 3) == 0.5
-    with pytest.raises(ValueError, match="`k` \\(4\\)"):
-        avg_at_k([1.0, 0.0, 0.5], 4)
+    for k in (4, 0):
+        with pytest.raises(ValueError, match=f"`k` \\({k}\\)"):
+            avg_at_k([1.0, 0.0, 0.5], k)
+
+
+def test_long_answers_vote_by_all_of_their_text():
+    """Programs that begin alike are told apart, and their votes are short in the file."""
+    texts = ["x" * 300 + end for end in ("right", "right", "right", "wrong", "other")]
+    records = [
+        {"row": {"prompt": "q"}, "answer": text, "reward": float(text.endswith("right")), "rewards": {}, "turns": []}
+        for text in texts
+    ]
+    rows = sample_rows(records, str, 1.0, None)
+    assert by_question(rows, "maj@5") == {rows[0]["question"]: 1.0}
+    assert all(len(row["vote"]) < 230 for row in rows)
 
 
 def test_an_interval_of_one_question_and_seed_is_its_score():

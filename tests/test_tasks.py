@@ -119,6 +119,8 @@ def test_composites():
 def test_families_and_settings_that_there_are_not(name, settings):
     with pytest.raises(ValueError, match="reasoning-gym has no questions"):
         reasoning_gym(name, size=1, **settings)
+    with pytest.raises(ValueError, match="`datasets` of a composite must be a list such as"):
+        reasoning_gym("composite", size=1, datasets=["gcd"])
 
 
 # ---- TextArena ----

@@ -42,7 +42,7 @@ def avg_at_k(scores: Sequence[float], k: int | None = None) -> float:
     Raises:
         ValueError: there are no scores, or fewer than `k`.
     """
-    _check(len(scores), k or 1)
+    _check(len(scores), 1 if k is None else k)
     return math.fsum(scores) / len(scores)
 
 

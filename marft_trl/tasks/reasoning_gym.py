@@ -119,6 +119,11 @@ def _family(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
+        if not all(isinstance(one, Mapping) for one in settings["datasets"]):
+            raise ValueError(
+                '`datasets` of a composite must be a list such as [{"name": "gcd", "weight": 2}], got '
+                f"{settings['datasets']!r}."
+            )
         spec = load("reasoning_gym.composite", "reasoning-gym", "`reasoning_gym`").DatasetSpec
         settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **one}) for one in settings["datasets"]]
     try:
