@@ -10,7 +10,6 @@ statistic and get an advantage of 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -191,8 +190,8 @@ def are_equal(returns: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
     if not returns.numel():
         return torch.zeros_like(returns, dtype=torch.bool)
     known, count = ~returns.isnan(), int(cells.max()) + 1
-    lowest = returns.new_full((count,), math.inf).scatter_reduce_(0, cells[known], returns[known], "amin")
-    highest = returns.new_full((count,), -math.inf).scatter_reduce_(0, cells[known], returns[known], "amax")
+    lowest = returns.new_full((count,), torch.inf).scatter_reduce_(0, cells[known], returns[known], "amin")
+    highest = returns.new_full((count,), -torch.inf).scatter_reduce_(0, cells[known], returns[known], "amax")
     size = torch.maximum(lowest.abs(), highest.abs())
     return (highest - lowest <= _ROUNDING * size)[cells]  # -inf - inf <= inf: nothing is known
 
