@@ -20,9 +20,9 @@ from marft_trl.report.pages import write_pages
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
-from marft_trl.workflows import EnvironmentLoop
+from marft_trl.workflows import Debate, EnvironmentLoop
 
-from .helpers import config, lora
+from .helpers import config, lora, team_trainer
 
 
 def experiment(model, folder, agents=None, questions=8, **fields):
@@ -366,6 +366,27 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), workers=2)
     with pytest.raises(ValueError, match="rows to compare"):
         experiment(model_folder, tmp_path).changed(eval_dataset=tiny_dataset(4).select([]))
+
+
+def test_an_agent_that_is_silent_is_so_for_all(model_folder, tmp_path):
+    """For teammates, votes and answers; a model's words and a function's alike."""
+    agents = [*tiny_agents(), AgentSpec("judge", reply=lie)]
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=agents, workflow=Debate(["reasoner", "judge"], judge="actor")
+    )
+    runner, row = trainer.parts.runner, trainer.train_dataset[0]
+    for silent in ("reasoner", "judge"):
+        with runner.silencing(silent):
+            (episode,) = runner.run([row])
+        for turn in episode.turns:
+            assert (turn.text == turn.raw_text == "") == (turn.agent == silent) and turn.completion_ids
+        shown = str(episode.turns[-1].observation)
+        assert ("1+1=9" in shown) == (silent != "judge")
+    (episode,) = runner.run([row])
+    assert all(turn.text for turn in episode.turns)
+    with runner.silencing("actor"):
+        (episode,) = runner.run([row])
+    assert episode.answer.text == ""
 
 
 # ---- What figures say ----
