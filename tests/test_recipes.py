@@ -279,7 +279,7 @@ def test_cells_have_names_of_their_own_and_known_settings(grid):
     from marft_trl import MARFTConfig
 
     cells = grid.cells_of(grid.GRIDS)
-    assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 393
+    assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
     train = importlib.import_module("train")
     known = {one.name for kind in (MARFTConfig, ModelConfig, train.RecipeArguments) for one in fields(kind)}
     for cell in cells.values():
@@ -287,10 +287,26 @@ def test_cells_have_names_of_their_own_and_known_settings(grid):
         assert set(cell) - {"recipe", "kind"} <= known, cell
 
 
+def test_no_two_cells_of_the_first_paper_are_the_same(grid, tmp_path):
+    """What a preset already says is no difference."""
+    from dataclasses import asdict
+
+    from marft_trl import MARFTConfig
+
+    found = []
+    for cell in grid.cells_of(["marft"]).values():
+        own = {name: value for name, value in cell.items() if name in ("preset", "agent_iteration_interval")}
+        resolved = asdict(MARFTConfig(str(tmp_path), use_cpu=True, **own)) if own else {}
+        named = [cell["recipe"], cell["num_agents"], cell.get("train", True)]
+        found.append(json.dumps([named, resolved], default=str, sort_keys=True))
+    assert len(found) == len({*found}) == 16
+
+
 def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, monkeypatch, tmp_path, capsys):
     train, given = importlib.import_module("train"), []
 
-    def run(options):
+    def run(options, resume):
+        assert resume  # from the last checkpoint of the cell
         given.append(options)
         if "magrpo" in options and len(given) < 7:
             raise ValueError("no | luck")
@@ -299,7 +315,8 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
     monkeypatch.setattr(train, "main", run)
 
     def grid_of_c3(*further):
-        command = ["grid.py", "--grids", "c3", "--output_dir", str(tmp_path), "--", *further]
+        command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples")]
+        command += ["--output_dir", str(tmp_path), "--", *further]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as end:
             grid.main()
@@ -321,10 +338,16 @@ def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path,
     monkeypatch.setattr(sys, "argv", ["grid.py", "--output_dir", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         grid.main()
-    assert not end.value.code and "0 of 393 cells are done" in capsys.readouterr().out
+    assert not end.value.code and "0 of 554 cells are done" in capsys.readouterr().out
     table = (tmp_path / "grid.md").read_text()
     for reason in ("math-verify is not installed", "reasoning-gym is not installed", "programs need Linux"):
         assert f"left out: {reason}" in table
+    monkeypatch.undo()
+    monkeypatch.setattr(grid, "HF_HUB_OFFLINE", True)
+    cell = {"recipe": "math_duo"}
+    assert "no hub" in grid.Runner(tmp_path, []).left_out(cell)
+    assert grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(cell) is None
+    assert grid.Runner(tmp_path, [], files=tmp_path).left_out({"recipe": "planning"}) is None
 
 
 def test_codeforces_becomes_programs(problems):
