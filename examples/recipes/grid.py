@@ -78,6 +78,8 @@ def options_of(cell, folder, further, dry_model=None, files=None):
     if dry_model is not None:
         given |= DRY | {"model_name_or_path": dry_model}
         files = HERE / "samples"
+        if "agent_iteration_interval" in given:  # a step for each of two agents
+            given |= {"agent_iteration_interval": 1, "max_steps": 2}
         if not {settings.get("preset"), settings.get("advantage")} & {*OWN_EPISODES}:
             given["num_generations"] = 4
     local = file_of(settings["problems"], files)
