@@ -170,6 +170,7 @@ def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_p
     assert is_best == (gain > 0) == any("so it ends with" in text for text in caplog.messages)
 
 
+@pytest.mark.slow
 def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
     """Rewards of batches differ by luck; the copies are those of the best evaluation, and the run ends with them."""
 
@@ -301,6 +302,7 @@ def test_an_evaluation_before_training_is_not_the_best_of_the_run(taught_model, 
     assert logged(trainer, "collapse/restored") == [1.0]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_only_warned_takes_copies_when_it_is_to_restore(taught_model, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3}
     make(taught_model, tmp_path, on_collapse="warn", max_steps=3, **settings).train()
@@ -322,6 +324,7 @@ def test_rewards_may_log_columns_and_numbers_beside_a_trial(taught_model, tmp_pa
     assert logged(trainer, "collapse/restored") == [1.0] and set(logged(trainer, "rows")) == {64.0}
 
 
+@pytest.mark.slow
 def test_gradients_of_fallen_weights_are_not_applied_to_restored_ones(taught_model, tmp_path):
     """Batches of two micro-steps, optimizer steps of four: nothing is restored between them."""
     trainer = make(
@@ -436,6 +439,7 @@ def test_evaluations_that_were_no_fall_are_the_best_from_then_on(model_folder, t
     assert state["best_evaluation"][0] == 0.1 and state["fallen_evaluation"] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_can_restore_at_its_end(taught_model, tmp_path):
     """Its last batch was drawn before the interruption: the trial needs its rows."""
     settings = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": 8}

@@ -200,6 +200,7 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder, tmp_path, monkeypatch):
     """Killed in the last evaluation, after a checkpoint of the last step: the budget is not spent twice."""
     from marft_trl.report import cells
