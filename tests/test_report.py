@@ -9,8 +9,9 @@ import sys
 
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
-from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
 from marft_trl.report import Experiment, load_experiment, report
@@ -167,29 +168,37 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     }
 
 
+class KillAfter(TrainerCallback):
+    """Ends a run in the middle of things, after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def killed_after(step, monkeypatch, call):
+    train = MARFTTrainer.train
+
+    def killed(trainer, **options):
+        trainer.add_callback(KillAfter(step))
+        return train(trainer, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MARFTTrainer, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
 def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     """It has the result of a run that was not."""
-    from marft_trl.report import cells
-
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
     whole = report(made, str(tmp_path / "whole"), seeds=[0], arms=["untrained"])
 
-    class Kill(cells.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise KeyboardInterrupt
-
-    train = cells.MARFTTrainer.train
-
-    def killed(trainer, **options):
-        trainer.add_callback(Kill())
-        return train(trainer, **options)
-
-    monkeypatch.setattr(cells.MARFTTrainer, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
-        report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"])
-    monkeypatch.undo()
+    killed_after(2, monkeypatch, lambda: report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"]))
     found = report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"])
     assert (found["team"].accuracy, found["team"].tokens) == (whole["team"].accuracy, whole["team"].tokens)
     assert found["untrained"].accuracy == whole["untrained"].accuracy
@@ -229,26 +238,10 @@ def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder,
 
 
 def test_an_incomplete_checkpoint_is_passed_over(model_folder, tmp_path, monkeypatch):
-    from marft_trl.report import cells
-
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
 
-    class Kill(cells.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
-    train = cells.MARFTTrainer.train
-
-    def killed(trainer, **options):
-        trainer.add_callback(Kill())
-        return train(trainer, **options)
-
-    monkeypatch.setattr(cells.MARFTTrainer, "train", killed)
-    with pytest.raises(KeyboardInterrupt):
-        report(made, str(tmp_path), seeds=[0], arms=["untrained"])
-    monkeypatch.undo()
+    killed_after(3, monkeypatch, lambda: report(made, str(tmp_path), seeds=[0], arms=["untrained"]))
     (tmp_path / "runs" / "team-0" / "checkpoint-2" / "marft_commit.json").unlink()
     report(made, str(tmp_path), seeds=[0], arms=["untrained"])
     assert result_of(tmp_path, "team-0")["steps"] == 3
