@@ -485,6 +485,17 @@ def test_tokens_of_trials_and_undone_batches_count_and_their_metrics_do_not(taug
     assert not trainer.parts.checkpoints.best.adapters or min(logged(trainer, "reward")[5:]) > 0.2
 
 
+def test_metrics_of_an_undone_batch_are_left_out(model_folder, tmp_path, monkeypatch):
+    trainer = make(model_folder, tmp_path)
+    undone = iter([True])
+    monkeypatch.setattr(trainer.parts.collapse, "is_undone", lambda rollout, rows: next(undone, False))
+    rows = [trainer.train_dataset[0]] * 64
+    for generated in (2, 3):  # batches so far, the undone one included
+        trainer.parts.experience.for_training(rows)
+        assert len(trainer._metrics["train"]["context/dropped_turns"]) == generated - 1
+        assert len(trainer._metrics["train"]["reward"]) == generated - 1
+
+
 def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
     agents = [AgentSpec("left"), AgentSpec("right", copy_of="left", copy_every=1, copies=8, trainable=False)]
     trainer = make(model_folder, tmp_path, agents=agents, max_steps=4)

@@ -270,6 +270,33 @@ def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, 
     assert entry["dynamic_sampling/prompts"] == entry["dynamic_sampling/with_signal"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("advantage", "gamma", "signal"), [("group", 1.0, 0.0), ("agent", 0.5, 0.0), ("group", 0.5, 1.0)]
+)
+def test_equal_rewards_of_episodes_of_other_lengths_teach_nothing(model_folder, tmp_path, advantage, gamma, signal):
+    """Unless the turns of different agents are compared, whose returns a discount makes different."""
+
+    class Lengths(Workflow):
+        count = 0
+
+        async def run(self, episode):
+            Lengths.count += 1
+            if advantage == "group" and Lengths.count % 2:
+                await episode.turn("reasoner")
+            await episode.turn("reasoner")
+            await episode.turn("actor")
+
+    def same(completions, **kwargs):
+        return [0.3] * len(completions)
+
+    settings = {"dynamic_sampling": True, "dynamic_sampling_limit": 1.0, "credit_kind": "rewards", "max_steps": 1}
+    settings |= {"advantage": advantage, "gamma": gamma}
+    trainer = team_trainer(model_folder, tmp_path, workflow=Lengths(), reward_funcs=same, settings=settings)
+    trainer.train()
+    (entry,) = (one for one in trainer.state.log_history if "dynamic_sampling/with_signal" in one)
+    assert entry["dynamic_sampling/with_signal"] == signal == 1 - entry["frac_rows_without_signal"]
+
+
 def test_credit_that_differs_between_equal_rewards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="step_discount"):
         config(tmp_path, dynamic_sampling=True, credit="step_discount", credit_discount=0.9)
