@@ -426,6 +426,22 @@ def test_an_evaluation_before_the_first_step_is_not_the_best(taught_model, tmp_p
     assert len(logged(trainer, "eval_reward")) == 3 and seen[:2] == [None, None] and seen[2] is not None
 
 
+@pytest.mark.parametrize(("last", "is_back"), [(0.43, True), (0.47, False)])
+def test_a_last_evaluation_below_the_best_ends_the_run_with_the_best(model_folder, tmp_path, last, is_back):
+    """By `collapse_drop` (a tenth here), also where luck could explain it."""
+    trainer = make(model_folder, tmp_path, collapse_drop=0.1)
+    watch = trainer.parts.collapse
+    watch._is_training, trainer.state.global_step, trainer.state.max_steps = True, 4, 8
+    watch._error_of_evaluation = lambda: 0.05
+    watch.on_evaluate(trainer.args, trainer.state, None, {"eval_reward": 0.5})
+    before = weights(trainer)
+    for parameter in trainer.policies.parameters("actor").values():
+        parameter.data.add_(1.0)
+    trainer.state.global_step = 8
+    watch.on_evaluate(trainer.args, trainer.state, None, {"eval_reward": last})
+    assert bool(moved(before, weights(trainer))) != is_back
+
+
 def test_evaluations_that_were_no_fall_are_the_best_from_then_on(model_folder, tmp_path, monkeypatch):
     trainer = make(model_folder, tmp_path)
     watch = trainer.parts.collapse

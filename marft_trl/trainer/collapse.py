@@ -210,9 +210,10 @@ class Collapse(TrainerCallback):
             return
         errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
         luck = errors * math.hypot(error, its_error)
-        has_fallen = best - reward > max(self._args.collapse_drop * abs(best), luck)
-        if self.restores and state.global_step >= state.max_steps and (has_fallen or self._has_restored):
-            # No batch follows. All were evaluated on the same questions
+        is_below = best - reward > self._args.collapse_drop * abs(best)
+        has_fallen = is_below and best - reward > luck
+        if self.restores and state.global_step >= state.max_steps and (is_below or self._has_restored):
+            # No batch follows, so nothing is lost by going back; all were evaluated on the same questions
             self._end_with_best(f"evaluation, {best:.4g}, as the last one is {reward:.4g}")
         elif has_fallen:
             self._fallen_evaluation = reward
@@ -235,7 +236,7 @@ class Collapse(TrainerCallback):
 
     def _end_with_best(self, what: str) -> None:
         self._go_back(self._best.adapters)
-        logger.warning(f"The team has collapsed in this run, so it ends with its adapters of the best {what}")
+        logger.warning(f"The team has fallen in this run, so it ends with its adapters of the best {what}")
 
     def _found(self) -> str:
         """What was found, for messages."""
