@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
+from marft_trl.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.trainer import collapse
 
@@ -503,13 +504,14 @@ def test_tokens_of_trials_and_undone_batches_count_and_their_metrics_do_not(taug
 
 def test_metrics_of_an_undone_batch_are_left_out(model_folder, tmp_path, monkeypatch):
     trainer = make(model_folder, tmp_path)
-    undone = iter([True])
+    undone, found, mark = iter([True]), [], Metrics.mark
     monkeypatch.setattr(trainer.parts.collapse, "is_undone", lambda rollout, rows: next(undone, False))
+    monkeypatch.setattr(Metrics, "mark", lambda metrics: found.append(metrics) or mark(metrics))
     rows = [trainer.train_dataset[0]] * 64
     for generated in (2, 3):  # batches so far, the undone one included
         trainer.parts.experience.for_training(rows)
-        assert len(trainer._metrics["train"]["context/dropped_turns"]) == generated - 1
-        assert len(trainer._metrics["train"]["reward"]) == generated - 1
+        counts = found[-1].mark()
+        assert counts["context/dropped_turns"] == counts["reward"] == generated - 1
 
 
 def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
