@@ -70,8 +70,8 @@ class Collapse(TrainerCallback):
         best ([`BestAdapters`]): adapters at the best mean or evaluation.
         policies ([`Policies`]): the adapters.
         act (`Callable`): `act(rows)` runs the team on dataset rows and returns the rewards of all processes' episodes.
-        forget (`Callable`): `forget(adapters, step)`: called before adapters are restored to what they were after a
-            step, so that what is kept of later steps is no longer true.
+        forget (`Callable`): `forget(adapters, step)`: called when adapters are back at what they were after a step:
+            what is kept of later steps is no longer true.
         error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
         step (`Callable`): number of optimizer steps so far.
         args ([`MARFTConfig`]): `on_collapse`, `collapse_drop`, `collapse_window`.
