@@ -182,11 +182,11 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             Clip range of the ratio products of `update_order="sequential"`, which are clipped to
             `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
         on_collapse (`str`, *optional*, defaults to `"warn"`):
-            What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches, or
-            an evaluation, is below its best by more than `collapse_drop` and by more than luck explains. `"warn"`: it
-            is said once. `"restore"`: adapters that have fallen, which is found by trial, go back to their weights and
-            optimizer state at the best mean (in a run with evaluations, at the best `eval_reward`), and the batch is
-            sampled anew. `"ignore"`: nothing.
+            What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches,
+            or an evaluation, is below its best by more than `collapse_drop` and by more than luck explains. `"warn"`:
+            it is said once. `"restore"`: adapters that have fallen, which is found by trial, go back to their weights
+            and optimizer state at the best mean (in a run with evaluations, at the best `eval_reward`), and the batch
+            is sampled anew. `"ignore"`: nothing.
         collapse_drop (`float`, *optional*, defaults to `0.1`):
             How far a reward may be below its best, as a share of its largest absolute value so far, in `[0, 1]`.
         collapse_window (`int`, *optional*, defaults to `8`):

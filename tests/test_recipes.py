@@ -358,6 +358,10 @@ def test_codeforces_becomes_programs(problems):
     program = "```python\nprint(int(input()) + 1)\n```"
     assert code_reward([program], [problem["tests"]]) == [1.0]
     assert problems.read_codeforces({"description": "x", "official_tests": []}) is None
+    # Several right answers, and programs that read files
+    assert problems.read_codeforces({**rows[0], "generated_checker": "def check(): ..."}) is None
+    assert problems.read_codeforces({**rows[0], "input_mode": "file"}) is None
+    assert problems.read_codeforces({**rows[0], "generated_checker": None, "input_mode": "stdio"}) is not None
 
 
 @pytest.mark.slow
