@@ -75,31 +75,15 @@ class RecipeArguments:
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 
 
+def parse(args=None):
+    """Arguments of the script, of `MARFTConfig` and of `ModelConfig`."""
+    return TrlParser((RecipeArguments, MARFTConfig, ModelConfig)).parse_args_and_config(args)
+
+
 def main(args=None, resume=None):
     """Run a recipe, and return the metrics of its evaluation. `resume` is that of `train(resume_from_checkpoint=)`."""
-    parser = TrlParser((RecipeArguments, MARFTConfig, ModelConfig))
-    recipe, training_args, model_args = parser.parse_args_and_config(args)
-    check_team(recipe.profile, recipe.num_agents)
-    train_dataset, eval_dataset = load_sets(recipe)
-    outcome = reward_of(source_of(recipe.problems).kind, recipe.code_timeout)
-    own = outcome if training_args.credit == "per_step" else None
-    training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
-    trainer = MARFTTrainer(
-        model=model_args.model_name_or_path,
-        agents=make_team(recipe.profile, recipe.num_agents, own, recipe.shared_adapter),
-        reward_funcs=outcome,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=LoraConfig(
-            r=model_args.lora_r,
-            lora_alpha=model_args.lora_alpha,
-            target_modules=model_args.lora_target_modules or "all-linear",
-        ),
-        workflow=make_workflow(recipe.workflow, recipe.profile, recipe.num_agents),
-        anonymous=False if recipe.anonymous == "no" else recipe.anonymous,
-    )
+    recipe, training_args, model_args = parse(args)
+    trainer = make_trainer(recipe, training_args, model_args)
     if recipe.dry_run:
         print(trainer.plan())
         trainer.end()
@@ -116,6 +100,36 @@ def main(args=None, resume=None):
         trainer.push_to_hub(dataset_name=source_of(recipe.problems).path)
     trainer.end()
     return metrics
+
+
+def make_trainer(recipe, training_args, model_args, model=None, **options):
+    """
+    The trainer of a recipe. `model` takes the place of the named one; `options` are further arguments of
+    [`MARFTTrainer`].
+    """
+    check_team(recipe.profile, recipe.num_agents)
+    train_dataset, eval_dataset = load_sets(recipe)
+    outcome = reward_of(source_of(recipe.problems).kind, recipe.code_timeout)
+    own = outcome if training_args.credit == "per_step" else None
+    if model is None:
+        training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
+        options["quantization_config"] = get_quantization_config(model_args)
+    return MARFTTrainer(
+        model=model if model is not None else model_args.model_name_or_path,
+        agents=make_team(recipe.profile, recipe.num_agents, own, recipe.shared_adapter),
+        reward_funcs=outcome,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=LoraConfig(
+            r=model_args.lora_r,
+            lora_alpha=model_args.lora_alpha,
+            target_modules=model_args.lora_target_modules or "all-linear",
+        ),
+        workflow=make_workflow(recipe.workflow, recipe.profile, recipe.num_agents),
+        anonymous=False if recipe.anonymous == "no" else recipe.anonymous,
+        **options,
+    )
 
 
 def load_sets(recipe):

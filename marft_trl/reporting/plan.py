@@ -8,11 +8,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
+from ..config_checks import uses_candidates
 from ..configs import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
@@ -314,11 +317,26 @@ class Planner:
             f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
             f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
             f"{per_step * longest:,} tokens, with every turn as long as it may be",
+            self._describe_generation(rehearsal),
             *self._describe_window(lengths),
             f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
             f"each episode is used {_count(args.num_iterations, 'time')}; {length}",
         ]
+
+    def _describe_generation(self, rehearsal: Rehearsal) -> str:
+        """How often is generated, and how many tokens are sampled one after the other."""
+        args = self._args
+        every = Fraction(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
+        batches, steps = _count(every.denominator, "generation batch", "generation batches"), every.numerator
+        policies = {agent.name for agent in self._agents if agent.has_policy}
+        turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
+        longest = sum(self._samplings[name].max_completion_length for name in turns)
+        extra = uses_candidates(args) or CREDITS[args.credit].reruns
+        return (
+            f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the other"
+            + (", besides those of candidates and re-runs" if extra else "")
+        )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
         """A warning where a turn may outgrow the model's window."""

@@ -1,0 +1,232 @@
+"""
+Memory and time of a step of every recipe on the model that it names, without a hub and without a GPU.
+
+    python benchmarks/recipe_plans.py                 # all recipes; needs 16 GB of memory
+    python benchmarks/recipe_plans.py --recipes math_duo
+
+Models have the published shapes and random weights in bfloat16, and the tokenizer of SmolLM2, so that
+`trainer.memory_plan()` counts what it would with the real ones, with the room of a GPU with `--memory` bytes. The
+activations of a token are measured on rows of 128 tokens with one and with two layers, and extrapolated: each further
+layer keeps as much. Where a hub can be reached, `train.py --dry_run true` prints the plan of the real model.
+
+Times are arithmetic, with every turn as long as it may be, at `--bandwidth` and `--flops` (by default 60 % of the
+memory bandwidth and 40 % of the bfloat16 rate that NVIDIA states for an H100 SXM). A decoding step reads all weights
+and the cache. A pass through the model takes two operations for each weight and token, and four for each pair of
+tokens, head dimension and layer; a backward pass through a frozen base takes as much. Nothing was measured on a GPU.
+Engines that decode less than a whole batch at a time, or with overheads, take longer.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from marft_trl.learning.memory import ActivationCost, head_size, readable
+from marft_trl.tasks import smollm2
+
+
+RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
+_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_QWEN2_1B = {
+    **_QWEN,
+    **{"model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "intermediate_size": 8960},
+    **{"num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768},
+}
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128}
+# Published shapes of the models
+SHAPES = {
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_1B,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
+        **_QWEN2_1B, "tie_word_embeddings": False, "max_position_embeddings": 131072
+    },
+    "Qwen/Qwen2.5-3B-Instruct": {
+        **_QWEN,
+        **{"model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "intermediate_size": 11008},
+        **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768},
+    },
+    "Qwen/Qwen3-1.7B": {
+        **_QWEN3,
+        **{"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16},
+        "max_position_embeddings": 40960,
+    },
+    "Qwen/Qwen3-4B-Instruct-2507": {
+        **_QWEN3,
+        **{"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32},
+        "max_position_embeddings": 262144,
+    },
+}  # fmt: skip
+
+
+def make(recipe, folder, **shape):
+    """The trainer of a recipe, and the name of its model. `shape` changes the model's."""
+    from problems import SOURCES
+    from train import make_trainer, parse
+
+    given = ["--config", str(RECIPES / f"{recipe}.yaml"), "--output_dir", str(folder), "--eval_size", "0"]
+    given += ["--use_cpu", "true", "--bf16", "true", "--report_to", "none"]
+    arguments, training, model = parse(given)
+    if arguments.problems in SOURCES:
+        # As often as a generation batch needs
+        arguments.problem_files = [str(RECIPES / "samples" / f"{arguments.problems}.jsonl")] * 40
+    arguments.gym_size = 256
+    shape = SHAPES[model.model_name_or_path] | shape
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    return make_trainer(arguments, training, model, base, processing_class=tokenizer), model.model_name_or_path
+
+
+def cost_with(layers, measured):
+    """
+    Activations of a token in a model with so many layers, from `measured`: those with few layers, by their number.
+    What a pass keeps grows by the same with each layer; `ActivationCost` counts one layer more (two if checkpointed).
+    """
+    (few, of_few), (more, of_more) = measured.items()
+
+    def at(kept_in, of):
+        first, second = kept_in(few, of_few), kept_in(more, of_more)
+        return first + (second - first) / (more - few) * (of - few)
+
+    per_token = at(lambda count, cost: cost.per_token / (1 + 1 / count), layers)
+    per_repeat = at(lambda count, cost: cost.per_repeat / (1 + 1 / count), layers)
+    inputs = at(lambda count, cost: cost.per_checkpointed - 2 * cost.per_token / (count + 1), layers)
+    return ActivationCost(
+        per_token=per_token * (1 + 1 / layers),
+        per_repeat=per_repeat * (1 + 1 / layers),
+        per_checkpointed=inputs + 2 * per_token / layers,
+    )
+
+
+def cost_of(recipe, folder):
+    """Activations of a token of the recipe's model."""
+    measured = {}
+    for layers in (1, 2):
+        trainer, name = make(recipe, folder / str(layers), num_hidden_layers=layers)
+        measured[layers] = trainer.parts.batcher.measure(128)
+        trainer.end()
+        del trainer
+        gc.collect()
+    return cost_with(SHAPES[name]["num_hidden_layers"], measured)
+
+
+def plan_on_gpu(trainer, cost, memory):
+    """Let the trainer plan for a device with so many bytes, and return its memory plan."""
+    batcher, vocabulary = trainer.parts.batcher, trainer.model.config.vocab_size
+    batcher.measure = lambda length: cost
+    taken = trainer.memory_plan()
+    held = taken.base + taken.adapters + taken.critic + taken.gradients + taken.optimizer
+
+    def room(scored):
+        return max(0.7 * (memory - held) - head_size(vocabulary, scored, torch.device("cuda")), 1.0)
+
+    batcher.free_for_activations = room
+    return trainer.memory_plan()
+
+
+class Work:
+    """
+    Arithmetic of a step with turns as long as they may be.
+
+    Args:
+        trainer: the trainer of a recipe.
+    """
+
+    def __init__(self, trainer):
+        self.args, self.config = trainer.args, trainer.model.config
+        rehearsal = trainer.parts.planner.rehearse(trainer.train_dataset[0])
+        self.turns = [(length, self.args.max_completion_length) for _, length, _ in rehearsal.prompts]
+        layers = [p for name, p in trainer.model.named_parameters() if ".layers." in name and "lora_" not in name]
+        self.weights = sum(p.numel() for p in layers)
+        self.head = self.config.vocab_size * self.config.hidden_size
+        heads, kv = self.config.num_attention_heads, self.config.num_key_value_heads
+        dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        self.cached = 2 * 2 * self.config.num_hidden_layers * kv * dim  # bytes of a token, in bfloat16
+        self.attended = 4 * self.config.num_hidden_layers * heads * dim
+        self.checkpointing = bool(self.args.gradient_checkpointing)
+        self.has_critic = self.args.critic not in (None, "frozen")
+
+    @property
+    def batches(self):
+        """Generation batches in an optimizer step."""
+        return self.args.gradient_accumulation_steps / (self.args.steps_per_generation * self.args.num_iterations)
+
+    @property
+    def decoding_steps(self):
+        return sum(new for _, new in self.turns)
+
+    def seconds_of_generation(self, bandwidth, flops):
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        read = sum(
+            new * 2 * (self.weights + self.head) + rows * self.cached * new * (length + new / 2)
+            for length, new in self.turns
+        )
+        prompts = sum(rows * self.passed(length, 0) for length, _ in self.turns)
+        return self.batches * (read / bandwidth + prompts / flops)
+
+    def passed(self, tokens, scored):
+        """Operations of a pass of one row."""
+        return 2 * (self.weights * tokens + self.head * scored) + self.attended * tokens**2 / 2
+
+    def seconds_of_training(self, flops):
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        learning = (2 + self.checkpointing) * (1 + self.has_critic)
+        # Log-probabilities and values of the rollout, once for all uses of it; the reference
+        once = (1 + (self.args.beta > 0) + (self.args.critic is not None)) / self.args.num_iterations
+        row = sum(self.passed(length + new, new) for length, new in self.turns)
+        return (learning + once) * rows * row / flops
+
+
+def length_of(args, seconds):
+    """Hours of a run, or of an epoch by 1,000 prompts where its length depends on the dataset."""
+    if args.max_steps > 0:
+        return f"{args.max_steps} steps: {args.max_steps * seconds / 3600:.3g} h"
+    prompts = args.per_device_train_batch_size * args.gradient_accumulation_steps / args.num_generations
+    hours = 1000 * args.num_iterations / prompts * seconds / 3600
+    return f"{args.num_train_epochs:g} epochs: {hours:.3g} h by epoch and 1,000 prompts"
+
+
+def line_of(recipe, options):
+    with tempfile.TemporaryDirectory() as folder:
+        cost = cost_of(recipe, Path(folder))
+        trainer, name = make(recipe, Path(folder) / "whole")
+        plan, work = plan_on_gpu(trainer, cost, options.memory), Work(trainer)
+        lines = trainer.plan().splitlines()
+        trainer.end()
+    too_long = " (longer than the window)" if any("TOO LONG" in one for one in lines) else ""
+    longest = max(length + new for length, new in work.turns)
+    generation = work.seconds_of_generation(options.bandwidth, options.flops)
+    training = work.seconds_of_training(options.flops)
+    sizes = [readable(size) for size in (plan.base, plan.activations, plan.cache, plan.total)]
+    steps = f"{work.batches:g} x {work.decoding_steps:,}"
+    cells = [f"`{recipe}`", name.partition("/")[2], f"{longest:,}{too_long}", *sizes, steps]
+    cells += [f"{generation:.3g}", f"{training:.3g}", length_of(trainer.args, generation + training)]
+    if options.plans:
+        print("\n".join(["", f"## {recipe}", *lines[: lines.index("") + 30]]), file=sys.stderr)
+    return f"| {' | '.join(cells)} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=sorted(one.stem for one in RECIPES.glob("*.yaml")))
+    parser.add_argument("--memory", type=float, default=80e9, help="bytes of the GPU")
+    parser.add_argument("--bandwidth", type=float, default=2.0e12, help="bytes per second")
+    parser.add_argument("--flops", type=float, default=4.0e14, help="operations per second")
+    parser.add_argument("--plans", action="store_true", help="print the plans too, to stderr")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(RECIPES))
+    head = ["recipe", "model", "longest row", "base", "activations", "cache", "at once", "decoding steps"]
+    head += ["seconds of generation", "seconds of training", "a run"]
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    for recipe in options.recipes:
+        print(line_of(recipe, options), flush=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
