@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from marft_trl.config_checks import uses_candidates
 from marft_trl.learning.memory import ActivationCost, head_size, readable
 from marft_trl.tasks import smollm2
 
@@ -130,7 +131,8 @@ def plan_on_gpu(trainer, cost, memory):
 
 class Work:
     """
-    Arithmetic of a step with turns as long as they may be.
+    Arithmetic of a step with turns as long as they may be. Each turn has its candidates, and each of these, but in the
+    last turn, the turns that complete its episode.
 
     Args:
         trainer: the trainer of a recipe.
@@ -140,6 +142,8 @@ class Work:
         self.args, self.config = trainer.args, trainer.model.config
         rehearsal = trainer.parts.planner.rehearse(trainer.train_dataset[0])
         self.turns = [(length, self.args.max_completion_length) for _, length, _ in rehearsal.prompts]
+        self.candidates = self.args.turn_candidates if uses_candidates(self.args) else 1
+        self.completed = self.candidates * self.args.candidate_samples if self.candidates > 1 else 0
         layers = [p for name, p in trainer.model.named_parameters() if ".layers." in name and "lora_" not in name]
         self.weights = sum(p.numel() for p in layers)
         self.head = self.config.vocab_size * self.config.hidden_size
@@ -156,29 +160,38 @@ class Work:
         return self.args.gradient_accumulation_steps / (self.args.steps_per_generation * self.args.num_iterations)
 
     @property
+    def waves(self):
+        """Turns that are generated at once, as tuples of their number by episode, their prompt and their length."""
+        found = []
+        for index, turn in enumerate(self.turns):
+            found.append((self.candidates, *turn))
+            found += [(self.completed, *later) for later in self.turns[index + 1 :] if self.completed]
+        return found
+
+    @property
     def decoding_steps(self):
-        return sum(new for _, new in self.turns)
+        return sum(new for _, _, new in self.waves)
 
     def seconds_of_generation(self, bandwidth, flops):
-        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        episodes = self.args.per_device_train_batch_size * self.args.steps_per_generation
         read = sum(
-            new * 2 * (self.weights + self.head) + rows * self.cached * new * (length + new / 2)
-            for length, new in self.turns
+            new * 2 * (self.weights + self.head) + episodes * count * self.cached * new * (length + new / 2)
+            for count, length, new in self.waves
         )
-        prompts = sum(rows * self.passed(length, 0) for length, _ in self.turns)
-        return self.batches * (read / bandwidth + prompts / flops)
+        worked = sum(episodes * count * self.passed(length + new, new) for count, length, new in self.waves)
+        return self.batches * (read / bandwidth + worked / flops)
 
     def passed(self, tokens, scored):
         """Operations of a pass of one row."""
         return 2 * (self.weights * tokens + self.head * scored) + self.attended * tokens**2 / 2
 
     def seconds_of_training(self, flops):
-        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        episodes = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         learning = (2 + self.checkpointing) * (1 + self.has_critic)
         # Log-probabilities and values of the rollout, once for all uses of it; the reference
         once = (1 + (self.args.beta > 0) + (self.args.critic is not None)) / self.args.num_iterations
-        row = sum(self.passed(length + new, new) for length, new in self.turns)
-        return (learning + once) * rows * row / flops
+        row = sum(self.candidates * self.passed(length + new, new) for length, new in self.turns)
+        return (learning + once) * episodes * row / flops
 
 
 def length_of(args, seconds):

@@ -7,15 +7,14 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
 The reasoner writes at most 8 tokens, the actor 10. One agent alone is trained until it has generated as many tokens
 as the duo. Each run begins from the same pretrained model, and is evaluated before and after with two samples, at the
 temperature of training, of each of 64 questions. It is not trained on these, nor on the same terms in another order. A
-run that was interrupted is taken up again by the same command. The last column of the table is the accuracy of guesses
-(the most frequent answer, or any name of the text): a team that does not exceed it may have learned what answers look
-like, and nothing of the task.
+run that was interrupted is taken up again by the same command. The last column of the table is the accuracy of the
+most frequent answer to every question: a team that does not exceed it may have learned what answers look like, and
+nothing of the task.
 
 Needs the extra `tasks` (`pip install "marft-trl[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
 """
 
 import argparse
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -36,22 +35,15 @@ TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 FAMILIES = {
     "chain_sum": TWO_DIGITS,
     "basic_arithmetic": {**TWO_DIGITS, "operators": ["+", "*"], "allow_parentheses": False, "allow_negation": False},
-    "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
+    "letter_counting": {"min_words": 3, "max_words": 6},
 }
 ONLY = "Give only the answer."
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def first_word(text):
-    words = re.findall(r"[\w'-]+", text)
-    return words[0] if words else None
-
-
-# Of an answer, the last number or the first word is scored, so "7 + 2 = 9" and "9" are both right
+# The last number of an answer is scored, so "7 + 2 = 9" and "9" are both right
 number_is_right = get_reasoning_gym_reward(answer=math_answer, exact=True)
 number_is_right.__name__ = "number_is_right"
-name_is_right = get_reasoning_gym_reward(answer=first_word, exact=True)
-name_is_right.__name__ = "name_is_right"
 
 
 def letters(prompt):
@@ -64,7 +56,6 @@ def make(family="chain_sum", max_steps=22):
     # Lets products of matrices use oneDNN, which is twice as fast on some CPUs; where a CPU multiplies bfloat16, they
     # may be computed in it
     torch.set_float32_matmul_precision("medium")
-    is_right = name_is_right if family == "needle_haystack" else number_is_right
     questions = reasoning_gym(family, size=64, seed=1, distinct=True, **FAMILIES[family])
     held_out = set(map(letters, questions["prompt"]))
     drawn = reasoning_gym(family, size=3000, seed=0, **FAMILIES[family])
@@ -80,7 +71,7 @@ def make(family="chain_sum", max_steps=22):
         num_generations_eval=2,
         eval_k=[1],
         temperature=0.8,
-        eval_right_by=is_right.__name__,
+        eval_right_by="number_is_right",
         gradient_checkpointing=False,
         logging_steps=1,
         save_steps=10,
@@ -96,7 +87,7 @@ def make(family="chain_sum", max_steps=22):
         ],
         solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=18),
         # An answer alone earns twice as much as one within other words
-        reward_funcs=[is_right, reasoning_gym_exact],
+        reward_funcs=[number_is_right, reasoning_gym_exact],
         train_dataset=drawn.filter(lambda row: letters(row["prompt"]) not in held_out),
         eval_dataset=questions,
         args=args,
@@ -106,21 +97,18 @@ def make(family="chain_sum", max_steps=22):
     )
 
 
-def accuracy_of_guesses(family, questions):
-    """Accuracy without the task: the most frequent answer to every question, or any of the names in the text."""
-    if family == "needle_haystack":
-        texts = [prompt[0]["content"].partition("Who ")[0] for prompt in questions["prompt"]]
-        return sum(1 / text.count(".") for text in texts) / len(texts)  # one name in each sentence
-    return Counter(questions["answer"]).most_common(1)[0][1] / len(questions)
+def constant_accuracy(answers):
+    """Accuracy of the most frequent answer, given to every question."""
+    return Counter(answers).most_common(1)[0][1] / len(answers)
 
 
 def print_table(comparisons):
     print("\nAccuracy in percent on 64 questions that were not trained on, 95 % intervals")
-    print(f"{'':18}{'untrained':>20}{'trained':>20}{'solo, untrained':>20}{'solo, trained':>20}{'guesses':>10}")
+    print(f"{'':18}{'untrained':>20}{'trained':>20}{'solo, untrained':>20}{'solo, trained':>20}{'constant':>10}")
     for family, comparison in comparisons.items():
         cells = [shown(comparison[arm].accuracy) for arm in ("untrained", "team", "solo_untrained", "solo")]
-        guesses = accuracy_of_guesses(family, make(family).eval_dataset)
-        print(f"{family:18}" + "".join(f"{cell:>20}" for cell in cells) + f"{100 * guesses:>10.1f}")
+        constant = constant_accuracy(make(family).eval_dataset["answer"])
+        print(f"{family:18}" + "".join(f"{cell:>20}" for cell in cells) + f"{100 * constant:>10.1f}")
     for family, comparison in comparisons.items():
         for sentence in comparison.verdicts:
             print(f"{family}: {sentence}")

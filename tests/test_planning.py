@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.anonymity import alias_names, anonymity, anonymize
 from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
+from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.tiny import tiny_agents
 from marft_trl.workflows import Graph, Orchestrated
 
@@ -50,7 +51,9 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert "each episode is used 2 times; 3 steps" in plan
     # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the judge's, as long as all
     longest = 8 + 4 + trainer.args.max_completion_length
-    assert f"1 generation batch in 4 optimizer steps, of at most {longest} decoding steps one after the other\n" in plan
+    assert (
+        f"1 generation batch in 4 optimizer steps, of at most {longest} decoding steps one after the other\n" in plan
+    )
     row = trainer.train_dataset[0]["prompt"]
     shown = dict(re.findall(r"What (\w+) is shown: (\d+) tokens", plan))
     assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
@@ -116,6 +119,44 @@ def test_memory_is_counted_where_it_can_be(model_folder, tmp_path):
         memory.gradients + memory.activations, memory.cache
     )
     assert "base" in str(memory) and "at once" in str(memory)
+
+
+CANDIDATES = {
+    "group": ({}, 1),
+    "turn": ({"advantage": "turn", "turn_candidates": 3, "num_generations": 1}, 3),
+    "scored turns": (
+        {"advantage": "turn", "turn_candidates": 3, "num_generations": 1, "candidate_reward": "turn",
+         "candidate_samples": 1},
+        3,
+    ),
+    "c3": ({"advantage": "c3", "turn_candidates": 3, "candidate_samples": 2, "num_generations": 1}, 6),
+    "removed": ({"credit": "removed"}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_plan_counts_candidates_and_re_runs(model_folder, tmp_path, monkeypatch, name):
+    """Against the largest number of turns that are generated at once, and the rows that are trained on."""
+    settings, times = CANDIDATES[name]
+    trainer = team_trainer(model_folder, tmp_path, settings={**settings, "max_steps": 1})
+    generate, largest, rows = TransformersGenerator.generate, [0], []
+
+    def counted(generator, agents, *args, **options):
+        largest[0] = max(largest[0], len(agents))
+        return generate(generator, agents, *args, **options)
+
+    monkeypatch.setattr(TransformersGenerator, "generate", counted)
+    fit = trainer.parts.batcher.fit
+    monkeypatch.setattr(trainer.parts.batcher, "fit", lambda given: (rows.append(len(given)), fit(given))[1])
+    episodes = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    planned = re.search(r"optimizer step: ([\d,]+) training rows", trainer.plan())[1]
+    new = {agent.name: agent.max_completion_length or trainer.args.max_completion_length for agent in trainer.agents}
+    prompts = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
+    alone = cache_size(trainer.model.config, episodes, max(length + new[one] for one, length, _ in prompts), 4)
+    cache = trainer.memory_plan().cache
+    trainer.train()
+    assert cache == times * alone and largest[0] == times * episodes
+    assert rows == [int(planned)]
 
 
 def test_sizes_by_hand():

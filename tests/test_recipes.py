@@ -15,6 +15,7 @@ import yaml
 from marft_trl import TeamManifest
 from marft_trl.presets import PRESETS
 from marft_trl.rewards import code_reward, math_reward
+from marft_trl.rewards.jail import JailError
 
 from .test_examples import ROOT, run
 
@@ -98,6 +99,7 @@ CODE = {
     "lcb": LCB,
     "lcb in": LCB_STDIN,
 }
+WRAPPED = {"taco call": True, "prime call": True, "lcb": False}  # whether `[x]` may stand for `x`
 
 
 # ---- Problems ----
@@ -137,6 +139,11 @@ def test_programs_become_tests_that_their_solutions_pass(problems, name):
 
 NO_TESTS = [None, "", "not json", "[]", "[1]", "{}", {"inputs": ["a"], "outputs": []}, [{"output": "a"}]]
 BAD_CALL = [{"type": "function_call", "fn_name": "f", "input": "not json", "output": "1"}]
+
+
+@pytest.mark.parametrize(("name", "is_wrapped"), WRAPPED.items())
+def test_results_in_lists_of_their_own(problems, name, is_wrapped):
+    assert json.loads(problems.read_deepcoder(CODE[name])["tests"])["wrapped"] == is_wrapped
 
 
 @pytest.mark.parametrize("tests", [*NO_TESTS, BAD_CALL], ids=str)
@@ -196,6 +203,27 @@ def test_teams_of_every_size(monkeypatch):
     assert {agent.adapter for agent in teams.make_team("math", 3, shared_adapter=True)} == {"team"}
     with pytest.raises(ValueError, match="`num_agents` must be one of 1, 2, 3, 4, got 5"):
         teams.make_team("math", 5)
+
+
+def test_a_vote_counts_answers_and_a_review_can_approve(monkeypatch):
+    from marft_trl.workflows import rehearse
+
+    teams = load("teams", monkeypatch)
+    replies = {"solver_1": "I get \\boxed{5}.", "solver_2": "It is \\boxed{4}.", "solver_3": "So \\boxed{4}"}
+    roles = [agent.name for agent in teams.make_team("vote", 3)]
+    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
+    assert episode.answer.agent == "solver_2"
+    assert teams.vote_of("gym")("It is <answer>3 4</answer>.") == "3 4" and teams.vote_of("code") is None
+
+    writer, evaluator = teams.make_team("review", 2)
+    assert "APPROVED" in evaluator.system_prompt and "answer" in writer.system_prompt
+    said = iter(["\\boxed{3}", "It is 4.", "\\boxed{4}", "APPROVED"])
+    review = teams.make_workflow("evaluated", "review", 2)
+    episode = rehearse(review, ["writer", "evaluator"], lambda agent, seen: next(said))
+    assert episode.answer.text == "\\boxed{4}" and len(episode.turns) == 4
+    for name, needed in teams.NEEDED.items():
+        with pytest.raises(ValueError, match=f"needs the team `profile={needed}`, got 'math'"):
+            teams.make_workflow(name, "math", 2)
 
 
 # ---- Runs ----
@@ -267,7 +295,8 @@ def test_the_published_settings_are_in_the_files():
 
 @pytest.fixture
 def grid(monkeypatch):
-    sys.modules.pop("grids", None)
+    for known in ("grids", "grid"):
+        sys.modules.pop(known, None)
     return load("grid", monkeypatch)
 
 
@@ -285,6 +314,24 @@ def test_cells_have_names_of_their_own_and_known_settings(grid):
     for cell in cells.values():
         assert (RECIPES / f"{cell['recipe']}.yaml").exists()
         assert set(cell) - {"recipe", "kind"} <= known, cell
+        settings = grid.settings_of(cell)
+        roles = importlib.import_module("teams")
+        workflow = settings.get("workflow", "chain")
+        roles.make_workflow(workflow, settings["profile"], settings["num_agents"])  # or it raises
+        # Agents of a window of 32,768 tokens; the others have 128k, or turns of at most 5,120 tokens
+        if settings["model_name_or_path"] == "Qwen/Qwen2.5-3B-Instruct":
+            turns = settings["num_agents"] * (2 if workflow == "orchestrated" else 1)
+            assert turns * settings["max_completion_length"] <= 30_000, cell
+
+
+def test_lengths_follow_the_number_of_agents(grid):
+    from grids import length_of
+
+    assert [length_of("deepscaler", count)["max_completion_length"] for count in (2, 3, 4)] == [12288, 8192, 6144]
+    assert [length_of("deepcoder", count)["max_completion_length"] for count in (3, 4)] == [9216, 6912]
+    assert length_of("deepcoder", 3, turns=6)["max_completion_length"] == 5000 and length_of("math_duo", 2) == {}
+    for recipe in ("deepscaler", "deepcoder", "codeforces"):  # the recipes are those of 3 agents
+        assert length_of(recipe, 3).items() <= grid.settings_of({"recipe": recipe}).items()
 
 
 def test_no_two_cells_of_the_first_paper_are_the_same(grid, tmp_path):
@@ -316,7 +363,7 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
 
     def grid_of_c3(*further):
         command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples")]
-        command += ["--output_dir", str(tmp_path), "--", *further]
+        command += ["--output_dir", str(tmp_path), "--", "--model_name_or_path", str(tmp_path), *further]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as end:
             grid.main()
@@ -328,8 +375,10 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
     code, said = grid_of_c3("--max_steps", "3")
     assert not code and "6 of 6 cells are done" in said and len(given) == 8
     assert (tmp_path / "grid.csv").read_text().count(",ok,") == 6
+    for file in tmp_path.rglob("result.json"):  # as if they were killed
+        file.unlink()
     code, _ = grid_of_c3("--max_steps", "4")
-    assert "is the result of other options (3, 4). Set another --output_dir." in code and len(given) == 8
+    assert "is the run of other options (3, 4). Set another --output_dir." in code and len(given) == 8
 
 
 def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path, capsys):
@@ -344,10 +393,31 @@ def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path,
         assert f"left out: {reason}" in table
     monkeypatch.undo()
     monkeypatch.setattr(grid, "HF_HUB_OFFLINE", True)
-    cell = {"recipe": "math_duo"}
-    assert "no hub" in grid.Runner(tmp_path, []).left_out(cell)
-    assert grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(cell) is None
-    assert grid.Runner(tmp_path, [], files=tmp_path).left_out({"recipe": "planning"}) is None
+    cell, local = {"recipe": "math_duo"}, ["--model_name_or_path", str(tmp_path)]
+    assert "no hub for DigitalLearningGmbH/MATH-lighteval" in grid.Runner(tmp_path, local).left_out(cell)
+    assert "no hub for Qwen/Qwen2.5-1.5B-Instruct" in grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(
+        cell
+    )
+    assert grid.Runner(tmp_path, local, files=RECIPES / "samples").left_out(cell) is None
+    assert grid.Runner(tmp_path, local, files=tmp_path).left_out({"recipe": "planning"}) is None
+    assert grid.Runner(tmp_path, [], dry_model="tiny").left_out(cell) is None
+
+
+def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_path):
+    def fails(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    def lacks(*args, **kwargs):
+        raise JailError("the machine lacks seccomp")
+
+    monkeypatch.setattr(grid, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(grid.HfApi, "repo_info", fails)
+    runner = grid.Runner(tmp_path, [])
+    assert "(ConnectionError) and no --problems_dir" in runner.left_out({"recipe": "math_duo"})
+    assert grid.lacks_a_fence() is None or sys.platform != "linux"
+    grid.lacks_a_fence.cache_clear()
+    monkeypatch.setattr("marft_trl.rewards.code_reward", lacks)
+    assert runner.left_out({"recipe": "deepcoder"}) == "programs cannot be fenced in: the machine lacks seccomp"
 
 
 def test_codeforces_becomes_programs(problems):

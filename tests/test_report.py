@@ -15,11 +15,12 @@ from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
 from marft_trl.report import Experiment, load_experiment, report
-from marft_trl.report.arms import arms_of
+from marft_trl.report.arms import arms_of, check_arms
 from marft_trl.report.comparison import compare, judged
 from marft_trl.report.pages import write_pages
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
+from marft_trl.tasks import game_seeds
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
 
@@ -209,6 +210,24 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
 
 
+def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path, monkeypatch):
+    """Also where training would not notice, and what a run from the beginning finds of one before is gone."""
+    from marft_trl.report.cells import Cell
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    made = experiment(model_folder, tmp_path / "unused", settings=settings)
+    killed_after(2, monkeypatch, lambda: report(made, str(tmp_path), seeds=[0], arms=["untrained"]))
+    folder = tmp_path / "runs" / "team-0"
+    assert not (folder / "result.json").exists()
+    for change in ({"eval_sampling": {"temperature": 0.1}}, {"learning_rate": 0.5}):
+        with pytest.raises(ValueError, match=f"one of another experiment: args.{next(iter(change))} was"):
+            report(made.with_args(**change), str(tmp_path), seeds=[0], arms=["untrained"])
+    cell = Cell("solo", 0, tmp_path / "solo")
+    cell.folder.mkdir()
+    (cell.folder / "budget.json").write_text("7")
+    assert cell.begin({}) is False and not (cell.folder / "budget.json").exists()
+
+
 @pytest.mark.slow
 def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder, tmp_path, monkeypatch):
     """Killed in the last evaluation, after a checkpoint of the last step: the budget is not spent twice."""
@@ -263,6 +282,23 @@ def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monk
         report(made, str(tmp_path), seeds=[0], arms=["untrained", "anonymous"])
     page = (tmp_path / "report.md").read_text()
     assert "| the team, untrained |" in page and "no names and no roles (its run has failed)" in page
+
+
+def test_games_are_the_same_if_their_seeds_are(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path / "unused")
+    games = made.changed(train_dataset=game_seeds(20), eval_dataset=game_seeds(5))
+    assert games.questions_in_both() == 5
+    assert games.changed(train_dataset=game_seeds(20, seed=5)).questions_in_both() == 0
+
+
+def test_an_agent_is_frozen_whose_adapter_others_share(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path / "unused")
+    shared = made.changed(agents=[made.agents[0], dataclasses.replace(made.agents[1], adapter="reasoner")])
+    check_arms(shared, arms_of(shared))
+    (arm,) = arms_of(shared, ["frozen:reasoner"])[1:]
+    agents = arm.change(shared).agents
+    assert [agent.adapter for agent in agents] == ["reasoner-frozen", "reasoner"]
+    assert [agent.trainable for agent in agents] == [False, True]
 
 
 def test_questions_of_both_sets_are_told(model_folder, tmp_path, caplog):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from marft_trl import Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, joint_actions
 from marft_trl.episodes.rerun import Rerun
+from marft_trl.rewards import math_answer
 from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
     Debate,
@@ -176,6 +177,17 @@ def test_a_debate_without_a_judge_answers_with_the_majority():
     assert episode.answer.agent == "b"
 
 
+def test_votes_are_what_a_function_reads_in_the_answers():
+    replies = {"a": "A plan.", "b": "\\boxed{4}", "c": "3 + 1 makes \\boxed{4}", "d": "\\boxed{5}"}
+
+    def answer(*names):
+        workflow = Debate(names, rounds=1, vote=math_answer)
+        return rehearse(workflow, list(names), lambda agent, seen: replies[agent]).answer.agent
+
+    assert answer("a", "d", "b", "c") == "b"  # what does not vote does not win
+    assert answer("d", "b") == "d" and answer("a") == "a"
+
+
 def test_a_mixture_of_agents():
     waves = []
     (episode,) = run(MixtureOfAgents([["a", "b"], ["b", "c"]], "d"), list("abcd"), waves=waves)
@@ -199,6 +211,8 @@ def test_until_approved(approves):
     [
         (lambda: Debate("pro"), "`agents` of `Debate` must be a list of names of agents, got 'pro'"),
         (lambda: Debate([]), "`agents` of `Debate` is empty"),
+        (lambda: Debate(["a"], vote="box"), "`vote` of `Debate` must be a function of a text"),
+        (lambda: Debate(["a"], judge="a", vote=math_answer), "leaves no room for a `judge`"),
         (lambda: Debate(["a"], rounds=0), "`rounds` of `Debate` must be an integer of at least 1, got 0"),
         (lambda: MixtureOfAgents([], "a"), "`layers` of `MixtureOfAgents` must be a list of lists"),
         (lambda: MixtureOfAgents(["ab"], "a"), "`layers` of `MixtureOfAgents` must be a list of names"),

@@ -1,6 +1,7 @@
 """Tasks of other packages: every family and every game that loads here plays with a team of one and of two."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -71,8 +72,34 @@ def test_a_test_set_is_left_out_of_training():
     assert len({*asked(test)}) == 40
     train = reasoning_gym("chain_sum", size=500, without=test, **SUMS)
     assert len(train) == 500 and not {*asked(train)} & {*asked(test)}
+    hinted = test.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " Hint."}]})
+    assert reasoning_gym("chain_sum", size=500, without=hinted, **SUMS)["prompt"] == train["prompt"]
     with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
         reasoning_gym("chain_sum", size=300, distinct=True, **SUMS)
+
+
+RANSOM = """
+import json, reasoning_gym
+drawn = reasoning_gym.create_dataset("ransom_note", size=5, seed=2**20)
+print(json.dumps([drawn[index]["question"] for index in range(5)]))
+"""
+
+
+def test_questions_do_not_depend_on_the_hash_seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    found = asked(reasoning_gym("ransom_note", size=5, seed=1))
+    command, environment = [sys.executable, "-c", RANSOM], {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert found == json.loads(done.stdout)
+
+
+def test_what_is_wrong_is_said_also_by_a_process_of_its_own(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    mixture = [{"name": "chain_sum", "config": SUMS}, {"name": "ransom_note", "weight": 1e-12}]
+    with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
+        reasoning_gym("composite", size=300, distinct=True, datasets=mixture)
+    with pytest.raises(ValueError, match="reasoning-gym has no questions for"):
+        reasoning_gym("ransom_note", size=5, no_setting=1)
 
 
 def test_the_answer_of_a_text():
@@ -276,6 +303,16 @@ def test_clients_of_open_env(client):
     workflow = open_env(client, act=lambda text: {"guess": int(text)}, show=lambda seen: seen["text"], horizon=3)
     episode = rehearse(workflow, ["a"], always("4"), seed=4)
     assert sum(episode.earned) == 1.0 and len(episode.turns) == 1 and Client.closed == 1
+
+
+def test_clients_of_open_env_are_closed_at_the_horizon():
+    class Endless(Client):
+        def step(self, action):
+            return Result({"text": "again"})
+
+    Client.closed = 0
+    workflow = open_env(Endless, act=str, show=lambda seen: seen["text"], horizon=2)
+    assert len(rehearse(workflow, ["a"], always("4"), seed=4).turns) == 2 and Client.closed == 1
 
 
 class Shop:

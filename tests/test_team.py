@@ -213,6 +213,8 @@ def test_workflows_that_look_like_ready_made_ones_are_not_made_anew():
         rebuild(own().describe())
     with pytest.raises(ValueError, match="asks the function `approves`"):
         rebuild(UntilApproved("a", "b", approves=approves).describe())
+    with pytest.raises(ValueError, match="asks the function `approves`"):
+        rebuild(Debate(["a"], vote=approves).describe())
     with pytest.raises(ValueError, match="cannot be made anew"):
         rebuild({"class": "Debate", "agents": 3})
 

@@ -13,6 +13,7 @@ workers share the cells; where there are several GPUs, each has one of its own.
 import argparse
 import contextlib
 import csv
+import functools
 import gc
 import importlib.util
 import json
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import yaml
 from grids import GRIDS, name_of
+from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from problems import SOURCES
 
@@ -57,7 +59,7 @@ DRY = {
 }
 # Presets and advantages whose number of episodes of a prompt is not free
 OWN_EPISODES = ("marft-a", "marft-t", "mappo", "c3", "at-grpo", "gae")
-SHOWN = ("eval_reward", "accuracy", "low", "high", "eval_completions/mean_length")
+SHOWN = ("eval_reward", "accuracy", "low", "high", "eval_completions/mean_length", "num_generated_tokens")
 
 
 def cells_of(grids):
@@ -96,16 +98,14 @@ def file_of(problems, files):
     return next((one for one in known if one.exists()), None)
 
 
-def is_done(cell, folder, options):
-    """Whether a cell has run without an error. One that ran with other options is not taken for it."""
-    file = folder / "result.json"
-    if not file.exists():
-        return False
-    result = json.loads(file.read_text())
-    if result["options"] != options:
-        changed = sorted({*result["options"]} ^ {*options})
-        sys.exit(f"{file} is the result of other options ({', '.join(changed)}). Set another --output_dir.")
-    return result["error"] is None
+def is_done(folder, options):
+    """Whether a cell has run without an error. One that ran, or began to run, with other options is refused."""
+    begun, file = folder / "options.json", folder / "result.json"
+    before = json.loads(begun.read_text()) if begun.exists() else options
+    if before != options:
+        changed = sorted({*before} ^ {*options})
+        sys.exit(f"{folder} is the run of other options ({', '.join(changed)}). Set another --output_dir.")
+    return file.exists() and json.loads(file.read_text())["error"] is None
 
 
 class Runner:
@@ -127,7 +127,7 @@ class Runner:
         for name, cell in cells.items():
             # Wherever the folder is
             options = options_of(cell, "team", self.further, self.dry_model and "tiny", self.files)
-            if self.left_out(cell) is None and not is_done(cell, self.folder / name, options):
+            if self.left_out(cell) is None and not is_done(self.folder / name, options):
                 print(name, flush=True)
                 self._run(cell, self.folder / name, options)
 
@@ -136,6 +136,7 @@ class Runner:
         from train import main as train
 
         folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "options.json", options)
         start = time.perf_counter()
         with open(folder / "log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
@@ -144,24 +145,64 @@ class Runner:
             except (Exception, SystemExit) as problem:
                 traceback.print_exc()
                 metrics, error = {}, f"{type(problem).__name__}: {problem}"[:300]
-        result = {"metrics": metrics, "error": error, "seconds": round(time.perf_counter() - start, 1)}
-        result["options"] = options
-        part = folder / "result.part"
-        part.write_text(json.dumps(result, default=str))
-        os.replace(part, folder / "result.json")
+        seconds = round(time.perf_counter() - start, 1)
+        write(folder / "result.json", {"metrics": metrics, "error": error, "seconds": seconds})
         gc.collect()
 
     def left_out(self, cell):
         """Why a cell cannot run on this machine, or `None`."""
         problems = settings_of(cell)["problems"]
-        if problems in ("deepcoder", "codeforces") and sys.platform != "linux":
-            return "programs need Linux"
+        if problems in ("deepcoder", "codeforces") and (reason := lacks_a_fence()):
+            return reason
         if problems in ("math", "gsm8k", "deepscaler") and not importlib.util.find_spec("math_verify"):
             return "math-verify is not installed"
-        if problems not in SOURCES:
-            return None if importlib.util.find_spec("reasoning_gym") else "reasoning-gym is not installed"
-        is_local = self.dry_model or file_of(problems, self.files) or "--problem_files" in self.further
-        return "no hub (HF_HUB_OFFLINE) and no --problems_dir" if HF_HUB_OFFLINE and not is_local else None
+        if problems not in SOURCES and not importlib.util.find_spec("reasoning_gym"):
+            return "reasoning-gym is not installed"
+        if self.dry_model:
+            return None
+        if problems in SOURCES and not (file_of(problems, self.files) or "--problem_files" in self.further):
+            reason = is_out_of_reach(SOURCES[problems].path, "dataset")
+            if reason:
+                return f"{reason} and no --problems_dir"
+        model = self._model_of(cell)
+        return None if Path(model).is_dir() else is_out_of_reach(model, "model")
+
+    def _model_of(self, cell):
+        name = "--model_name_or_path"
+        return self.further[self.further.index(name) + 1] if name in self.further else settings_of(cell)[name[2:]]
+
+
+@functools.cache
+def lacks_a_fence():
+    """Why programs cannot be run on this machine, or `None`."""
+    from marft_trl.rewards import code_reward
+
+    if sys.platform != "linux":
+        return "programs need Linux"
+    try:
+        code_reward(["```python\nprint(1)\n```"], [{"inputs": [""], "outputs": ["1"]}])
+    except RuntimeError as error:
+        return f"programs cannot be fenced in: {error}"
+    return None
+
+
+@functools.cache
+def is_out_of_reach(name, kind):
+    """Why a dataset or a model cannot be loaded from a hub, or `None`."""
+    if HF_HUB_OFFLINE:
+        return f"no hub for {name} (HF_HUB_OFFLINE)"
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except Exception as error:  # of the network, of the hub, or of its permissions
+        return f"no hub for {name} ({type(error).__name__})"
+    return None
+
+
+def write(file, found):
+    """Write JSON to a file that is whole at any time."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(found, default=str))
+    os.replace(part, file)
 
 
 def row_of(name, reason, folder):

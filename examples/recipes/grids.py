@@ -15,10 +15,29 @@ def marft_v2():
         critics, names = ["shared", "multi_head", "per_agent", "frozen"], ["no", "numbered", "none"]
         for cell in product(num_agents=[1, 2, 3, 4], shared_adapter=[False, True], critic=critics, anonymous=names):
             if cell["num_agents"] > 1 or not cell["shared_adapter"]:
-                cells.append({"recipe": recipe, **cell})
+                cells.append({"recipe": recipe, **cell, **length_of(recipe, cell["num_agents"])})
         for cell in product(num_agents=[3, 4], shared_adapter=[False, True], critic=critics):
-            cells.append({"recipe": recipe, "workflow": "orchestrated", **cell})
+            # Up to two turns for each agent
+            length = length_of(recipe, cell["num_agents"], turns=2 * cell["num_agents"])
+            cells.append({"recipe": recipe, "workflow": "orchestrated", **cell, **length})
     return cells
+
+
+# New tokens of a turn by the number of agents, and tokens of all turns that the model's window leaves room for. Those
+# of DeepScaleR with 2 to 4 agents and of DeepCoder with 3 and 4 are published; the others have the same sum.
+LENGTHS = {
+    "deepscaler": ({1: 24576, 2: 12288, 3: 8192, 4: 6144}, 120_000),
+    "deepcoder": ({1: 27648, 2: 13824, 3: 9216, 4: 6912}, 30_000),
+    "codeforces": ({1: 27648, 2: 13824, 3: 9216, 4: 6912}, 120_000),
+}
+
+
+def length_of(recipe, count, turns=None):
+    """New tokens of a turn where they depend on the number of agents, or of turns, as an option of a cell."""
+    if recipe not in LENGTHS:
+        return {}
+    lengths, window = LENGTHS[recipe]
+    return {"max_completion_length": min(lengths[count], window // turns if turns else lengths[count])}
 
 
 def marft():
@@ -63,13 +82,15 @@ def c3():
 
 def collapses():
     """2605.24202: three workflows, one policy for all or one for each, with and without equal weight."""
+    teams = {
+        "evaluated": {"profile": "review", "num_agents": 2},
+        "voting": {"profile": "vote", "num_agents": 3},
+        "orchestrated": {"profile": "math", "num_agents": 3},
+    }
     return [
-        {"recipe": "workflows", **cell}
-        for cell in product(
-            workflow=["evaluated", "voting", "orchestrated"],
-            shared_adapter=[True, False],
-            agent_weight=["size", "equal"],
-        )
+        {"recipe": "workflows", "workflow": workflow, **team, **cell}
+        for workflow, team in teams.items()
+        for cell in product(shared_adapter=[True, False], agent_weight=["size", "equal"])
         if cell["shared_adapter"] or cell["agent_weight"] == "size"
     ]
 
@@ -93,8 +114,9 @@ GRIDS = {
 
 
 def name_of(cell):
-    """Name of a cell: its recipe and what it changes."""
-    return "-".join(_word(name, value) for name, value in cell.items())
+    """Name of a cell: its recipe and what it changes, without what follows from that."""
+    follows = ("profile", "max_completion_length")
+    return "-".join(_word(name, value) for name, value in cell.items() if name not in follows)
 
 
 def _word(name, value):

@@ -118,8 +118,9 @@ def as_tests(tests, metadata=None, most=16):
         arguments, values = [_arguments(one) for one in inputs], [_value(one) for one in outputs]
     except ValueError:
         return None
-    # TACO and PrimeIntellect put what is returned into a list of its own
-    return {"inputs": arguments, "outputs": values, "function": function, "wrapped": True}
+    # TACO and PrimeIntellect put what is returned into a list of its own, LiveCodeBench does not
+    is_wrapped = isinstance(tests, dict) or "testtype" not in tests[0]
+    return {"inputs": arguments, "outputs": values, "function": function, "wrapped": is_wrapped}
 
 
 def _parsed(value):

@@ -7,6 +7,7 @@ from marft_trl.rewards import (
     get_planner_reward,
     get_solver_reward,
     get_verifier_reward,
+    math_answer,
 )
 from marft_trl.workflows import Debate, MixtureOfAgents, Orchestrated, UntilApproved
 
@@ -25,9 +26,14 @@ PROMPTS = {
     "solver_1": "You are a solver of a team. Show your work and give the final answer.",
     "solver_2": "You are a solver of a team. Show your work and give the final answer.",
     "solver_3": "You are a solver of a team. Show your work and give the final answer.",
+    "solver_4": "You are a solver of a team. Show your work and give the final answer.",
+    "writer": "You are the writer of a team. Show your work and give the final answer. Mend what a review has found.",
+    "evaluator": "You are the evaluator of a team. Check the solution before you. If it is right, write APPROVED. "
+    "Else say what is wrong, and do not write that word.",
     "tester": "You are the verifier of a team. Check the program before you, mend it, and give the final program.",
 }
-# Who is in a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs.
+# Who is in a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs, and solvers with
+# a judge, with a vote, or with a review.
 ROLES = {
     "duo": {
         1: ["actor"],
@@ -53,12 +59,21 @@ ROLES = {
         3: ["solver_1", "solver_2", "judge"],
         4: ["solver_1", "solver_2", "solver_3", "judge"],
     },
+    "vote": {count: [f"solver_{index + 1}" for index in range(count)] for count in (1, 2, 3, 4)},
+    "review": {1: ["writer"], 2: ["writer", "evaluator"]},
 }
 WORKFLOWS = ["chain", "orchestrated", "evaluated", "voting", "judged"]
 
 
-def make_workflow(name, profile, count):
-    """The workflow of a team: `"chain"` or another one of `WORKFLOWS`."""
+# The teams that a workflow needs: others do not answer, or do not approve
+NEEDED = {"evaluated": "review", "voting": "vote"}
+
+
+def make_workflow(name, profile, count, kind="math"):
+    """
+    The workflow of a team: `"chain"` or another one of `WORKFLOWS`. `kind` is that of the problems, whose answers are
+    compared in a vote.
+    """
     roles = ROLES[profile][count]
     if name not in WORKFLOWS:
         raise ValueError(f"`workflow` must be one of {', '.join(WORKFLOWS)}, got {name!r}.")
@@ -66,13 +81,24 @@ def make_workflow(name, profile, count):
         return None
     if count == 1:
         raise ValueError(f"`workflow={name}` needs at least two agents. Set `num_agents`, or leave `workflow` out.")
+    if profile != NEEDED.get(name, profile):
+        raise ValueError(f"`workflow={name}` needs the team `profile={NEEDED[name]}`, got {profile!r}.")
     if name == "orchestrated":
         return Orchestrated(roles[0], roles[1:], max_turns=2 * count, fallback=roles[-1])
     if name == "evaluated":
         return UntilApproved(roles[0], roles[1], rounds=2)
     if name == "voting":
-        return Debate(roles, rounds=1)
+        return Debate(roles, rounds=1, vote=vote_of(kind))
     return MixtureOfAgents([roles[:-1]], roles[-1])
+
+
+def vote_of(kind):
+    """What is compared of the answers to a kind of problems: the answer in its box or tag, or the whole text."""
+    if kind == "gym":
+        from marft_trl.tasks import reasoning_gym_answer
+
+        return reasoning_gym_answer
+    return math_answer if kind == "math" else None
 
 
 def check_team(profile, count):
@@ -88,7 +114,7 @@ def make_team(profile, count, outcome=None, shared_adapter=False):
     The agents of a team.
 
     Args:
-        profile: `"duo"`, `"math"`, `"code"` or `"judge"`.
+        profile: `"duo"`, `"math"`, `"code"`, `"judge"`, `"vote"` or `"review"`.
         count: 1 to 4 agents.
         outcome: the reward of the answer, where turns have rewards of their own; `None` where they have none.
         shared_adapter: whether all act with one LoRA.
@@ -111,7 +137,7 @@ def own_reward(role, outcome, profile):
         return None
     if role in ("planner", "decomposer"):
         return get_planner_reward(outcome, steps=3 if profile == "code" else 2)
-    if role in ("solver", "actor", "executor") or role.startswith("solver_"):
+    if role in ("solver", "actor", "executor", "writer") or role.startswith("solver_"):
         return get_solver_reward(outcome)
     if role == "coder":
         return get_coder_reward(outcome)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from peft import LoraConfig
 from problems import SOURCES, load_problems, source_of
-from teams import WORKFLOWS, check_team, make_team, make_workflow
+from teams import ROLES, WORKFLOWS, check_team, make_team, make_workflow
 from trl import ModelConfig, TrlParser, get_quantization_config
 
 from marft_trl import MARFTConfig, MARFTTrainer
@@ -36,11 +36,11 @@ class RecipeArguments:
         problem_files (`list[str]`, *optional*):
             Local files with the columns of the dataset, in place of the Hub's.
         profile (`str`, *optional*, defaults to `"duo"`):
-            Roles of the team: `"duo"`, `"math"`, `"code"` or `"judge"`.
+            Roles of the team: `"duo"`, `"math"`, `"code"`, `"judge"`, `"vote"` or `"review"`.
         workflow (`str`, *optional*, defaults to `"chain"`):
             `"chain"`, `"orchestrated"` (the first agent decides who is next), `"evaluated"` (the second one approves),
             `"voting"` (all answer, the most frequent answer counts) or `"judged"` (several solve, the last one
-            chooses).
+            chooses). `"evaluated"` needs the roles `"review"`, `"voting"` the roles `"vote"`.
         num_agents (`int`, *optional*, defaults to `2`):
             1 to 4.
         shared_adapter (`bool`, *optional*, defaults to `False`):
@@ -52,7 +52,7 @@ class RecipeArguments:
         gym_size (`int`, *optional*, defaults to `5000`):
             Questions that are made of a family of reasoning-gym.
         code_timeout (`float`, *optional*, defaults to `10.0`):
-            Seconds for each test of a program.
+            Seconds for each test of a program. All tests of a program have 16 times as long, at most ten minutes.
         train (`bool`, *optional*, defaults to `True`):
             Whether to train before the evaluation.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -61,9 +61,7 @@ class RecipeArguments:
 
     problems: str = field(default="math", metadata={"help": f"{', '.join(SOURCES)}, or a reasoning-gym family."})
     problem_files: list[str] | None = field(default=None, metadata={"help": "Local files in place of the Hub's."})
-    profile: str = field(
-        default="duo", metadata={"choices": ["duo", "math", "code", "judge"], "help": "Roles of the team."}
-    )
+    profile: str = field(default="duo", metadata={"choices": [*ROLES], "help": "Roles of the team."})
     workflow: str = field(default="chain", metadata={"choices": WORKFLOWS, "help": "Who acts when."})
     train: bool = field(default=True, metadata={"help": "Whether to train before the evaluation."})
     num_agents: int = field(default=2, metadata={"help": "Agents in the team, 1 to 4."})
@@ -95,6 +93,7 @@ def main(args=None, resume=None):
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+    metrics["num_generated_tokens"] = trainer.parts.reporter.generated_tokens  # in training
     trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=source_of(recipe.problems).path)
@@ -109,7 +108,8 @@ def make_trainer(recipe, training_args, model_args, model=None, **options):
     """
     check_team(recipe.profile, recipe.num_agents)
     train_dataset, eval_dataset = load_sets(recipe)
-    outcome = reward_of(source_of(recipe.problems).kind, recipe.code_timeout)
+    kind = source_of(recipe.problems).kind
+    outcome = reward_of(kind, recipe.code_timeout)
     own = outcome if training_args.credit == "per_step" else None
     if model is None:
         training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
@@ -126,7 +126,7 @@ def make_trainer(recipe, training_args, model_args, model=None, **options):
             lora_alpha=model_args.lora_alpha,
             target_modules=model_args.lora_target_modules or "all-linear",
         ),
-        workflow=make_workflow(recipe.workflow, recipe.profile, recipe.num_agents),
+        workflow=make_workflow(recipe.workflow, recipe.profile, recipe.num_agents, kind),
         anonymous=False if recipe.anonymous == "no" else recipe.anonymous,
         **options,
     )
@@ -154,7 +154,9 @@ def reward_of(kind, code_timeout):
         from marft_trl.tasks import reasoning_gym_exact
 
         return reasoning_gym_exact
-    return get_code_reward(seconds=code_timeout) if kind == "code" else math_reward
+    if kind == "code":
+        return get_code_reward(seconds=code_timeout, total_seconds=min(16 * code_timeout, 600.0))
+    return math_reward
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -179,11 +180,18 @@ def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> 
 
 
 def _frozen(name: str) -> Callable[[Experiment], Experiment]:
-    # Of agents that share an adapter, this one stays as the base is
-    def frozen(one: AgentSpec) -> AgentSpec:
-        return dataclasses.replace(one, trainable=False, adapter=name) if one.name == name else one
+    def frozen(experiment: Experiment) -> Experiment:
+        # Of agents that share an adapter, this one stays as the base is
+        others = {one.adapter for one in experiment.agents if one.name != name}
+        adapter = next(
+            free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others
+        )
+        return _replaced(
+            experiment,
+            lambda one: dataclasses.replace(one, trainable=False, adapter=adapter) if one.name == name else one,
+        )
 
-    return lambda experiment: _replaced(experiment, frozen)
+    return frozen
 
 
 def _without(name: str) -> Callable[[Experiment], Experiment]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from ..reporting.at_k import FILE
 from ..trainer import MARFTTrainer
 from .arms import arms_of
 from .experiment import Experiment
-from .settings import settings_of
+from .settings import differences, settings_of
 
 
-RESULT = "result.json"
+# Files of a run: its result, the settings of its experiment, the step at which its budget was used up, and its time
+RESULT, SETTINGS, BUDGET, CLOCK = "result.json", "settings.json", "budget.json", "seconds.json"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,39 @@ class Cell:
         return (self.folder / RESULT).exists()
 
     def result(self) -> dict[str, Any]:
-        """`tokens` that were generated in training, `seconds`, `steps`, `curve`, `settings` and `emptied` agents."""
+        """`tokens` that were generated in training, `seconds`, `steps`, `curve` and `emptied` agents."""
         return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """
+        Raise if the folder has a run, or a part of one, with other settings of the experiment.
+
+        Raises:
+            ValueError: the settings are not the same.
+        """
+        file = self.folder / SETTINGS
+        if not file.exists():
+            if self.is_done:
+                raise ValueError(f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`.")
+            return
+        changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
+        if changes:
+            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise ValueError(
+                f"The run in {self.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
+                "compared: set another `output_dir`, or delete that folder."
+            )
+
+    def begin(self, settings: Mapping[str, Any]) -> bool:
+        """Record the settings of a run. Returns `True` if it goes on from a checkpoint."""
+        self.check_settings(settings)
+        goes_on = RunFolder(self.folder).newest() is not None
+        if not goes_on:
+            for name in (FILE, BUDGET, CLOCK):
+                (self.folder / name).unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / SETTINGS, json.dumps(settings))
+        return goes_on
 
     def as_dict(self) -> dict[str, Any]:
         return {"arm": self.arm, "seed": self.seed, "folder": str(self.folder)}
@@ -56,7 +88,7 @@ class TokenBudget(TrainerCallback):
     """Ends training as soon as so many tokens were generated, and notes the step: a resumed run ends there too."""
 
     def __init__(self, tokens: int, generated: Callable[[], int], folder: Path):
-        self._tokens, self._generated, self._file = tokens, generated, folder / "budget.json"
+        self._tokens, self._generated, self._file = tokens, generated, folder / BUDGET
 
     @property
     def last_step(self) -> int | None:
@@ -73,7 +105,7 @@ class Clock(TrainerCallback):
     """Seconds of training, those before the checkpoint of a resumed run included."""
 
     def __init__(self, folder: Path):
-        self._file, self._before, self._start = folder / "seconds.json", 0.0, 0.0
+        self._file, self._before, self._start = folder / CLOCK, 0.0, 0.0
 
     @property
     def seconds(self) -> float:
@@ -101,6 +133,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
+    goes_on = cell.begin(settings_of(experiment))
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
         team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
@@ -110,9 +143,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     trainer = changed.trainer()
     for callback in callbacks:
         trainer.add_callback(callback)
-    goes_on = RunFolder(cell.folder).newest() is not None
     if not goes_on:
-        (cell.folder / FILE).unlink(missing_ok=True)
         _evaluate(trainer, "start")
     trainer.train(resume_from_checkpoint=goes_on or None)
     seconds = clock.seconds
@@ -126,7 +157,6 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
         "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
-        "settings": settings_of(experiment),
         "emptied": list(emptied),
     }
     trainer.end()

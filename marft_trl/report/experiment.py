@@ -101,9 +101,9 @@ class Experiment:
         """Number of evaluation questions that are also training questions; 0 where all have the same prompt."""
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
-        evaluated = [json.dumps(prompt) for prompt in self.eval_dataset["prompt"]]
-        trained = {json.dumps(prompt) for prompt in self.train_dataset["prompt"]}
-        return sum(prompt in trained for prompt in evaluated) if len({*evaluated}) > 1 else 0
+        evaluated, trained = (_asked(one) for one in (self.eval_dataset, self.train_dataset))
+        known = {*trained}
+        return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
 
     def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
         """The trainer of a run."""
@@ -119,6 +119,12 @@ class Experiment:
             callbacks=list(callbacks),
             **self.options,
         )
+
+
+def _asked(dataset: Dataset) -> list[str]:
+    """What each row asks: its prompt and, in games, its seed."""
+    columns = [dataset[name] for name in ("prompt", "seed") if name in dataset.column_names]
+    return [json.dumps(row, default=str) for row in zip(*columns, strict=True)]
 
 
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:

@@ -21,7 +21,7 @@ from .cells import Cell, run_cell
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages
-from .settings import differences, settings_of
+from .settings import settings_of
 
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ def report(
     _check_schedule(made, chosen)
     _tell_of_overlap(made)
     cells = _cells(chosen, seeds, folder)
-    _check_done(made, chosen, [cell for cell in cells if cell.is_done])
+    _check_runs_before(made, chosen, cells)
     waiting = [cell for cell in cells if not cell.is_done]
     if place is None or workers == 1:
         failed = _run_all(functools.partial(run_cell, made, emptied=_emptied(chosen)), waiting)
@@ -139,19 +139,14 @@ def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
         )
 
 
-def _check_done(experiment: Experiment, arms: Sequence[Arm], done: Sequence[Cell]) -> None:
-    """Runs that are there are of the same experiment, and have all evaluations that are wanted."""
-    ours = settings_of(experiment) if done else {}
-    for cell in done:
-        result = cell.result()
-        changes = differences(result.get("settings", {}), ours)
-        if changes:
-            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-            raise ValueError(
-                f"The run in {cell.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
-                "compared: set another `output_dir`, or delete that folder."
-            )
-        missing = [name for name in _emptied(arms) if cell.arm == "team" and name not in result["emptied"]]
+def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
+    """Runs that are there, whole or in part, are of the same experiment, and have all evaluations that are wanted."""
+    settings = settings_of(experiment)
+    for cell in cells:
+        cell.check_settings(settings)
+        missing = []
+        if cell.arm == "team" and cell.is_done:
+            missing = [name for name in _emptied(arms) if name not in cell.result()["emptied"]]
         if missing:
             raise ValueError(
                 f"The run in {cell.folder} was not evaluated with empty messages of {', '.join(missing)}. Set another "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
 
 def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, float]:
     """Metrics of an evaluation, with the ends of their 95 % intervals over questions."""
-    samples = min(len([row for row in rows if row["question"] == one]) for one in {row["question"] for row in rows})
+    samples = min(Counter(row["question"] for row in rows).values())
     metrics: dict[str, float] = {}
     for name in (f"avg@{samples}", *(f"{kind}@{k}" for k in values for kind in ("pass", "maj"))):
         found = interval(list(by_question(rows, name).values()))

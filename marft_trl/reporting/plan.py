@@ -173,7 +173,7 @@ class Planner:
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
-            cache=cache_size(config, self._episodes_at_once(), turn, width),
+            cache=cache_size(config, self._turns_at_once([agent for agent, _, _ in prompts]), turn, width),
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
@@ -217,6 +217,27 @@ class Planner:
 
     def _episodes_at_once(self) -> int:
         return self._args.per_device_train_batch_size * self._args.steps_per_generation
+
+    def _turns_at_once(self, agents: Sequence[str]) -> int:
+        """
+        Bound of the number of turns that are generated at once: of the episodes, their candidates and what completes
+        them, and their re-runs, one for each turn of a trained agent. `agents` are those of the turns of an episode.
+        """
+        args, episodes = self._args, self._episodes_at_once()
+        rule = CREDITS[args.credit]
+        if rule.reruns:  # if the last turn is removed, nothing is generated anew
+            changed = agents[:-1] if rule.removes else agents
+            return episodes * max(sum(agent in self._trained() for agent in changed), 1)
+        most = max(self._candidates(agent) for agent in agents)
+        completes = most > 1 and args.candidate_reward != "turn" and len(agents) > 1
+        return episodes * most * (args.candidate_samples if completes else 1)
+
+    def _candidates(self, agent: str) -> int:
+        """Number of candidates for a turn of an agent."""
+        return self._args.turn_candidates if uses_candidates(self._args) and agent in self._trained() else 1
+
+    def _trained(self) -> set[str]:
+        return {agent.name for agent in self._agents if agent.trainable}
 
     def rehearse(self, row: dict[str, Any]) -> Rehearsal:
         shown: dict[str, Observation] = {}
@@ -302,12 +323,12 @@ class Planner:
         episodes = self._episodes_at_once() * processes
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
         turns = Counter(turn.agent for turn in rehearsal.episode.turns)
-        trained = {agent.name for agent in self._agents if agent.trainable}
-        rows = sum(turns[name] for name in trained)
+        trained = self._trained()
+        rows = sum(turns[name] * self._candidates(name) for name in trained)
         lengths = [
             (name, prompt + self._samplings[name].max_completion_length) for name, prompt, _ in rehearsal.prompts
         ]
-        longest = sum(length for name, length in lengths if name in trained)
+        longest = sum(length * self._candidates(name) for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         length = _count(args.max_steps, "step") if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
         return [
@@ -334,8 +355,8 @@ class Planner:
         longest = sum(self._samplings[name].max_completion_length for name in turns)
         extra = uses_candidates(args) or CREDITS[args.credit].reruns
         return (
-            f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the other"
-            + (", besides those of candidates and re-runs" if extra else "")
+            f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
+            "other" + (", besides those of what completes candidates and of re-runs" if extra else "")
         )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:

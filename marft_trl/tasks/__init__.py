@@ -4,9 +4,9 @@
 from .gymnasium_text import gymnasium_text
 from .human_eval import get_human_eval_reward, human_eval, human_eval_reward
 from .open_env import open_env
-from .reasoning_gym import (
+from .reasoning_gym import reasoning_gym
+from .reasoning_gym_rewards import (
     get_reasoning_gym_reward,
-    reasoning_gym,
     reasoning_gym_answer,
     reasoning_gym_exact,
     reasoning_gym_reward,

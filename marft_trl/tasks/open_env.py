@@ -42,9 +42,12 @@ def open_env(
 
         async def step(self, turns: Sequence[Any]) -> tuple[str, float, bool]:  # type: ignore[override]
             result = await _called(self.client.step, act(turns[-1].text))
-            if result.done and hasattr(self.client, "close"):
-                await _called(self.client.close)
             return show(result.observation), float(result.reward or 0.0), bool(result.done)
+
+        async def close(self) -> None:
+            close = getattr(self.client, "close", None)  # clients without a connection have none
+            if close is not None:
+                await _called(close)
 
     return EnvironmentLoop(OpenEnv, agents=agents, horizon=horizon)
 

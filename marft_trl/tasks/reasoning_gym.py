@@ -1,22 +1,26 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Questions of reasoning-gym, with its own scores."""
+"""Questions of reasoning-gym."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 
-from ..rewards.texts import last_text
+from .hash_seed import call_with_fixed_hashes, is_fixed
 from .packages import load
 
 
 # The package draws question `i` from `seed + i`: seeds that are this far apart have no question in common by design
 _SEED_STEP = 2**20
+# Families whose questions depend on the order of sets, and thus on the hash seed of the process (0.1.25)
+_HASHED = {
+    "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"
+}  # fmt: skip
 # Draws for each question that is wanted, before a family is said to have no more of them
 _MOST_DRAWS = 50
 
@@ -34,7 +38,8 @@ def reasoning_gym(
         size (`int`, *optional*, defaults to `500`): number of questions.
         seed (`int`, *optional*, defaults to `0`): other seeds draw other questions. Small families draw the same ones
             again: use `without` for a test set.
-        without (`Dataset`, *optional*): questions that are left out, such as those of the test set.
+        without (`Dataset`, *optional*): questions that are left out, such as those of the test set. Their prompts may
+            have been changed.
         distinct (`bool`, *optional*, defaults to `False`): whether every question occurs once, as in a test set.
         settings: as in `reasoning_gym.create_dataset`.
 
@@ -43,16 +48,31 @@ def reasoning_gym(
         ValueError: there is no such family, a setting is not valid, a question cannot be kept in a dataset, or there
             are too few questions.
     """
-    # Questions can depend on the hash seed of the process, so rows hold all that their scores need
     family = json.dumps({"name": name, **settings}, sort_keys=True)
-    known = {one[0]["content"] for one in without["prompt"]} if without is not None else set()
-    choose = bool(known) or distinct
-    entries = _family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    # Of entries, since prompts may have been changed, as by a hint at the format
+    known = {str(entry_of(one)["question"]) for one in without["entry"]} if without is not None else set()
+    given: dict[str, Any] = {
+        "family": family,
+        "size": size,
+        "seed": seed,
+        "known": sorted(known),
+        "distinct": distinct,
+    }
+    if is_fixed() or not _names_in(family) & _HASHED:
+        return Dataset.from_list(draw(**given))
+    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", given))
+
+
+def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:
+    """Rows of [`reasoning_gym`]; `family` has the name and the settings as JSON, `known` questions are left out."""
+    seen = {*known}
+    choose = bool(seen) or distinct
+    entries = family_of(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
     rows: list[dict[str, Any]] = []
     for index in range(len(entries)):
         entry = entries[index]
         question = str(entry["question"])
-        if question not in known:
+        if question not in seen:
             rows.append(
                 {
                     "prompt": [{"role": "user", "content": question}],
@@ -62,9 +82,9 @@ def reasoning_gym(
                 }
             )
             if distinct:
-                known.add(question)
+                seen.add(question)
         if len(rows) == size:
-            return Dataset.from_list(rows)
+            return rows
     kind = "distinct questions" if distinct else "questions"
     raise ValueError(
         f"Among {len(entries):,} questions of {family} there are {len(rows)} {kind} that can be used, and `size` is "
@@ -72,50 +92,15 @@ def reasoning_gym(
     )
 
 
-def reasoning_gym_answer(text: str) -> str | None:
-    """What is scored of a text: what stands in its last `<answer>` tag, or else all of it; `None` if it is empty."""
-    found = load("reasoning_gym.utils", "reasoning-gym", "`reasoning_gym_answer`").extract_answer(text)
-    return (text if found is None else found).strip() or None
-
-
-def get_reasoning_gym_reward(
-    answer: Callable[[str], str | None] = reasoning_gym_answer, exact: bool = False
-) -> Callable[..., list[float]]:
-    """
-    Make a reward function with the scores of reasoning-gym, from 0 to 1. Many families give a part for a text that
-    holds the right answer. A text that reasoning-gym fails to read scores 0.
-
-    Args:
-        answer (`Callable`, *optional*): what is scored of a text, such as [`~marft_trl.rewards.math_answer`], its last
-            number. Defaults to [`reasoning_gym_answer`].
-        exact (`bool`, *optional*, defaults to `False`): whether only the full score counts: 1, or else 0.
-    """
-
-    def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
-        texts = [answer(last_text(completion)) for completion in completions]
-        scores = [_score(*one) for one in zip(texts, family, entry, strict=True)]
-        return [float(score >= 1.0) for score in scores] if exact else scores
-
-    reasoning_gym_reward.__name__ = "reasoning_gym_exact" if exact else "reasoning_gym_reward"
-    return reasoning_gym_reward
-
-
-reasoning_gym_reward = get_reasoning_gym_reward()
-reasoning_gym_exact = get_reasoning_gym_reward(exact=True)
-
-
-def _score(text: str | None, family: str, entry: str) -> float:
-    questions = _family(family)
-    if text is None:
-        return 0.0
-    try:
-        return float(questions.score_answer(text, _entry_of(entry)))
-    except Exception:  # of families that parse what a model wrote without a check
-        return 0.0
+def _names_in(family: str) -> set[str]:
+    """Names of a family and of what it is composed of."""
+    settings = json.loads(family)
+    parts = settings.get("datasets")
+    return {settings["name"], *(str(one.get("name")) for one in parts or () if isinstance(one, Mapping))}
 
 
 @functools.lru_cache(maxsize=256)
-def _family(family: str, size: int = 1, seed: int = 0) -> Any:
+def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
@@ -148,7 +133,7 @@ def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _entry_of(text: str) -> dict[str, Any]:
+def entry_of(text: str) -> dict[str, Any]:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -26,7 +26,8 @@ class Environment(Protocol):
 
     As in TRL's `environment_factory`, `step` is optional, and agents can call public methods with type hints and
     docstrings as tools. The optional method `get_reward()` returns a reward for the whole episode, which is assigned
-    to the last turn. With `EnvironmentLoop(turns="one")`, `whose_turn() -> str` names the agent that acts next.
+    to the last turn. With `EnvironmentLoop(turns="one")`, `whose_turn() -> str` names the agent that acts next. If an
+    environment with `step` has a method `close()`, it is called when an episode has ended, also at the horizon.
 
     Feedback is a text for all agents, a mapping of texts by agent name that each sees alone, or `None`. A reward is a
     number for the team, or a mapping by agent name of rewards that are each agent's own, whether or not it acted.
@@ -147,6 +148,8 @@ class EnvironmentLoop(Workflow):
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
+        if self.has_steps and hasattr(environment, "close") and "close" not in self.tools:
+            await episode.call(environment.close)
 
     async def _next(self, episode: LiveEpisode, agents: Sequence[str], environment: Any) -> Sequence[str]:
         """Names of the agents that act in the next round."""

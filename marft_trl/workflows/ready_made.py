@@ -24,25 +24,45 @@ class Debate(Workflow):
         judge (`str`, *optional*):
             Name of the agent that answers after the last round. If `None`, the turn with the most frequent text of the
             last round is the answer; among equally frequent texts, the one of the first debater.
+        vote (`Callable`, *optional*):
+            `vote(text: str) -> str | None` returns what is compared of a text, such as
+            [`~marft_trl.rewards.math_answer`], and `None` for a text that does not vote. Defaults to the whole text.
     """
 
-    def __init__(self, agents: Sequence[str], rounds: int = 2, judge: str | None = None):
+    def __init__(
+        self,
+        agents: Sequence[str],
+        rounds: int = 2,
+        judge: str | None = None,
+        vote: Callable[[str], str | None] | None = None,
+    ):
         self.agents = check_names("agents", agents, self)
         self.rounds = check_count("rounds", rounds, self)
         self.judge = judge
+        if vote is not None and (judge or not callable(vote)):
+            raise TypeError(
+                f"`vote` of `Debate` must be a function of a text, and leaves no room for a `judge`; got {vote!r}."
+            )
+        self.vote = vote
 
     async def run(self, episode: LiveEpisode) -> None:
         said: list[Turn] = []
         for _ in range(self.rounds):
             latest = await together(episode.turn(agent, sees=said) for agent in self.agents)
             said = [*said, *latest]
-        episode.answer = await episode.turn(self.judge, sees=said) if self.judge else most_frequent(latest)
+        episode.answer = await episode.turn(self.judge, sees=said) if self.judge else most_frequent(latest, self.vote)
 
     def named_agents(self) -> list[str]:
         return [*self.agents, *([self.judge] if self.judge else [])]
 
     def describe(self) -> dict:
-        return {"class": self.class_name, "agents": self.agents, "rounds": self.rounds, "judge": self.judge}
+        return {
+            "class": self.class_name,
+            "agents": self.agents,
+            "rounds": self.rounds,
+            "judge": self.judge,
+            "vote_function": None if self.vote is None else callable_name(self.vote),
+        }
 
 
 class MixtureOfAgents(Workflow):
@@ -121,7 +141,12 @@ class UntilApproved(Workflow):
         }
 
 
-def most_frequent(turns: Sequence[Turn]) -> Turn:
-    """Return the first turn with the most frequent text. Surrounding whitespace is ignored."""
-    counts = Counter(turn.text.strip() for turn in turns)
-    return max(turns, key=lambda turn: counts[turn.text.strip()])
+def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
+    """
+    Return the first turn with the most frequent vote, by default its text without surrounding whitespace. The first
+    turn of all if none votes.
+    """
+    votes = [(vote or str.strip)(turn.text) for turn in turns]
+    counts = Counter(votes)
+    counts[None] = 0
+    return turns[max(range(len(turns)), key=lambda index: counts[votes[index]])]

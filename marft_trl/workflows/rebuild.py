@@ -38,10 +38,10 @@ def rebuild(
     name = str(description["class"])
     if name not in _READY_MADE:
         raise ValueError(f"The workflow `{name}` of the team is your own code: pass it as `workflow=`.")
-    if description.get("approves_function"):
+    function = description.get("approves_function") or description.get("vote_function")
+    if function:
         raise ValueError(
-            f"The workflow `{name}` of the team asks the function `{description['approves_function']}`: pass the "
-            "workflow as `workflow=`."
+            f"The workflow `{name}` of the team asks the function `{function}`: pass the workflow as `workflow=`."
         )
     arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
     if name == ByColumn.__name__:
