@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from marft_trl.config_checks import uses_candidates
 from marft_trl.learning.memory import ActivationCost, head_size, readable
+from marft_trl.reporting import plan
 from marft_trl.tasks import smollm2
 
 
@@ -119,6 +120,7 @@ def plan_on_gpu(trainer, cost, memory):
     """Let the trainer plan for a device with so many bytes, and return its memory plan."""
     batcher, vocabulary = trainer.parts.batcher, trainer.model.config.vocab_size
     batcher.measure = lambda length: cost
+    plan.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
     taken = trainer.memory_plan()
     held = taken.base + taken.adapters + taken.critic + taken.gradients + taken.optimizer
 
@@ -132,7 +134,7 @@ def plan_on_gpu(trainer, cost, memory):
 class Work:
     """
     Arithmetic of a step with turns as long as they may be. Each turn has its candidates, and each of these, but in the
-    last turn, the turns that complete its episode.
+    last turn, the turns that complete its episode. Re-runs for credit, which no recipe has, are not counted.
 
     Args:
         trainer: the trainer of a recipe.
@@ -207,14 +209,14 @@ def line_of(recipe, options):
     with tempfile.TemporaryDirectory() as folder:
         cost = cost_of(recipe, Path(folder))
         trainer, name = make(recipe, Path(folder) / "whole")
-        plan, work = plan_on_gpu(trainer, cost, options.memory), Work(trainer)
+        memory, work = plan_on_gpu(trainer, cost, options.memory), Work(trainer)
         lines = trainer.plan().splitlines()
         trainer.end()
     too_long = " (longer than the window)" if any("TOO LONG" in one for one in lines) else ""
     longest = max(length + new for length, new in work.turns)
     generation = work.seconds_of_generation(options.bandwidth, options.flops)
     training = work.seconds_of_training(options.flops)
-    sizes = [readable(size) for size in (plan.base, plan.activations, plan.cache, plan.total)]
+    sizes = [readable(size) for size in (memory.base, memory.activations, memory.cache, memory.total)]
     steps = f"{work.batches:g} x {work.decoding_steps:,}"
     cells = [f"`{recipe}`", name.partition("/")[2], f"{longest:,}{too_long}", *sizes, steps]
     cells += [f"{generation:.3g}", f"{training:.3g}", length_of(trainer.args, generation + training)]

@@ -224,6 +224,9 @@ def test_a_vote_counts_answers_and_a_review_can_approve(monkeypatch):
     for name, needed in teams.NEEDED.items():
         with pytest.raises(ValueError, match=f"needs the team `profile={needed}`, got 'math'"):
             teams.make_workflow(name, "math", 2)
+    with pytest.raises(ValueError, match="needs `workflow=evaluated`, got 'chain'"):
+        teams.make_workflow("chain", "review", 2)
+    assert teams.make_workflow("chain", "review", 1) is None
 
 
 # ---- Runs ----
@@ -414,6 +417,12 @@ def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_pat
     monkeypatch.setattr(grid.HfApi, "repo_info", fails)
     runner = grid.Runner(tmp_path, [])
     assert "(ConnectionError) and no --problems_dir" in runner.left_out({"recipe": "math_duo"})
+    monkeypatch.setattr(grid, "try_to_load_from_cache", lambda name, file, repo_type: "a file")
+    grid.is_out_of_reach.cache_clear()
+    assert runner.left_out({"recipe": "math_duo"}) is None
+    further = ["--model_name_or_path", "/no", "--problems=countdown", f"--model_name_or_path={tmp_path}"]
+    given = {"model_name_or_path": str(tmp_path), "problems": "countdown"}
+    assert grid.given_in([*further, "--max_steps", "3"]) == given
     assert grid.lacks_a_fence() is None or sys.platform != "linux"
     grid.lacks_a_fence.cache_clear()
     monkeypatch.setattr("marft_trl.rewards.code_reward", lacks)

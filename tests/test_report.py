@@ -222,10 +222,14 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
     for change in ({"eval_sampling": {"temperature": 0.1}}, {"learning_rate": 0.5}):
         with pytest.raises(ValueError, match=f"one of another experiment: args.{next(iter(change))} was"):
             report(made.with_args(**change), str(tmp_path), seeds=[0], arms=["untrained"])
+    (folder / "settings.json").unlink()
+    with pytest.raises(ValueError, match="team-0 has no settings.json"):
+        report(made, str(tmp_path), seeds=[0], arms=["untrained"])
     cell = Cell("solo", 0, tmp_path / "solo")
     cell.folder.mkdir()
     (cell.folder / "budget.json").write_text("7")
-    assert cell.begin({}) is False and not (cell.folder / "budget.json").exists()
+    assert cell.begin({"a": 1}) is False and not (cell.folder / "budget.json").exists()
+    assert cell.begin({"a": 2}) is False  # what left nothing is repaired with other settings
 
 
 @pytest.mark.slow

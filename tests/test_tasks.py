@@ -85,16 +85,21 @@ print(json.dumps([drawn[index]["question"] for index in range(5)]))
 """
 
 
-def test_questions_do_not_depend_on_the_hash_seed(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
+@pytest.mark.parametrize("seed", ["0", "1"])  # set too late to change this process
+def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
+    (tmp_path / "json.py").write_text("raise SystemExit('another module')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "a path")
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
     found = asked(reasoning_gym("ransom_note", size=5, seed=1))
     command, environment = [sys.executable, "-c", RANSOM], {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, check=True)
     assert found == json.loads(done.stdout)
 
 
-def test_what_is_wrong_is_said_also_by_a_process_of_its_own(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
+def test_what_is_wrong_is_said_also_by_a_process_of_its_own():
+    with pytest.raises(ValueError, match="`without` must be questions of `reasoning_gym`, with `entry`"):
+        reasoning_gym("chain_sum", size=5, without=Dataset.from_list([{"prompt": "1 + 1"}]))
     mixture = [{"name": "chain_sum", "config": SUMS}, {"name": "ransom_note", "weight": 1e-12}]
     with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
         reasoning_gym("composite", size=300, distinct=True, datasets=mixture)
@@ -303,6 +308,31 @@ def test_clients_of_open_env(client):
     workflow = open_env(client, act=lambda text: {"guess": int(text)}, show=lambda seen: seen["text"], horizon=3)
     episode = rehearse(workflow, ["a"], always("4"), seed=4)
     assert sum(episode.earned) == 1.0 and len(episode.turns) == 1 and Client.closed == 1
+
+
+def test_environments_are_closed_but_not_by_a_method_that_means_something_else(caplog):
+    class Store:
+        closed = 0
+
+        def reset(self, **row):
+            return "open"
+
+        def step(self, turns):
+            return "sold", 1.0, True
+
+    class Closing(Store):
+        def close(self):
+            Store.closed += 1
+            raise OSError("no route")
+
+    class Position(Store):
+        def close(self, position):
+            raise AssertionError
+
+    for kind, closed in ((Store, 0), (Position, 0), (Closing, 1)):
+        episode = rehearse(EnvironmentLoop(kind), ["a"], always("4"))
+        assert sum(episode.earned) == 1.0 and Store.closed == closed
+    assert "`Closing.close` has failed: OSError: no route" in caplog.text
 
 
 def test_clients_of_open_env_are_closed_at_the_horizon():

@@ -27,8 +27,9 @@ from pathlib import Path
 
 import yaml
 from grids import GRIDS, name_of
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import HfHubHTTPError
 from problems import SOURCES
 
 
@@ -101,7 +102,11 @@ def file_of(problems, files):
 def is_done(folder, options):
     """Whether a cell has run without an error. One that ran, or began to run, with other options is refused."""
     begun, file = folder / "options.json", folder / "result.json"
-    before = json.loads(begun.read_text()) if begun.exists() else options
+    before = options
+    if begun.exists():
+        before = json.loads(begun.read_text())
+    elif file.exists():
+        before = json.loads(file.read_text()).get("options", [])
     if before != options:
         changed = sorted({*before} ^ {*options})
         sys.exit(f"{folder} is the run of other options ({', '.join(changed)}). Set another --output_dir.")
@@ -151,7 +156,8 @@ class Runner:
 
     def left_out(self, cell):
         """Why a cell cannot run on this machine, or `None`."""
-        problems = settings_of(cell)["problems"]
+        settings = settings_of(cell) | given_in(self.further)
+        problems = settings["problems"]
         if problems in ("deepcoder", "codeforces") and (reason := lacks_a_fence()):
             return reason
         if problems in ("math", "gsm8k", "deepscaler") and not importlib.util.find_spec("math_verify"):
@@ -160,16 +166,21 @@ class Runner:
             return "reasoning-gym is not installed"
         if self.dry_model:
             return None
-        if problems in SOURCES and not (file_of(problems, self.files) or "--problem_files" in self.further):
+        if problems in SOURCES and not (file_of(problems, self.files) or settings.get("problem_files")):
             reason = is_out_of_reach(SOURCES[problems].path, "dataset")
             if reason:
                 return f"{reason} and no --problems_dir"
-        model = self._model_of(cell)
+        model = settings["model_name_or_path"]
         return None if Path(model).is_dir() else is_out_of_reach(model, "model")
 
-    def _model_of(self, cell):
-        name = "--model_name_or_path"
-        return self.further[self.further.index(name) + 1] if name in self.further else settings_of(cell)[name[2:]]
+
+def given_in(further):
+    """What decides where models and problems come from, of the options of all cells."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("model_name_or_path", "problems"):
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    parser.add_argument("--problem_files", nargs="+", default=argparse.SUPPRESS)
+    return vars(parser.parse_known_args(further)[0])
 
 
 @functools.cache
@@ -189,11 +200,16 @@ def lacks_a_fence():
 @functools.cache
 def is_out_of_reach(name, kind):
     """Why a dataset or a model cannot be loaded from a hub, or `None`."""
+    known = try_to_load_from_cache(name, "config.json" if kind == "model" else "README.md", repo_type=kind)
+    if isinstance(known, str):
+        return None
     if HF_HUB_OFFLINE:
         return f"no hub for {name} (HF_HUB_OFFLINE)"
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=10)
-    except Exception as error:  # of the network, of the hub, or of its permissions
+    except HfHubHTTPError:  # the hub has answered, and the cell fails with its error
+        return None
+    except Exception as error:
         return f"no hub for {name} ({type(error).__name__})"
     return None
 

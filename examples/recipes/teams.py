@@ -77,12 +77,14 @@ def make_workflow(name, profile, count, kind="math"):
     roles = ROLES[profile][count]
     if name not in WORKFLOWS:
         raise ValueError(f"`workflow` must be one of {', '.join(WORKFLOWS)}, got {name!r}.")
+    if profile == "review" and count > 1 and name != "evaluated":
+        raise ValueError(f"`profile=review` needs `workflow=evaluated`, got {name!r}: an evaluator does not answer.")
+    if profile != NEEDED.get(name, profile):
+        raise ValueError(f"`workflow={name}` needs the team `profile={NEEDED[name]}`, got {profile!r}.")
     if name == "chain":
         return None
     if count == 1:
         raise ValueError(f"`workflow={name}` needs at least two agents. Set `num_agents`, or leave `workflow` out.")
-    if profile != NEEDED.get(name, profile):
-        raise ValueError(f"`workflow={name}` needs the team `profile={NEEDED[name]}`, got {profile!r}.")
     if name == "orchestrated":
         return Orchestrated(roles[0], roles[1:], max_turns=2 * count, fallback=roles[-1])
     if name == "evaluated":

@@ -52,7 +52,8 @@ class RecipeArguments:
         gym_size (`int`, *optional*, defaults to `5000`):
             Questions that are made of a family of reasoning-gym.
         code_timeout (`float`, *optional*, defaults to `10.0`):
-            Seconds for each test of a program. All tests of a program have 16 times as long, at most ten minutes.
+            Seconds for each test of a program, whose tests together have 16 times as long, at most ten minutes. For
+            all tests of a function.
         train (`bool`, *optional*, defaults to `True`):
             Whether to train before the evaluation.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -69,7 +70,7 @@ class RecipeArguments:
     anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
     eval_size: int = field(default=100, metadata={"help": "Number of problems to evaluate on."})
     gym_size: int = field(default=5000, metadata={"help": "Questions that are made of a family of reasoning-gym."})
-    code_timeout: float = field(default=10.0, metadata={"help": "Seconds for each test of a program."})
+    code_timeout: float = field(default=10.0, metadata={"help": "Seconds for a test of a program."})
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 
 
@@ -155,7 +156,7 @@ def reward_of(kind, code_timeout):
 
         return reasoning_gym_exact
     if kind == "code":
-        return get_code_reward(seconds=code_timeout, total_seconds=min(16 * code_timeout, 600.0))
+        return get_code_reward(seconds=code_timeout, total_seconds=max(min(16 * code_timeout, 600.0), code_timeout))
     return math_reward
 
 

@@ -51,16 +51,16 @@ class Cell:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """
-        Raise if the folder has a run, or a part of one, with other settings of the experiment.
+        Raise if the folder has a run, or a checkpoint of one, with other settings of the experiment.
 
         Raises:
-            ValueError: the settings are not the same.
+            ValueError: the settings are not the same, or are not known.
         """
         file = self.folder / SETTINGS
-        if not file.exists():
-            if self.is_done:
-                raise ValueError(f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`.")
+        if not self.is_done and RunFolder(self.folder).newest() is None:
             return
+        if not file.exists():
+            raise ValueError(f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`.")
         changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
         if changes:
             shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")

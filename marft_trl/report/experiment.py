@@ -101,7 +101,9 @@ class Experiment:
         """Number of evaluation questions that are also training questions; 0 where all have the same prompt."""
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
-        evaluated, trained = (_asked(one) for one in (self.eval_dataset, self.train_dataset))
+        sets = (self.eval_dataset, self.train_dataset)
+        are_games = all("seed" in one.column_names for one in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_asked(one, ["prompt", "seed"] if are_games else ["prompt"]) for one in sets)
         known = {*trained}
         return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
 
@@ -121,10 +123,9 @@ class Experiment:
         )
 
 
-def _asked(dataset: Dataset) -> list[str]:
-    """What each row asks: its prompt and, in games, its seed."""
-    columns = [dataset[name] for name in ("prompt", "seed") if name in dataset.column_names]
-    return [json.dumps(row, default=str) for row in zip(*columns, strict=True)]
+def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """What each row asks, from some columns."""
+    return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:

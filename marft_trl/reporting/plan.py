@@ -353,7 +353,7 @@ class Planner:
         policies = {agent.name for agent in self._agents if agent.has_policy}
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
-        extra = uses_candidates(args) or CREDITS[args.credit].reruns
+        extra = (uses_candidates(args) and args.candidate_reward != "turn") or CREDITS[args.credit].reruns
         return (
             f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
             "other" + (", besides those of what completes candidates and of re-runs" if extra else "")

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 
+# The first entry of the path is the current folder, whose files must not stand in for modules
 _CODE = """
-import importlib, json, sys
+import sys
+sys.path.pop(0)
+import importlib, json
 place, function, file = sys.argv[1:4]
 try:
     found = {"result": getattr(importlib.import_module(place), function)(**json.load(sys.stdin))}
@@ -25,8 +28,8 @@ with open(file, "w", encoding="utf-8") as written:
 
 
 def is_fixed() -> bool:
-    """Whether this process has the hash seed 0."""
-    return os.environ.get("PYTHONHASHSEED") == "0"
+    """Whether this process has the hash seed 0. A variable that was set later changes nothing."""
+    return not sys.flags.hash_randomization
 
 
 def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any]) -> Any:
@@ -38,7 +41,7 @@ def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any])
         ValueError: the function has raised it.
         RuntimeError: the process has failed; the message has the end of what it wrote.
     """
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"

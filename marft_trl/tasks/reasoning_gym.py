@@ -48,9 +48,10 @@ def reasoning_gym(
         ValueError: there is no such family, a setting is not valid, a question cannot be kept in a dataset, or there
             are too few questions.
     """
+    load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = {str(entry_of(one)["question"]) for one in without["entry"]} if without is not None else set()
+    known = {str(entry_of(one)["question"]) for one in _entries(without)}
     given: dict[str, Any] = {
         "family": family,
         "size": size,
@@ -61,6 +62,16 @@ def reasoning_gym(
     if is_fixed() or not _names_in(family) & _HASHED:
         return Dataset.from_list(draw(**given))
     return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", given))
+
+
+def _entries(questions: Dataset | None) -> Sequence[str]:
+    if questions is None:
+        return ()
+    if "entry" not in questions.column_names:
+        raise ValueError(
+            f"`without` must be questions of `reasoning_gym`, with `entry`; it has {questions.column_names}."
+        )
+    return questions["entry"]
 
 
 def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:

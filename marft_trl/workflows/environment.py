@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
 from ..hints import did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
+
+logger = logging.getLogger(__name__)
 
 # Methods that the loop calls; agents cannot call them as tools
 _OWN_METHODS = ("reset", "step", "get_reward", "whose_turn")
@@ -27,7 +30,8 @@ class Environment(Protocol):
     As in TRL's `environment_factory`, `step` is optional, and agents can call public methods with type hints and
     docstrings as tools. The optional method `get_reward()` returns a reward for the whole episode, which is assigned
     to the last turn. With `EnvironmentLoop(turns="one")`, `whose_turn() -> str` names the agent that acts next. If an
-    environment with `step` has a method `close()`, it is called when an episode has ended, also at the horizon.
+    environment with `step` has a method `close()`, it is called when an episode has ended, also at the horizon, and
+    before reward functions are. An error in it is logged.
 
     Feedback is a text for all agents, a mapping of texts by agent name that each sees alone, or `None`. A reward is a
     number for the team, or a mapping by agent name of rewards that are each agent's own, whether or not it acted.
@@ -148,8 +152,12 @@ class EnvironmentLoop(Workflow):
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
-        if self.has_steps and hasattr(environment, "close") and "close" not in self.tools:
-            await episode.call(environment.close)
+        close = _close_of(environment) if self.has_steps and "close" not in self.tools else None
+        if close is not None:
+            try:
+                await episode.call(close)
+            except Exception as error:  # the episode is whole
+                logger.warning(f"`{type(environment).__name__}.close` has failed: {type(error).__name__}: {error}")
 
     async def _next(self, episode: LiveEpisode, agents: Sequence[str], environment: Any) -> Sequence[str]:
         """Names of the agents that act in the next round."""
@@ -247,6 +255,12 @@ def _public_methods(environment: Any) -> list[str]:
     """Return the public methods of the class, as TRL does. Inspecting the object itself could run its properties."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
+
+
+def _close_of(environment: Any) -> Callable | None:
+    """The method `close`, if it takes no arguments: others mean something else."""
+    close = getattr(environment, "close", None)
+    return close if close is not None and not inspect.signature(close).parameters else None
 
 
 def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
