@@ -255,6 +255,24 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
     assert mean > 0.1 and distance > 3, figures
 
 
+def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr("marft_trl.tasks.smollm2", lambda: "a folder")
+    real = importlib.import_module("real")
+    assert real.letters([{"content": "3 + 5"}]) == real.letters([{"content": "5 + 3"}])
+    for family in real.FAMILIES:
+        made = real.make(family)
+        evaluated, trained = ({*map(real.letters, one["prompt"])} for one in (made.eval_dataset, made.train_dataset))
+        assert not evaluated & trained and made.questions_in_both() == 0
+        assert len({one[0]["content"] for one in made.eval_dataset["prompt"]}) == 64
+        rows = made.eval_dataset.select(range(8))
+        right = [[{"content": f"I say {answer}."}] for answer in rows["answer"]]
+        scores = real.number_is_right(right, family=rows["family"], entry=rows["entry"])
+        assert scores == [1.0] * 8
+    assert real.constant_accuracy(["1", "2", "1", "3"]) == 0.5
+
+
 def test_transcript_of_a_message_prompt():
     text = format_turns([{"role": "user", "content": "How many?"}], [])
     assert "user: How many?" in text
