@@ -222,6 +222,8 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
     for change in ({"eval_sampling": {"temperature": 0.1}}, {"learning_rate": 0.5}):
         with pytest.raises(ValueError, match=f"one of another experiment: args.{next(iter(change))} was"):
             report(made.with_args(**change), str(tmp_path), seeds=[0], arms=["untrained"])
+    with pytest.raises(ValueError, match="one of another experiment"):  # in a process of its own, too
+        Cell("team", 0, folder).begin({"args.learning_rate": 0.5})
     (folder / "settings.json").unlink()
     with pytest.raises(ValueError, match="team-0 has no settings.json"):
         report(made, str(tmp_path), seeds=[0], arms=["untrained"])

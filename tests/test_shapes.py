@@ -178,13 +178,14 @@ def test_a_debate_without_a_judge_answers_with_the_majority():
 
 
 def test_votes_are_what_a_function_reads_in_the_answers():
-    replies = {"a": "A plan.", "b": "\\boxed{4}", "c": "3 + 1 makes \\boxed{4}", "d": "\\boxed{5}"}
+    replies = {"a": "A plan.", "e": "No number.", "b": "\\boxed{4}", "c": "3 + 1 makes \\boxed{4}", "d": "\\boxed{5}"}
 
     def answer(*names):
         workflow = Debate(names, rounds=1, vote=math_answer)
         return rehearse(workflow, list(names), lambda agent, seen: replies[agent]).answer.agent
 
     assert answer("a", "d", "b", "c") == "b"  # what does not vote does not win
+    assert answer("a", "e", "d") == "d"  # however many do not vote
     assert answer("d", "b") == "d" and answer("a") == "a"
 
 
