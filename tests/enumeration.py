@@ -98,7 +98,7 @@ class World:
             if "lora_B" in name:
                 parameter.data.normal_(std=0.3)
         if self.trainer.critic is not None:
-            # Values about as large as the rewards, however wide a layer is: larger ones turn rounding into a difference
+            # Values as large as rewards, however wide a layer is: rounding of larger ones would be a difference
             for parameter in self.trainer.critic.heads.parameters():
                 parameter.data.normal_(std=2 / max(parameter.shape[-1], 16) ** 0.5)
         self.trainer.model.train()

@@ -214,7 +214,7 @@ def test_self_play_runs(tmp_path, opponent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("opponent", ["self", "copies"])
+@pytest.mark.parametrize("opponent", ["self", pytest.param("copies", marks=pytest.mark.exhaustive)])
 def test_self_play_learns(monkeypatch, tmp_path, opponent):
     """One seed; `benchmarks/self_play.py` has more."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -235,6 +235,7 @@ def test_self_play_learns(monkeypatch, tmp_path, opponent):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

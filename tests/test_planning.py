@@ -11,8 +11,9 @@ from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.anonymity import alias_names, anonymity, anonymize
 from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.rollout.transformers_generator import TransformersGenerator
+from marft_trl.seams.trl import TrlEngine
 from marft_trl.tiny import tiny_agents
-from marft_trl.workflows import Graph, Orchestrated
+from marft_trl.workflows import Debate, Graph, Orchestrated
 
 from .helpers import collect, echo, team_trainer, weights
 
@@ -157,6 +158,31 @@ def test_a_plan_counts_candidates_and_re_runs(model_folder, tmp_path, monkeypatc
     trainer.train()
     assert cache == times * alone and largest[0] == times * episodes
     assert rows == [int(planned)]
+
+
+@pytest.mark.parametrize(("is_shared", "episodes", "times"), [(True, 4, 3), (False, 4, 3), (False, 32, 1)])
+def test_a_plan_counts_turns_at_the_same_time(model_folder, tmp_path, monkeypatch, is_shared, episodes, times):
+    """Three debaters at once: of one adapter in one pass, of three in one if there are few rows."""
+    names = ["one", "two", "three"]
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        agents=[AgentSpec(name, adapter="one" if is_shared else None) for name in names],
+        workflow=Debate(names, rounds=1),
+        settings={"per_device_train_batch_size": episodes, "steps_per_generation": 1, "max_steps": 1},
+    )
+    generate, largest = TrlEngine.generate, [0]
+
+    def counted(engine, prompt_ids, *args, **options):
+        largest[0] = max(largest[0], len(prompt_ids))
+        return generate(engine, prompt_ids, *args, **options)
+
+    monkeypatch.setattr(TrlEngine, "generate", counted)
+    prompts = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
+    longest = max(length for _, length, _ in prompts) + trainer.args.max_completion_length
+    assert trainer.memory_plan().cache == cache_size(trainer.model.config, times * episodes, longest, 4)
+    trainer.train()
+    assert largest[0] == times * episodes
 
 
 def test_sizes_by_hand():

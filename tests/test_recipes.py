@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,12 @@ def test_a_vote_counts_answers_and_a_review_can_approve(monkeypatch):
     roles = [agent.name for agent in teams.make_team("vote", 3)]
     episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
     assert episode.answer.agent == "solver_2"
+    replies["solver_2"] = "It is \\boxed{ 4 }."
+    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
+    assert episode.answer.agent == "solver_2"
+    replies |= {"solver_1": "So \\boxed{}.", "solver_2": "\\boxed{ }"}  # no votes
+    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
+    assert episode.answer.agent == "solver_3"
     assert teams.vote_of("gym")("It is <answer>3 4</answer>.") == "3 4" and teams.vote_of("code") is None
 
     writer, evaluator = teams.make_team("review", 2)
@@ -378,10 +385,78 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
     code, said = grid_of_c3("--max_steps", "3")
     assert not code and "6 of 6 cells are done" in said and len(given) == 8
     assert (tmp_path / "grid.csv").read_text().count(",ok,") == 6
-    for file in tmp_path.rglob("result.json"):  # as if they were killed
-        file.unlink()
     code, _ = grid_of_c3("--max_steps", "4")
-    assert "is the run of other options (3, 4). Set another --output_dir." in code and len(given) == 8
+    assert "further options was ['--model_name_or_path'" in code and "Set another --output_dir" in code
+    # Left out or not, old results are no part of a grid of other settings
+    monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
+    assert "is the run of other settings" in grid_of_c3("--max_steps", "4")[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(train, "main", run)
+    kept = grid.settings_of
+    monkeypatch.setattr(grid, "settings_of", lambda cell, further=(): kept(cell, further) | {"eval_k": [3]})
+    assert "is the run of other settings: eval_k was [1], is [3]. Set" in grid_of_c3("--max_steps", "3")[0]
+    monkeypatch.setattr(grid, "settings_of", kept)
+    for file in tmp_path.rglob("result.json"):  # as if they were killed, all but one before a checkpoint
+        file.unlink()
+    cell = next(tmp_path.rglob("settings.json")).parent
+    (cell / "team" / "checkpoint-1").mkdir(parents=True)
+    assert f"{cell} is the run of other settings" in grid_of_c3("--max_steps", "4")[0]
+    shutil.rmtree(cell)
+    assert not grid_of_c3("--max_steps", "4")[0] and len(given) == 14
+
+
+def test_a_grid_that_is_told_to_end_does_not_go_on_with_the_next_cell(grid, monkeypatch, tmp_path):
+    from marft_trl.trainer.run import RunInterrupted
+
+    def stopped(options, resume):
+        raise RunInterrupted(signal.SIGTERM, "Training was stopped")
+
+    monkeypatch.setattr(importlib.import_module("train"), "main", stopped)
+    command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples"), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--", "--model_name_or_path", str(tmp_path)])
+    with pytest.raises(RunInterrupted):
+        grid.main()
+    assert len([*tmp_path.rglob("settings.json")]) == 1 and not [*tmp_path.rglob("result.json")]
+
+
+def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
+    cell, files = {"recipe": "math_duo"}, RECIPES / "samples"
+    for further, name in (([], "math"), (["--problems", "gsm8k"], "gsm8k")):
+        given = grid.changes_of(cell, tmp_path, further, files=files)
+        assert Path(given["problem_files"]).stem == name
+    (tmp_path / "math.jsonl").write_text("{}")
+    records = [grid.record_of(cell, grid.changes_of(cell, tmp_path, [], files=tmp_path), []) for _ in "ab"]
+    (tmp_path / "math.jsonl").write_text("[]")
+    records.append(grid.record_of(cell, grid.changes_of(cell, tmp_path, [], files=tmp_path), []))
+    assert records[0] == records[1] != records[2]
+
+
+def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+    def full(*args):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(OSError, match="no space"):
+            grid.tiny(tmp_path / "out" / "tiny")
+    for _ in "ab":
+        folder = grid.tiny(tmp_path / "out" / "tiny")
+    assert AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder)
+
+
+def test_programs_have_time_to_run(monkeypatch):
+    """A batch of programs that all hang is no reason to end a run."""
+    train = load("train", monkeypatch)
+    for name, seconds in (("deepcoder", 600), ("codeforces", 160)):
+        recipe, args, _ = train.parse(["--config", str(RECIPES / f"{name}.yaml"), "--use_cpu", "true"])
+        assert train.seconds_of_program(recipe.code_timeout) == seconds
+        assert train.seconds_of_programs(args, recipe.code_timeout) == 8 * seconds + 60  # 32 programs, 4 at once
+    for path in RECIPES.glob("*.yaml"):
+        settings = yaml.safe_load(path.read_text())
+        if settings.get("num_train_epochs", 1) >= 50:  # steps of an hour
+            assert settings["save_steps"] <= 10, path
 
 
 def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path, capsys):

@@ -16,7 +16,7 @@ from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
 from marft_trl.report import Experiment, load_experiment, report
 from marft_trl.report.arms import arms_of, check_arms
-from marft_trl.report.comparison import compare, judged
+from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
@@ -440,6 +440,14 @@ def test_an_agent_that_is_silent_is_so_for_all(model_folder, tmp_path):
 )
 def test_what_a_difference_says(low, high, kind):
     assert judged(Interval((low + high) / 2, low, high, 3, 100), margin=0.02) == kind
+
+
+def test_one_agent_with_fewer_tokens_is_said_to_have_them(model_folder, tmp_path):
+    (arm, *_) = arms_of(experiment(model_folder, tmp_path))
+    for tokens, count in ((100, 0), (120, 0), (99, 1)):
+        found = {"team": ArmResult(arm, tokens=100), "solo": ArmResult(arm, tokens=tokens)}
+        said = verdicts(found, ["reasoner", "actor"], 0.02)
+        assert len(said) == count and all("One agent has generated 99 tokens" in one for one in said)
 
 
 def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):

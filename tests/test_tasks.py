@@ -255,6 +255,10 @@ def test_texts_as_actions_and_functions_of_ones_own():
     class Echo(gymnasium.Env):
         action_space = gymnasium.spaces.Text(8)
         observation_space = gymnasium.spaces.Text(8)
+        closed = 0
+
+        def close(self):
+            Echo.closed += 1
 
         def reset(self, seed=None, options=None):
             return f"say {seed}", {}
@@ -262,7 +266,10 @@ def test_texts_as_actions_and_functions_of_ones_own():
         def step(self, action):
             return action, float(action == "7"), True, False, {}
 
-    episode = rehearse(gymnasium_text(Echo, horizon=2), ["a"], always(" 7 "), seed=7)
+    workflow = gymnasium_text(Echo, horizon=2)
+    before = Echo.closed
+    episode = rehearse(workflow, ["a"], always(" 7 "), seed=7)
+    assert Echo.closed == before + 1
     assert sum(episode.earned) == 1.0 and episode.history[0].text == "say 7"
     own = gymnasium_text(Echo, horizon=2, show=lambda seen, env: seen.upper(), act=lambda text, env: text[::-1])
     assert rehearse(own, ["a"], always("12"), seed=7).history[0].text == "SAY 7"

@@ -162,7 +162,7 @@ def train(model, folder, workflow, team, rows, reward_funcs, steps, seed, eval_m
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n in ("mixture", "environment") else n for n in CASES],
+    [n if n == "sequential" else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES],
 )
 def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
     workflow, team, reward = CASES[name]

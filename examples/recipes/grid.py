@@ -15,14 +15,15 @@ import contextlib
 import csv
 import functools
 import gc
+import hashlib
 import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -31,6 +32,8 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 from problems import SOURCES
+
+from marft_trl.report.children import Children
 
 
 HERE = Path(__file__).parent
@@ -68,16 +71,16 @@ def cells_of(grids):
     return {f"{grid}/{name_of(cell)}": cell for grid in grids for cell in GRIDS[grid]()}
 
 
-def settings_of(cell):
-    """Settings of a cell: those of its recipe, and what it changes."""
-    return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell
+def settings_of(cell, further=()):
+    """Settings of a cell: those of its recipe, what it changes, and where models and problems come from."""
+    return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell | given_in(further)
 
 
-def options_of(cell, folder, further, dry_model=None, files=None):
-    """Arguments of `train.py` for a cell; `files` is a folder with problems, `<name>.jsonl` or `.parquet`."""
+def changes_of(cell, folder, further, dry_model=None, files=None):
+    """What a cell changes of its recipe; `files` is a folder with problems, `<name>.jsonl` or `.parquet`."""
     given = {name: value for name, value in cell.items() if name not in ("recipe", "kind")}
     given["output_dir"] = str(folder)
-    settings = settings_of(cell)
+    settings = settings_of(cell, further)
     if dry_model is not None:
         given |= DRY | {"model_name_or_path": dry_model}
         files = HERE / "samples"
@@ -88,6 +91,11 @@ def options_of(cell, folder, further, dry_model=None, files=None):
     local = file_of(settings["problems"], files)
     if local is not None:
         given["problem_files"] = str(local)
+    return given
+
+
+def options_of(cell, given, further):
+    """Arguments of `train.py` for a cell."""
     shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
     flat = [text for name, value in shown.items() for text in (f"--{name}", value)]
     return ["--config", str(HERE / f"{cell['recipe']}.yaml"), *flat, *further]
@@ -99,18 +107,34 @@ def file_of(problems, files):
     return next((one for one in known if one.exists()), None)
 
 
-def is_done(folder, options):
-    """Whether a cell has run without an error. One that ran, or began to run, with other options is refused."""
-    begun, file = folder / "options.json", folder / "result.json"
-    before = options
-    if begun.exists():
-        before = json.loads(begun.read_text())
-    elif file.exists():
-        before = json.loads(file.read_text()).get("options", [])
-    if before != options:
-        changed = sorted({*before} ^ {*options})
-        sys.exit(f"{folder} is the run of other options ({', '.join(changed)}). Set another --output_dir.")
-    return file.exists() and json.loads(file.read_text())["error"] is None
+def record_of(cell, given, further):
+    """
+    What decides the results of a cell: its recipe, what it changes, options of all cells, and local problems. Folders
+    do not: they may be moved.
+    """
+    files = given_in(further).get("problem_files", [given["problem_files"]] if "problem_files" in given else [])
+    found = {**settings_of(cell), **given, "output_dir": None, "problem_files": None, "further options": further}
+    found["content of problems"] = [
+        hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else file for file in files
+    ]
+    return json.loads(json.dumps(found, default=str))
+
+
+def is_done(folder, record):
+    """
+    Whether a cell has run without an error. One that ran with other settings, or has a checkpoint of a run with other
+    settings, is refused.
+    """
+    begun, file = folder / "settings.json", folder / "result.json"
+    done = file.exists() and json.loads(file.read_text())["error"] is None
+    if not done and not any(folder.glob("team/checkpoint-*")):
+        return False
+    before = json.loads(begun.read_text()) if begun.exists() else {}
+    changed = [name for name in {**before, **record} if before.get(name) != record.get(name)]
+    if changed:
+        shown = "; ".join(f"{name} was {before.get(name)!r}, is {record.get(name)!r}" for name in changed[:5])
+        sys.exit(f"{folder} is the run of other settings: {shown}. Set another --output_dir, or delete that folder.")
+    return done
 
 
 class Runner:
@@ -130,23 +154,29 @@ class Runner:
     def run(self, cells):
         """Run the cells that are not done."""
         for name, cell in cells.items():
-            # Wherever the folder is
-            options = options_of(cell, "team", self.further, self.dry_model and "tiny", self.files)
-            if self.left_out(cell) is None and not is_done(self.folder / name, options):
+            folder = self.folder / name
+            given = changes_of(cell, folder / "team", self.further, self.dry_model, self.files)
+            record = record_of(cell, given, self.further)
+            if self.dry_model:
+                record["model_name_or_path"] = "tiny"
+            if not is_done(folder, record) and self.left_out(cell) is None:
                 print(name, flush=True)
-                self._run(cell, self.folder / name, options)
+                self._run(folder, options_of(cell, given, self.further), record)
 
-    def _run(self, cell, folder, options):
-        """Train and evaluate a cell, and write its result."""
+    def _run(self, folder, options, record):
+        """Train and evaluate a cell, and write its result. What is told to end leaves none, and ends the grid."""
         from train import main as train
 
+        from marft_trl.trainer.run import RunInterrupted
+
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "options.json", options)
+        write(folder / "settings.json", record)
         start = time.perf_counter()
         with open(folder / "log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
-                given = options_of(cell, folder / "team", self.further, self.dry_model, self.files)
-                metrics, error = train(given, resume=True), None
+                metrics, error = train(options, resume=True), None
+            except RunInterrupted:
+                raise
             except (Exception, SystemExit) as problem:
                 traceback.print_exc()
                 metrics, error = {}, f"{type(problem).__name__}: {problem}"[:300]
@@ -156,7 +186,7 @@ class Runner:
 
     def left_out(self, cell):
         """Why a cell cannot run on this machine, or `None`."""
-        settings = settings_of(cell) | given_in(self.further)
+        settings = settings_of(cell, self.further)
         problems = settings["problems"]
         if problems in ("deepcoder", "codeforces") and (reason := lacks_a_fence()):
             return reason
@@ -256,10 +286,11 @@ def tiny(folder):
     """A folder with a tiny model and its tokenizer."""
     from marft_trl.tiny import tiny_model, tiny_tokenizer
 
-    if not (folder / "config.json").exists():
-        tokenizer = tiny_tokenizer()
-        tiny_model(len(tokenizer)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    if not folder.exists():
+        part, tokenizer = folder.with_suffix(".part"), tiny_tokenizer()
+        tiny_model(len(tokenizer)).save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        part.rename(folder)
     return str(folder)
 
 
@@ -267,13 +298,12 @@ def run_side_by_side(own, further, workers):
     """Share the cells among processes, and end if one of them was refused."""
     command = [sys.executable, "-W", "ignore", __file__, *own, "--worker"]
     more = ["--", *further] if further else []
-    running = [
-        subprocess.Popen([*command, str(number), *more], env=environment(number))  # noqa: S603
-        for number in range(workers)
-    ]
-    ended = [process.wait() for process in running]
-    if any(ended):
-        sys.exit("A worker has ended with an error, see above.")
+    with ThreadPoolExecutor(workers) as pool, Children() as children:  # children end first
+        ended = pool.map(
+            lambda number: children.run([*command, str(number), *more], environment(number)), range(workers)
+        )
+        if any([*ended]):
+            sys.exit("A worker has ended with an error, see above.")
 
 
 def main():
@@ -292,6 +322,8 @@ def main():
     options = parser.parse_args(own)
     cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids), options.output_dir
     model = tiny(folder / "tiny") if options.dry_run else None
+    if model is None and options.worker is None and not has_accelerator():
+        print("There is no GPU: cells run on the CPU. Recipes are meant for a GPU with 80 GB.", file=sys.stderr)
     runner = Runner(folder, further, model, options.problems_dir)
     if options.worker is not None:
         runner.run(dict(list(cells.items())[options.worker :: options.workers]))
@@ -306,6 +338,12 @@ def main():
     for name, state in others[:20]:
         print(f"  {name}: {state}")
     sys.exit(any(not state.startswith("left out") for _, state in others))
+
+
+def has_accelerator():
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def environment(number):

@@ -13,6 +13,7 @@ The YAML files hold the published settings; the command line wins. `docs/recipes
 math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from peft import LoraConfig
@@ -22,6 +23,9 @@ from trl import ModelConfig, TrlParser, get_quantization_config
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.rewards import get_code_reward, math_reward
+
+
+PROGRAMS_AT_ONCE = 4
 
 
 @dataclass
@@ -112,6 +116,10 @@ def make_trainer(recipe, training_args, model_args, model=None, **options):
     kind = source_of(recipe.problems).kind
     outcome = reward_of(kind, recipe.code_timeout)
     own = outcome if training_args.credit == "per_step" else None
+    if kind == "code" and training_args.reward_timeout is not None:
+        rewards = 1 + (recipe.num_agents if own else 0)
+        longest = rewards * seconds_of_programs(training_args, recipe.code_timeout)
+        training_args.reward_timeout = max(training_args.reward_timeout, longest)
     if model is None:
         training_args.model_init_kwargs = {"dtype": model_args.dtype, **(training_args.model_init_kwargs or {})}
         options["quantization_config"] = get_quantization_config(model_args)
@@ -156,8 +164,21 @@ def reward_of(kind, code_timeout):
 
         return reasoning_gym_exact
     if kind == "code":
-        return get_code_reward(seconds=code_timeout, total_seconds=max(min(16 * code_timeout, 600.0), code_timeout))
+        return get_code_reward(
+            seconds=code_timeout, total_seconds=seconds_of_program(code_timeout), workers=PROGRAMS_AT_ONCE
+        )
     return math_reward
+
+
+def seconds_of_program(code_timeout):
+    """Time limit of a program for all of its tests."""
+    return max(min(16 * code_timeout, 600.0), code_timeout)
+
+
+def seconds_of_programs(args, code_timeout):
+    """How long a batch of programs may run, with a minute for what starts them: no reason to give it up."""
+    batch = max(args.per_device_train_batch_size * args.steps_per_generation, args.per_device_eval_batch_size)
+    return math.ceil(batch / PROGRAMS_AT_ONCE) * seconds_of_program(code_timeout) + 60.0
 
 
 if __name__ == "__main__":

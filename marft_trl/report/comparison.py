@@ -141,6 +141,7 @@ def judged(difference: Interval, margin: float) -> str:
 def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
     """What the differences say, in plain sentences."""
     said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    said.append(_too_few_tokens(found))
     for agent in agents:
         questions = (
             ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
@@ -149,6 +150,17 @@ def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) 
         )
         said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
     return [one for one in said if one is not None]
+
+
+def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
+    """One agent that stopped before its budget, at its last step or by a callback, had less than the team."""
+    team, alone = found.get("team"), found.get("solo")
+    if team is None or alone is None or not alone.tokens or not team.tokens or alone.tokens >= team.tokens:
+        return None
+    return (
+        f"One agent has generated {alone.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so the two "
+        "were not compared with the same budget."
+    )
 
 
 def _sentence(

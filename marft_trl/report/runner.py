@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from accelerate.logging import get_logger
 
 from .arms import Arm, arms_of, check_arms
 from .cells import Cell, run_cell
+from .children import Children
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages
@@ -184,16 +184,15 @@ def _side_by_side(
     threads = str(max((os.cpu_count() or 1) // workers, 1))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     teams: dict[int, Future] = {}
+    children = Children()
 
     def run(cell: Cell) -> None:
         given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
             command = [sys.executable, "-W", "ignore", "-m", "marft_trl.report", "--cell", json.dumps(given)]
-            done = subprocess.run(  # noqa: S603
-                command, check=False, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-        if done.returncode:
+            code = children.run(command, environment, log)
+        if code:
             raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
 
     def wait_and_run(cell: Cell) -> dict[str, str]:
@@ -202,10 +201,14 @@ def _side_by_side(
             return {}
         return _run_all(run, [cell])
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool, children:
         running = []
-        for cell in cells:
-            running.append(pool.submit(wait_and_run, cell))
-            if cell.arm == "team":
-                teams[cell.seed] = running[-1]
-    return {arm: message for one in running for arm, message in one.result().items()}
+        try:
+            for cell in cells:
+                running.append(pool.submit(wait_and_run, cell))
+                if cell.arm == "team":
+                    teams[cell.seed] = running[-1]
+            return {arm: message for one in running for arm, message in one.result().items()}
+        except BaseException:  # such as Ctrl+C
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

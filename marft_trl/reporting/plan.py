@@ -28,6 +28,7 @@ from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
+from ..rollout.transformers_generator import MIXED_ROWS
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
 from ..weights.copies import PastCopies
@@ -51,11 +52,13 @@ class Rehearsal:
         shown (`dict[str, Observation]`): what each agent was shown first.
         prompts (`list[tuple[str, int, int]]`): for each turn its agent, the tokens of its prompt if every turn that it
             sees had maximum length, and how many of them precede the first such turn.
+        waves (`list[list[str]]`): agents whose turns are generated at the same time, one after the other.
     """
 
     episode: Episode
     shown: dict[str, Observation]
     prompts: list[tuple[str, int, int]]
+    waves: list[list[str]]
 
 
 class Planner:
@@ -161,7 +164,8 @@ class Planner:
         trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
-        prompts = self.rehearse(next(iter(self._dataset()))).prompts
+        rehearsal = self.rehearse(next(iter(self._dataset())))
+        prompts = rehearsal.prompts
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
         prompts = [one for one in prompts if one[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
@@ -173,7 +177,7 @@ class Planner:
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
-            cache=cache_size(config, self._turns_at_once([agent for agent, _, _ in prompts]), turn, width),
+            cache=cache_size(config, self._turns_at_once([one[0] for one in prompts], rehearsal.waves), turn, width),
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
@@ -218,19 +222,31 @@ class Planner:
     def _episodes_at_once(self) -> int:
         return self._args.per_device_train_batch_size * self._args.steps_per_generation
 
-    def _turns_at_once(self, agents: Sequence[str]) -> int:
+    def _turns_at_once(self, agents: Sequence[str], waves: Sequence[Sequence[str]]) -> int:
         """
         Bound of the number of turns that are generated at once: of the episodes, their candidates and what completes
-        them, and their re-runs, one for each turn of a trained agent. `agents` are those of the turns of an episode.
+        them, and their re-runs, one for each turn of a trained agent.
+
+        Args:
+            agents (`Sequence[str]`): those of the turns of an episode.
+            waves (`Sequence[Sequence[str]]`): those whose turns are generated at the same time.
         """
-        args, episodes = self._args, self._episodes_at_once()
-        rule = CREDITS[args.credit]
+        args, rule = self._args, CREDITS[self._args.credit]
+        episodes = max(self._rows_at_once(wave) for wave in waves)
         if rule.reruns:  # if the last turn is removed, nothing is generated anew
             changed = agents[:-1] if rule.removes else agents
             return episodes * max(sum(agent in self._trained() for agent in changed), 1)
         most = max(self._candidates(agent) for agent in agents)
         completes = most > 1 and args.candidate_reward != "turn" and len(agents) > 1
         return episodes * most * (args.candidate_samples if completes else 1)
+
+    def _rows_at_once(self, wave: Sequence[str]) -> int:
+        """Rows of the largest pass that generates the turns of some agents in all episodes."""
+        policies = {agent.name for agent in self._agents if agent.has_policy}
+        adapters = Counter(self._policies.adapter_of(agent) for agent in wave if agent in policies)
+        rows = [self._episodes_at_once() * count for count in adapters.values()]
+        together = sum(rows) <= MIXED_ROWS * len(rows)  # a few rows of several adapters are one pass
+        return sum(rows) if together else max(rows)
 
     def _candidates(self, agent: str) -> int:
         """Number of candidates for a turn of an agent."""
@@ -242,8 +258,10 @@ class Planner:
     def rehearse(self, row: dict[str, Any]) -> Rehearsal:
         shown: dict[str, Observation] = {}
         prompts: list[tuple[str, int, int]] = []
+        waves: list[list[str]] = []
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+            waves.append([one.agent for one in requests])
             built = self._runner.observe(self._runner.query(one)._replace(after=None) for one in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
@@ -257,7 +275,7 @@ class Planner:
         rest = [agent for agent in self._agents if agent.name not in shown]
         alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
-        return Rehearsal(episode, shown, prompts)
+        return Rehearsal(episode, shown, prompts, waves)
 
     def _spec_of(self, name: str) -> AgentSpec:
         return next(agent for agent in self._agents if agent.name == name)

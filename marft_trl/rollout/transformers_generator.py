@@ -23,7 +23,7 @@ from .stopping import EndAtStopText, StopTexts
 
 # Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
 # more rows as long as there are few
-_MIXED_ROWS = 16
+MIXED_ROWS = 16
 
 
 class _Group(NamedTuple):
@@ -157,7 +157,7 @@ class TransformersGenerator:
         joined: dict[_Group, list[int]] = {}
         for group, indices in groups.items():
             alike = [its for one, its in groups.items() if one[1:] == group[1:]]
-            is_small = sum(map(len, alike)) <= _MIXED_ROWS * len(alike)
+            is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)
             may_be = self._mixed is not None and group.copied is None and len(alike) > 1 and is_small
             if may_be and self._can_decode(group.sampling):
                 group = group._replace(adapter="")

@@ -64,6 +64,9 @@ def gymnasium_text(
             observation, reward, terminated, truncated, _ = self.env.step(action)
             return self._shown(observation), float(reward), bool(terminated or truncated)
 
+        def close(self) -> None:
+            self.env.close()
+
         def _shown(self, observation: Any) -> str:
             if show is not None:
                 return show(observation, self.env)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
 import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -213,16 +216,60 @@ def plain(value: Any) -> Any:
 
 
 def code_of(function: Any) -> str:
-    """Name of a reward function and a hash of its source; the name alone for models."""
+    """
+    Name of a reward function, and a hash of its source and of what it was made with (defaults, arguments of
+    `functools.partial`, variables of the function that returned it, as far as these are plain values or functions).
+    The name alone for models.
+    """
     if isinstance(function, (str, nn.Module)):
         return function if isinstance(function, str) else type(function).__name__
+    content = _content_of(function, set())
+    name = get_callable_name(getattr(function, "__wrapped__", function))
+    return name if content is None else f"{name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
+
+
+def _content_of(function: Any, seen: set[int]) -> str | None:
+    """Source of a function and what it was made with; `None` if neither is known."""
     function = getattr(function, "__wrapped__", function)
-    name = get_callable_name(function)
+    seen.add(id(function))
+    made = _made_with(function)
+    kept = {name: its for name, one in made.items() if (its := _fixed(one, seen)) is not None}
     try:
         source = inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):
-        return name
-    return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:12]})"
+        source = ""
+    return (source + (json.dumps(kept, sort_keys=True) if kept else "")) or None
+
+
+def _made_with(function: Any) -> dict[str, Any]:
+    """Values that a function was made with, by name."""
+    if isinstance(function, functools.partial):
+        return {"": function.func, **{str(n): one for n, one in enumerate(function.args)}, **function.keywords}
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    # A variable that the function assigns itself is a state, such as a counter
+    assigned = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    found = {f"default {number}": one for number, one in enumerate(function.__defaults__ or ())}
+    found |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name not in assigned:
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                found[name] = cell.cell_contents
+    return found
+
+
+def _fixed(value: Any, seen: set[int]) -> Any:
+    """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, tuple):
+        return [_fixed(one, seen) for one in value]
+    if is_dataclass(value) and not isinstance(value, type) and vars(type(value))["__dataclass_params__"].frozen:
+        return {item.name: _fixed(getattr(value, item.name), seen) for item in fields(value)}
+    if (inspect.isroutine(value) or isinstance(value, functools.partial)) and id(value) not in seen:
+        return [get_callable_name(value), _content_of(value, seen)]
+    return None
 
 
 def dataset_hash(dataset: Any) -> dict[str, Any]:

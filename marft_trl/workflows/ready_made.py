@@ -143,10 +143,10 @@ class UntilApproved(Workflow):
 
 def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
     """
-    Return the first turn with the most frequent vote, by default its text without surrounding whitespace. The first
-    turn of all if none votes.
+    Return the first turn with the most frequent vote, by default its text, without surrounding whitespace. An empty
+    vote of `vote` is none. The first turn of all if none votes.
     """
-    votes = [(vote or str.strip)(turn.text) for turn in turns]
+    votes = [turn.text.strip() if vote is None else (vote(turn.text) or "").strip() or None for turn in turns]
     counts = Counter(votes)
     counts[None] = 0
     return turns[max(range(len(turns)), key=lambda index: counts[votes[index]])]

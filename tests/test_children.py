@@ -1,0 +1,79 @@
+"""Processes that end with the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from marft_trl.report import runner
+from marft_trl.report.cells import Cell
+from marft_trl.report.children import Children
+
+
+CHILD = """
+import signal, sys, time
+from pathlib import Path
+def told(number, frame):
+    time.sleep(0.3)  # as if it saved a checkpoint
+    Path(sys.argv[1] + ".ended").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, told)
+Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+PARENT = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from marft_trl.report.children import Children
+with ThreadPoolExecutor(2) as pool, Children() as children:
+    list(pool.map(lambda name: children.run([sys.executable, "-c", sys.argv[1], name]), sys.argv[2:]))
+"""
+
+
+def wait_for(files):
+    limit = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < limit, files
+        time.sleep(0.02)
+
+
+def test_children_are_told_to_end_and_waited_for(tmp_path):
+    names = [tmp_path / "one", tmp_path / "two"]
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, *map(str, names)])
+    wait_for(names)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert all(Path(f"{name}.ended").exists() for name in names)
+
+
+def test_nothing_is_started_after_the_end():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), Children() as children:
+        assert children.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="was told to end"):
+        children.run([sys.executable, "-c", ""])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch):
+    started, ended = [], threading.Event()
+
+    def run(children, command, environment, log):
+        started.append(command)
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(60)
+        return 143
+
+    monkeypatch.setattr(Children, "run", run)
+    monkeypatch.setattr(Children, "end", lambda children: ended.set())
+    cells = [Cell("team", seed, tmp_path / str(seed)) for seed in range(6)]
+    with pytest.raises(SystemExit) as stopped:
+        runner._side_by_side("file.py:make", None, cells, [], 2)
+    assert stopped.value.code == 143 and len(started) == 2

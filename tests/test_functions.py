@@ -1,0 +1,51 @@
+"""Functions in the recorded settings of a run: by their source and by what they were made with."""
+
+import functools
+
+from marft_trl.rewards import get_code_reward, math_answer
+from marft_trl.rewards.answers import boxed
+from marft_trl.tasks import get_reasoning_gym_reward
+from marft_trl.trainer.run_settings import code_of
+
+
+def made(bonus, *, scale=1.0, read=len):
+    calls, known = 0, []
+
+    def reward(completions, power=2, **columns):
+        nonlocal calls
+        calls += 1
+        known.append(calls)
+        return [bonus + scale * read(one) ** power for one in completions]
+
+    return reward
+
+
+def plus(completions, bonus, **columns):
+    return [bonus for _ in completions]
+
+
+def test_the_parameters_of_a_function_are_part_of_it():
+    assert code_of(made(1)) == code_of(made(1)) != code_of(made(2))
+    assert code_of(made(1, scale=2.0)) != code_of(made(1)) != code_of(made(1, read=str.count))
+    assert code_of(made((1, made(1)))) != code_of(made((1, made(2))))
+    assert code_of(functools.partial(plus, bonus=1)) == code_of(functools.partial(plus, bonus=1))
+    partials = {code_of(functools.partial(plus, **given)) for given in ({"bonus": 1}, {"bonus": 2}, {})}
+    assert len(partials) == 3 and code_of(plus) not in partials
+    assert code_of(get_code_reward(seconds=10)) == code_of(get_code_reward(seconds=10))
+    assert code_of(get_code_reward(seconds=10)) != code_of(get_code_reward(seconds=120))
+    readers = [get_reasoning_gym_reward(answer=one) for one in (math_answer, boxed)]
+    assert code_of(readers[0]) != code_of(readers[1])
+    assert code_of(code_of).startswith("code_of (") and code_of(len) == "len"
+
+
+def test_what_a_function_remembers_is_no_part_of_it():
+    reward = made(1)
+    before = code_of(reward)
+    reward(["a", "b"])
+    reward(["a"])
+    assert code_of(reward) == before
+
+    def again(depth):  # its closure has itself
+        return again(depth - 1) if depth else 0
+
+    assert code_of(again) == code_of(again)
