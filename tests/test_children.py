@@ -67,6 +67,7 @@ def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch)
     def run(children, command, environment, log):
         started.append(command)
         if len(started) == 2:
+            time.sleep(0.5)  # until all runs wait for their turn
             os.kill(os.getpid(), signal.SIGTERM)
         assert ended.wait(60)
         return 143
