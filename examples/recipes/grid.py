@@ -114,10 +114,15 @@ def record_of(cell, given, further):
     """
     files = given_in(further).get("problem_files", [given["problem_files"]] if "problem_files" in given else [])
     found = {**settings_of(cell), **given, "output_dir": None, "problem_files": None, "further options": further}
-    found["content of problems"] = [
-        hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else file for file in files
-    ]
+    found["content of problems"] = [digest_of(file, os.stat(file).st_mtime_ns) for file in files]
     return json.loads(json.dumps(found, default=str))
+
+
+@functools.cache
+def digest_of(file, modified):
+    """SHA-256 of a file, read once for all cells."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def is_done(folder, record):
