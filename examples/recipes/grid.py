@@ -121,8 +121,7 @@ def record_of(cell, given, further):
 @functools.cache
 def digest_of(file, modified):
     """SHA-256 of a file, read once for all cells."""
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def is_done(folder, record):
