@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
-from marft_trl.report import Experiment, load_experiment, report
+from marft_trl.report import Experiment, cells, load_experiment, report
 from marft_trl.report.arms import arms_of, check_arms
 from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
@@ -167,6 +167,17 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     assert again.verdicts == found.verdicts and before == {
         file: file.stat().st_mtime_ns for file in (out / "runs").rglob("*.jsonl")
     }
+
+
+def test_evaluations_of_a_report_take_no_pass_for_a_loss(model_folder, tmp_path, monkeypatch):
+    trainer, found = experiment(model_folder, tmp_path).trainer(), []
+    evaluate = MARFTTrainer.evaluate
+    monkeypatch.setattr(MARFTTrainer, "evaluate", lambda its, **given: found.append(evaluate(its, **given)))
+    cells._evaluate(trainer, "start")
+    set_seed(trainer.args.seed)
+    trainer.evaluate(metric_key_prefix="start")
+    assert "start_loss" not in found[0] and "start_loss" in found[1]
+    assert found[0]["start_reward"] == found[1]["start_reward"]
 
 
 class KillAfter(TrainerCallback):

@@ -178,7 +178,8 @@ def _without_end(experiment: Experiment, steps: int, last: int | None = None) ->
 def _evaluate(trainer: MARFTTrainer, name: str) -> None:
     """Evaluate with the same random numbers each time: where nothing changes, nothing differs."""
     set_seed(trainer.args.seed)
-    trainer.evaluate(metric_key_prefix=name)
+    with trainer.parts.evaluations.without_losses():  # a report has none
+        trainer.evaluate(metric_key_prefix=name)
 
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:

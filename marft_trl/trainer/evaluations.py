@@ -30,6 +30,7 @@ class Evaluations:
         self._args, self._settings, self._runner, self._reporter = args, settings, runner, reporter
         self._sampling: Mapping[str, Any] | None = args.eval_sampling
         self._k: Sequence[int] | None = args.eval_k
+        self.with_losses = True
 
     @contextlib.contextmanager
     def chosen(
@@ -58,6 +59,15 @@ class Evaluations:
                 yield
         finally:
             self._sampling, self._k = kept
+
+    @contextlib.contextmanager
+    def without_losses(self) -> Iterator[None]:
+        """Context manager: evaluations report no loss, which takes a pass through the model. Nothing else differs."""
+        self.with_losses = False
+        try:
+            yield
+        finally:
+            self.with_losses = True
 
     def _check_samples(self, num_samples: int | None) -> None:
         if num_samples is None:
