@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marft_trl.report import runner
+from marft_trl.report import runner as reports
 from marft_trl.report.cells import Cell
 from marft_trl.report.children import Children
 
@@ -76,5 +76,5 @@ def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch)
     monkeypatch.setattr(Children, "end", lambda children: ended.set())
     cells = [Cell("team", seed, tmp_path / str(seed)) for seed in range(6)]
     with pytest.raises(SystemExit) as stopped:
-        runner._side_by_side("file.py:make", None, cells, [], 2)
+        reports._side_by_side("file.py:make", None, cells, [], 2)
     assert stopped.value.code == 143 and len(started) == 2

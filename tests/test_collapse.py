@@ -57,6 +57,7 @@ def logged(trainer, name):
 
 
 @pytest.mark.parametrize("fallen", ["reasoner", pytest.param("actor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_only_the_fallen_agent_is_restored(taught_model, tmp_path, caplog, fallen):
     spoil = Spoil(4, fallen)
     trainer = make(taught_model, tmp_path, spoil)
@@ -83,6 +84,7 @@ def test_all_are_restored_where_one_alone_does_not_help(taught_model, tmp_path):
     assert logged(trainer, "collapse/restored") == [2.0] and max(logged(trainer, "reward")[5:]) > 0.3
 
 
+@pytest.mark.slow
 def test_the_optimizer_goes_back_too(taught_model, tmp_path):
     """What is restored is what was copied before the update of the best batch: weights and moments."""
     taken, restored, best = {}, {}, {}
@@ -133,6 +135,7 @@ def test_a_shared_adapter_is_restored(taught_model, tmp_path):
     assert logged(trainer, "collapse/restored") == [1.0] and max(logged(trainer, "reward")[5:]) > 0.3
 
 
+@pytest.mark.slow
 def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, monkeypatch):
     monkeypatch.setattr(collapse, "_ERRORS_BEFORE_TRIAL", 1.0)  # one batch is enough
     trainer = make(
@@ -148,6 +151,7 @@ def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, mon
 
 
 @pytest.mark.parametrize("gain", [-0.1, 0.1])
+@pytest.mark.slow
 def test_a_run_that_was_restored_ends_with_its_best_adapters(taught_model, tmp_path, caplog, monkeypatch, gain):
     """Unless the last ones earn as much: a last trial tells."""
     trainer = make(taught_model, tmp_path, Spoil(4, "actor"), learning_rate=1e-3)
@@ -195,6 +199,7 @@ def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
 
 
 @pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
+@pytest.mark.slow
 def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
     settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}
     trainer = make(taught_model, tmp_path, Spoil(3, "actor"), **settings)
@@ -205,6 +210,7 @@ def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
     assert bool(logged(trainer, "collapse/below_best")) == (on == "warn")
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fall_is_left_alone(taught_model, tmp_path):
     ends = []
     for on in ("restore", "ignore"):
@@ -215,6 +221,7 @@ def test_a_run_that_does_not_fall_is_left_alone(taught_model, tmp_path):
     assert not moved(*ends)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_restores_the_same(taught_model, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 100, "learning_rate": 1e-3}
     settings["collapse_drop"] = 0.7  # both batches of the window have to be bad
@@ -294,6 +301,7 @@ def test_nothing_is_restored_where_the_best_adapters_are_no_better(model_folder,
     assert any("Nothing is restored" in text for text in caplog.messages) and not moved(before, weights(trainer))
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_training_is_not_the_best_of_the_run(taught_model, tmp_path):
     trainer = make(taught_model, tmp_path, spoil := Spoil(4, "actor"), eval_dataset=tiny_dataset(8, seed=1))
     trainer.evaluate()
@@ -312,6 +320,7 @@ def test_a_run_that_has_only_warned_takes_copies_when_it_is_to_restore(taught_mo
     assert logged(trainer, "collapse/restored") == [1.0]
 
 
+@pytest.mark.slow
 def test_rewards_may_log_columns_and_numbers_beside_a_trial(taught_model, tmp_path):
     """What they log of episodes that are not trained on is left out."""
 
@@ -412,6 +421,7 @@ def test_the_luck_of_evaluations_is_no_collapse(model_folder, tmp_path, caplog):
         assert sum("THE TEAM HAS COLLAPSED: `eval_reward` is 0.05" in text for text in caplog.messages) == count
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_the_first_step_is_not_the_best(taught_model, tmp_path):
     settings = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1}
     seen = []
@@ -485,6 +495,7 @@ def test_a_resumed_run_can_restore_at_its_end(taught_model, tmp_path):
     assert not moved(*ends)
 
 
+@pytest.mark.slow
 def test_tokens_of_trials_and_undone_batches_count_and_their_metrics_do_not(taught_model, tmp_path):
     trainer = make(taught_model, tmp_path, Spoil(4, "actor"))
     rolled, inner = [], trainer.parts.runner.run
@@ -531,6 +542,7 @@ def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
     assert past.steps("right") == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_has_fallen_is_looked_at(taught_model, tmp_path, caplog):
     """Long before the mean reward of twenty batches says so."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "collapse_window": 20, "num_generations_eval": 1}

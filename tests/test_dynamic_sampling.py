@@ -149,6 +149,7 @@ def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
     assert any(entry.get("dynamic_sampling/prompts", 0) > 1 for entry in trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same_prompts(model_folder, tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_train_epochs": 100}
 

@@ -380,6 +380,7 @@ def wrong():
 """
 
 
+@pytest.mark.slow
 def test_the_command_with_runs_side_by_side(model_folder, tmp_path):
     task = tmp_path / "task.py"
     task.write_text(TASK)

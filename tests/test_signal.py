@@ -129,6 +129,7 @@ def test_updates_are_the_same_to_the_bit_where_whole_micro_batches_vanish(model_
     assert all(short[name].equal(full[name]) for name in full)
 
 
+@pytest.mark.slow
 def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder, tmp_path):
     """As after a pass over rows without advantage: the optimizer gets a gradient of 0, not none."""
 

@@ -77,6 +77,7 @@ def test_a_biased_estimator_is_told_apart(tmp_path):
     assert not agrees(found, exact)
 
 
+@pytest.mark.slow
 def test_more_completions_of_a_candidate_are_closer_to_its_value(tmp_path):
     """The return of a candidate is a mean over completions, whose variance is that of one, divided by their number."""
     spreads = []

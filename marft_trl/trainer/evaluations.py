@@ -7,8 +7,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..config_evaluation import check_k, check_sampling
 from ..configs import MARFTConfig
+from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
 from ..rollout.generator import decoding
 from ..rollout.runner import EpisodeRunner
@@ -30,7 +33,7 @@ class Evaluations:
         self._args, self._settings, self._runner, self._reporter = args, settings, runner, reporter
         self._sampling: Mapping[str, Any] | None = args.eval_sampling
         self._k: Sequence[int] | None = args.eval_k
-        self.with_losses = True
+        self._with_losses = True
 
     @contextlib.contextmanager
     def chosen(
@@ -63,11 +66,15 @@ class Evaluations:
     @contextlib.contextmanager
     def without_losses(self) -> Iterator[None]:
         """Context manager: evaluations report no loss, which takes a pass through the model. Nothing else differs."""
-        self.with_losses = False
+        self._with_losses = False
         try:
             yield
         finally:
-            self.with_losses = True
+            self._with_losses = True
+
+    def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
+        """The loss of an evaluation batch; `None` without losses. `batch` are the arguments of `in_evaluation`."""
+        return losses.in_evaluation(*batch) if self._with_losses else None
 
     def _check_samples(self, num_samples: int | None) -> None:
         if num_samples is None:

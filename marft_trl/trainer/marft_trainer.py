@@ -335,10 +335,8 @@ class MARFTTrainer(GRPOTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         rollout, slice_, std = self.parts.experience.for_evaluation(inputs)
-        loss = None
-        if self.parts.evaluations.with_losses:
-            with self.compute_loss_context_manager():
-                loss = self.parts.loss.in_evaluation(self.model, slice_, self.schedule.everyone)
+        with self.compute_loss_context_manager():
+            loss = self.parts.evaluations.loss(self.parts.loss, self.model, slice_, self.schedule.everyone)
         self.parts.reporter.evaluated(rollout, inputs, std)
         return loss, None, None
 
