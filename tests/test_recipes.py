@@ -434,6 +434,8 @@ def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
 def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+    from marft_trl.tiny import tiny_tokenizer
+
     def full(*args):
         raise OSError("no space left")
 
@@ -443,7 +445,8 @@ def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path,
             grid.tiny(tmp_path / "out" / "tiny")
     for _ in "ab":
         folder = grid.tiny(tmp_path / "out" / "tiny")
-    assert AutoModelForCausalLM.from_pretrained(folder) and AutoTokenizer.from_pretrained(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def test_programs_have_time_to_run(monkeypatch):

@@ -303,11 +303,11 @@ def run_side_by_side(own, further, workers):
     command = [sys.executable, "-W", "ignore", __file__, *own, "--worker"]
     more = ["--", *further] if further else []
     with ThreadPoolExecutor(workers) as pool, Children() as children:  # children end first
-        ended = pool.map(
-            lambda number: children.run([*command, str(number), *more], environment(number)), range(workers)
+        ended = list(
+            pool.map(lambda number: children.run([*command, str(number), *more], environment(number)), range(workers))
         )
-        if any([*ended]):
-            sys.exit("A worker has ended with an error, see above.")
+    if any(ended):
+        sys.exit("A worker has ended with an error, see above.")
 
 
 def main():
