@@ -113,6 +113,16 @@ def test_costs_do_not_depend_on_whether_gradients_are_checkpointed(model_folder,
     assert costs[0].per_checkpointed == pytest.approx(costs[1].per_checkpointed, rel=0.05)
 
 
+def test_a_measurement_leaves_nothing_behind(model_folder, tmp_path):
+    """Its graph holds the activations of a long row, which a run cannot spare."""
+    trainer = team_trainer(model_folder, tmp_path)
+    gc.collect()
+    before = sum(map(torch.is_tensor, gc.get_objects()))
+    trainer.parts.batcher.measure(50)
+    gc.collect()
+    assert sum(map(torch.is_tensor, gc.get_objects())) == before
+
+
 def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path)
     whole = trainer.memory_plan()
@@ -126,7 +136,7 @@ def test_a_plan_reckons_with_the_passes_that_a_critic_keeps(model_folder, tmp_pa
         return team_trainer(model_folder, tmp_path, settings=settings).memory_plan().activations
 
     once, twice = activations(critic="shared"), activations(critic="shared", num_iterations=2)
-    assert once > 1.3 * twice  # the turns of both agents, but without the LM head
+    assert once > 1.2 * twice  # the turns of both agents, but without the LM head
     assert activations(critic="frozen") == pytest.approx(twice, rel=0.01)
 
 

@@ -17,7 +17,8 @@ import transformers
 import trl
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
@@ -29,6 +30,7 @@ from marft_trl.learning.batching import collate
 from marft_trl.learning.data import Row
 from marft_trl.rollout.generator import Sampling
 from marft_trl.seams.models import (
+    AdapterLayers,
     ScoringTemperature,
     commit_of,
     forward_in_precision,
@@ -406,6 +408,30 @@ def test_forward_in_precision_casts_as_accelerate_does(model_folder):
             expected = model(input_ids=ids).logits.float()
     assert cast.dtype == torch.float32 and torch.equal(cast, expected) and not torch.equal(cast, plain)
     assert "forward" not in model.__dict__
+
+
+def test_AdapterLayers_switches_as_peft_does(model_folder):
+    models = [
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one") for _ in "ab"
+    ]
+    layers, theirs = AdapterLayers(models[0]), models[1]
+
+    def flags(model):
+        active = [module.active_adapters for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        return active, model.active_adapter, [one.requires_grad for one in model.parameters()]
+
+    layers.activate("one")
+    for model in models:  # a new adapter brings layers that none had before
+        model.add_adapter("two", LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+    for name, trained in (("two", ["one"]), ("one", ["one", "two"]), ("two", [])):
+        layers.activate(name)
+        theirs.set_adapter(name, inference_mode=True)
+        assert flags(models[0]) == flags(theirs) and not any(flags(theirs)[2])
+        layers.set_requires_grad(trained, True)
+        theirs.set_requires_grad(trained, True)
+        assert flags(models[0]) == flags(theirs) and any(flags(theirs)[2]) == bool(trained)
+    with pytest.raises(ValueError, match="no adapter 'three'. It has one, two"):
+        layers.activate("three")
 
 
 def test_without_adapter_name_warning(model_folder):

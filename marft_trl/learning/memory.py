@@ -146,7 +146,7 @@ def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a node that saves its own output would hold itself: the graph would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = run()  # kept alive until all tensors are noted, so that no address is reused

@@ -7,12 +7,16 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import convert_to_fp32
+from peft import PeftModel
+from peft.functional import set_adapter, set_requires_grad
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -151,6 +155,42 @@ def commit_of(config: Any) -> str | None:
 
 
 # ---- PEFT and bitsandbytes ----
+
+
+class AdapterLayers:
+    """
+    The layers of a model that hold its adapters, in place of the model for `set_adapter` and `set_requires_grad` of
+    `peft.functional` (0.21). Both visit every module of a model to find these layers. An adapter is switched several
+    times a pass, and the visits are a tenth of the step of a small model.
+
+    Args:
+        model ([`~peft.PeftModel`]): a model with adapters.
+    """
+
+    def __init__(self, model: PeftModel):
+        self._model = model
+        self._configs: list[Any] = []  # of the adapters that the layers were looked up for
+        self._layers: list[nn.Module] = []
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The layers, which is all that PEFT asks for. A new adapter may bring new ones."""
+        configs = list(self._model.peft_config.values())
+        if len(configs) != len(self._configs) or any(a is not b for a, b in zip(configs, self._configs, strict=True)):
+            kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+            self._configs, self._layers = configs, [one for one in self._model.modules() if isinstance(one, kinds)]
+        return iter(self._layers)
+
+    def activate(self, adapter: str) -> None:
+        """As PEFT's own with `inference_mode=True`: no adapter requires gradients afterwards."""
+        if adapter not in self._model.peft_config:
+            raise ValueError(f"The model has no adapter {adapter!r}. It has {', '.join(self._model.peft_config)}.")
+        tuner = self._model.base_model
+        self._model.active_adapter = tuner.active_adapter = adapter
+        set_adapter(self, adapter, inference_mode=True, layer_cls=tuner.tuner_layer_cls)
+
+    def set_requires_grad(self, adapters: Sequence[str], requires_grad: bool) -> None:
+        """As `PeftModel.set_requires_grad`."""
+        set_requires_grad(self, adapters, requires_grad)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
+from ..seams.models import AdapterLayers
 from .adapters import adapter_parameters
 
 
@@ -46,6 +47,8 @@ class Policies:
         else:
             self.trained = [SHARED_POLICY]
         self.names = sorted(set(policy_of.values()))
+        self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
+        self._names_of: dict[str, list[str]] = {}  # of the parameters of each adapter
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
         self.release()
@@ -73,7 +76,10 @@ class Policies:
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
         if self.has_adapters:
-            return adapter_parameters(self._model, adapter)
+            if adapter not in self._names_of:
+                self._names_of[adapter] = list(adapter_parameters(self._model, adapter))
+            # Names, because a parameter may be replaced, such as by one on another device
+            return {name: self._model.get_parameter(name) for name in self._names_of[adapter]}
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
@@ -96,17 +102,17 @@ class Policies:
 
     def activate_adapter(self, name: str) -> None:
         """Like [`~Policies.activate`], for an adapter by name, such as one of the critic."""
-        if self.has_adapters:
+        if self._layers:
             # `release` sets `requires_grad` for all adapters at once, so PEFT must not
-            self._model.set_adapter(name, inference_mode=True)
+            self._layers.activate(name)
             self.release()
 
     def release(self) -> None:
         """Set `requires_grad` on all trained adapters and on those of the critic, and on no others."""
-        if self.has_adapters:
+        if self._layers:
             frozen = [name for name in self.names if name not in self.trained]
-            self._model.set_requires_grad([*self.trained, *self._critics], True)
-            self._model.set_requires_grad(frozen, False)
+            self._layers.set_requires_grad([*self.trained, *self._critics], True)
+            self._layers.set_requires_grad(frozen, False)
 
     def remember_starts(self, all_of_them: bool = False) -> None:
         """
