@@ -17,6 +17,8 @@ from hypothesis import settings
 
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
 
+from .helpers import SIZES
+
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("ci")
@@ -61,12 +63,12 @@ def built_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_folder(built_once, tokenizer) -> str:
-    """The tiny model after a few warm-up steps: its completions end by themselves, at different lengths."""
+    """A model of one layer after a few warm-up steps: its completions end by themselves, at different lengths."""
 
     def build(folder):
-        model = tiny_model(len(tokenizer))
+        model = tiny_model(len(tokenizer), **SIZES)
         torch.manual_seed(0)
-        warm_up(model, tokenizer, steps=30)
+        warm_up(model, tokenizer, steps=60)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 

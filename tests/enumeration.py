@@ -22,6 +22,9 @@ TEAM = ["one", "two"]
 class Parallel(Workflow):
     """Neither agent sees the other."""
 
+    def __repr__(self):
+        return "parallel"
+
     async def run(self, episode):
         await episode.turn("one", sees=[])
         await episode.turn("two", sees=[])

@@ -1,7 +1,10 @@
 """What several tests share."""
 
+import itertools
 import statistics
+import time
 
+import pytest
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -12,17 +15,47 @@ from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.tools import ToolLimits
 
 
+# Of the model that most tests train
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
 SETTINGS = {
     "per_device_train_batch_size": 8,
     "num_generations": 4,
-    "max_steps": 3,
+    "max_steps": 2,
     "logging_steps": 1,
     "learning_rate": 1e-3,
-    "max_completion_length": 16,
+    "max_completion_length": 12,
     "save_strategy": "no",
     "disable_tqdm": True,
     "report_to": [],
 }
+
+
+def pairs(*factors: list) -> list:
+    """
+    Cases in which each two values of different factors meet at least once; the rest of the product is `exhaustive`. A
+    fault that shows with one value, or with two together, is found by fewer cases.
+    """
+    product = list(itertools.product(*(range(len(values)) for values in factors)))
+    met = [set(itertools.combinations(enumerate(case), 2)) for case in product]
+    missing, chosen = set().union(*met), set()
+    while missing:
+        best = max(range(len(product)), key=lambda index: len(met[index] & missing))  # the first of equals
+        chosen.add(best)
+        missing -= met[best]
+    cases = [tuple(values[i] for values, i in zip(factors, case, strict=True)) for case in product]
+    return [
+        pytest.param(*case, marks=() if index in chosen else pytest.mark.exhaustive)
+        for index, case in enumerate(cases)
+    ]
+
+
+def in_turn(cases: list[tuple], *options) -> list:
+    """Each case with one of the options, in turn; the rest of the product is `exhaustive`."""
+    return [
+        pytest.param(*case, option, marks=() if place == index % len(options) else pytest.mark.exhaustive)
+        for index, case in enumerate(cases)
+        for place, option in enumerate(options)
+    ]
 
 
 def lora(r: int = 4, **settings) -> LoraConfig:
@@ -72,6 +105,21 @@ def pooled(gains) -> tuple[float, float]:
     """
     mean = statistics.mean(gains)
     return mean, mean / (statistics.stdev(gains) / len(gains) ** 0.5 + 1e-9)
+
+
+def grows_linearly(work, size: int) -> bool:
+    """
+    Whether work on a text of this many characters takes CPU time in proportion to its length: 8 times that of an
+    eighth of it, where quadratic work takes 64 times as long. Busy and slow machines do not change the ratio.
+    """
+
+    def seconds(of: int) -> float:
+        start = time.process_time()
+        work(of)
+        return time.process_time() - start
+
+    small, large = (min(seconds(of) for _ in range(3)) for of in (size // 8, size))
+    return large < 25 * max(small, 1e-4)
 
 
 class StopAt(TrainerCallback):

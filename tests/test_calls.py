@@ -20,6 +20,12 @@ from .helpers import collect, earned, echo, team_trainer
 from .test_environment import Countdown, play
 
 
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch):
+    """What is given up gets half a second to finish, in place of five."""
+    monkeypatch.setattr(event_loop, "_GRACE", 0.5)
+
+
 class Frozen(Countdown):
     """Never comes back from what the row names."""
 
@@ -72,29 +78,29 @@ def test_what_hangs_is_given_up_and_named(workflow, stuck, turns, what):
 def test_what_is_slow_does_not_hang():
     class Slow(Countdown):
         def step(self, turns):
-            time.sleep(0.7)
+            time.sleep(0.2)
             return super().step(turns)
 
     class Patient(Countdown):
         async def step(self, turns):
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.3)
             return super().step(turns)
 
         async def get_reward(self):
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.3)
             return 0.0
 
     class Looks(Workflow):
         async def run(self, episode):
             for _ in range(3):
-                await episode.call(time.sleep, 0.2)
+                await episode.call(time.sleep, 0.1)
             await episode.turn("a")
 
     rows = [{"prompt": "q", "rounds": 1}] * 4
     for workflow in (EnvironmentLoop(Slow), EnvironmentLoop(Patient), Looks()):  # together longer than one may take
         start = time.monotonic()
-        episodes = collect(workflow, rows, ["a"], echo(), patience=1.5)
-        assert time.monotonic() - start > 1.5
+        episodes = collect(workflow, rows, ["a"], echo(), patience=0.55)
+        assert time.monotonic() - start > 0.55
         assert [len(episode.turns) for episode in episodes] == [1] * 4
 
 
@@ -184,7 +190,7 @@ def test_a_tool_that_hangs_leaves_environments_in_their_thread():
     threads = []
 
     def sleep():
-        time.sleep(5)
+        time.sleep(2)
 
     class Noted(Countdown):
         def reset(self, **row):
@@ -226,9 +232,7 @@ def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
     assert most == [1] * 4
 
 
-def test_one_may_stop_waiting_for_what_hangs(monkeypatch):
-    monkeypatch.setattr(event_loop, "_GRACE", 0.2)
-
+def test_one_may_stop_waiting_for_what_hangs():
     class Impatient(Workflow):
         async def run(self, episode):
             with contextlib.suppress(asyncio.TimeoutError):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from marft_trl.report import children
 from marft_trl.report import runner as reports
 from marft_trl.report.cells import Cell
 from marft_trl.report.children import Children
@@ -27,9 +28,9 @@ Path(sys.argv[1]).touch()
 time.sleep(60)
 """
 PARENT = """
-import sys
+import runpy, sys
 from concurrent.futures import ThreadPoolExecutor
-from marft_trl.report.children import Children
+Children = runpy.run_path(sys.argv.pop(1))["Children"]  # without the trainer, which takes long to import
 with ThreadPoolExecutor(2) as pool, Children() as children:
     list(pool.map(lambda name: children.run([sys.executable, "-c", sys.argv[1], name]), sys.argv[2:]))
 """
@@ -44,7 +45,7 @@ def wait_for(files):
 
 def test_children_are_told_to_end_and_waited_for(tmp_path):
     names = [tmp_path / "one", tmp_path / "two"]
-    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, *map(str, names)])
+    process = subprocess.Popen([sys.executable, "-c", PARENT, children.__file__, CHILD, *map(str, names)])
     wait_for(names)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143

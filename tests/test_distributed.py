@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .scripts import train_canned
+
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -55,9 +57,8 @@ def launch(
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
-    script = "tests/scripts/train_canned.py"
-    launch(1, script, model_folder, str(tmp_path / "one"), kind, loss_type)
-    launch(2, script, model_folder, str(tmp_path / "two"), kind, loss_type)
+    train_canned.main(model_folder, str(tmp_path / "one"), kind, loss_type)
+    launch(2, "tests/scripts/train_canned.py", model_folder, str(tmp_path / "two"), kind, loss_type)
     one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
     start_differs = [name for name in one if "lora_B" in name and one[name].any()]
     assert one["evaluated"].tolist()[0] == two["evaluated"].tolist()[0] == 9  # each question once

@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_dataset
 
-from .helpers import SETTINGS, lora, varied_reward
+from .helpers import SETTINGS, lora, pairs, varied_reward
 
 
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
@@ -22,7 +22,7 @@ EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio")
 
 
 def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
-    arguments = {**SETTINGS, "max_steps": 5, "bf16": False}
+    arguments = {**SETTINGS, "max_steps": 3, "bf16": False}
     dataset = tiny_dataset(64)
     if conversational:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
@@ -48,7 +48,7 @@ def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings)
     config = lora() if peft else None
     theirs, their_weights = run(GRPOTrainer, model_folder, tmp_path, config, **settings)
     ours, our_weights = run(MARFTTrainer, model_folder, tmp_path, config, **settings)
-    assert len(theirs) == len(ours) == 5
+    assert len(theirs) == len(ours) == 3
     assert any(entry["grad_norm"] > 0 for entry in theirs)
     for their_entry, our_entry in zip(theirs, ours, strict=True):
         for name, value in their_entry.items():
@@ -58,10 +58,9 @@ def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings)
         torch.testing.assert_close(our_weights[name], value, rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("num_iterations", [1, 2])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize(
+    ("loss_type", "beta", "num_iterations", "peft"), pairs(["dapo", "grpo"], [0.0, 0.1], [1, 2], [True, False])
+)
 def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_iterations, peft):
     settings = {"loss_type": loss_type, "beta": beta, "num_iterations": num_iterations}
     assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=peft, **settings)
@@ -70,22 +69,15 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
 @pytest.mark.parametrize(
     "settings",
     [
-        {"conversational": False},
-        {"loss_type": "grpo", "entropy_coef": 0.01},
-        {"loss_type": "dr_grpo"},
-        {"loss_type": "cispo"},
-        {"loss_type": "sapo"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"loss_type": "vespo"},
-        {"scale_rewards": "batch"},
-        {"scale_rewards": "none", "mask_truncated_completions": True},
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.1},
+        {"loss_type": "grpo", "entropy_coef": 0.01, "conversational": False},
+        {"loss_type": "dr_grpo", "scale_rewards": "batch"},
+        {"loss_type": "cispo", "multi_objective_aggregation": "normalize_then_sum"},
+        {"loss_type": "sapo", "top_p": 0.9, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.1},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_checkpointing": False},
+        {"loss_type": "vespo", "scale_rewards": "none", "mask_truncated_completions": True},
         {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 2},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
-        {"gradient_checkpointing": False},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
-        {"top_entropy_quantile": 0.3},
         {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "num_iterations": 2},
     ],
     ids=str,

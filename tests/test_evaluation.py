@@ -138,7 +138,7 @@ def test_streamed_training_data(model_folder, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(16).to_list()))
     trainer = team_trainer(model_folder, tmp_path, train_dataset=stream)
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 2
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
@@ -181,9 +181,9 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
         return weights(trainer), [{k: v for k, v in entry.items() if k != "step_time"} for entry in logs]
 
     (plain, plain_logs), (evaluated, logs) = train(False), train(True)
-    assert len(figures) == 3 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
+    assert len(figures) == 2 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
     assert not moved(plain, evaluated)
-    assert len(logs) == 3 and logs == plain_logs
+    assert len(logs) == 2 and logs == plain_logs
 
 
 def test_an_evaluation_between_two_logs_leaves_the_metrics_of_training_alone(model_folder, tmp_path):

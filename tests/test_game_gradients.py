@@ -10,6 +10,7 @@ from marft_trl import AgentSpec
 from marft_trl.workflows import EnvironmentLoop
 
 from .enumeration import TEAM, World
+from .helpers import in_turn
 from .test_unbiased import assert_same
 
 
@@ -82,24 +83,34 @@ PPO = {"advantage": "gae", "num_generations": 1, "gae_lambda": 1.0, "normalize_a
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["own adapters", "one adapter"])
 @pytest.mark.parametrize(
-    ("settings", "size", "factor"),
+    ("settings", "size", "factor", "is_shared"),
     [
-        ({"advantage": "none", "num_generations": 1}, 1, 1.0),
-        pytest.param({"advantage": "none", "num_generations": 1, "credit_kind": "rewards"}, 1, 1.0),
-        pytest.param({"advantage": "none", "level": "action", "num_generations": 1}, 1, 1.0, marks=SLOW),
-        ({"advantage": "rae", "num_generations": 1}, 1, 1.0),
-        pytest.param({"advantage": "leave_one_out"}, 2, 1.0, marks=SLOW),
-        pytest.param({"advantage": "leave_one_out", "credit_kind": "rewards"}, 2, 1.0, marks=SLOW),
-        # the mean of a group of 2 holds half of the episode's own return
-        pytest.param({"advantage": "group", "scale_rewards": "none"}, 2, 0.5, marks=SLOW),
-        pytest.param({"advantage": "agent", "scale_rewards": "none"}, 2, 0.5, marks=SLOW),
-        ({**PPO, "critic": "shared", "level": "token"}, 1, 1.0),
-        pytest.param({**PPO, "critic": "shared", "level": "action", "critic_sees": "history"}, 1, 1.0, marks=SLOW),
-        pytest.param({**PPO, "critic": "per_agent", "level": "token"}, 1, 1.0, marks=SLOW),
-        pytest.param({**PPO, "critic": "multi_head", "level": "action"}, 1, 1.0, marks=SLOW),
-        pytest.param({**PPO, "critic": "frozen", "level": "action"}, 1, 1.0, marks=SLOW),
+        *in_turn(
+            [
+                ({"advantage": "none", "num_generations": 1}, 1, 1.0),
+                ({"advantage": "none", "num_generations": 1, "credit_kind": "rewards"}, 1, 1.0),
+                ({"advantage": "rae", "num_generations": 1}, 1, 1.0),
+                ({**PPO, "critic": "shared", "level": "token"}, 1, 1.0),
+            ],
+            *(False, True),
+        ),
+        *(
+            pytest.param(*case, is_shared, marks=SLOW)
+            for is_shared in (False, True)
+            for case in (
+                ({"advantage": "none", "level": "action", "num_generations": 1}, 1, 1.0),
+                ({"advantage": "leave_one_out"}, 2, 1.0),
+                ({"advantage": "leave_one_out", "credit_kind": "rewards"}, 2, 1.0),
+                # the mean of a group of 2 holds half of the episode's own return
+                ({"advantage": "group", "scale_rewards": "none"}, 2, 0.5),
+                ({"advantage": "agent", "scale_rewards": "none"}, 2, 0.5),
+                ({**PPO, "critic": "shared", "level": "action", "critic_sees": "history"}, 1, 1.0),
+                ({**PPO, "critic": "per_agent", "level": "token"}, 1, 1.0),
+                ({**PPO, "critic": "multi_head", "level": "action"}, 1, 1.0),
+                ({**PPO, "critic": "frozen", "level": "action"}, 1, 1.0),
+            )
+        ),
     ],
     ids=str,
 )

@@ -140,19 +140,20 @@ def _another_users_python():
 
 
 @pytest.mark.parametrize(
-    ("user", "its_walls"),
+    ("user", "its_walls", "every"),
     [
-        ("this user", ""),
+        ("this user", "", 5),
         *(
-            pytest.param(user, its_walls, marks=pytest.mark.slow)
+            pytest.param(user, its_walls, 1, marks=pytest.mark.slow)
             for user, its_walls in [
+                ("this user", ""),
                 ("this user", "bubblewrap"),
                 *((user, walls) for user in ("no capabilities", "another user") for walls in ("", "bubblewrap")),
             ]
         ),
     ],
 )
-def test_hostile_programs_change_nothing_outside_and_leave_nothing_behind(user, its_walls, bait, port, tmp_path):
+def test_hostile_programs_change_nothing_and_leave_nothing(user, its_walls, every, bait, port, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir(mode=0o777)
     temporary.chmod(0o777)
@@ -166,7 +167,7 @@ def test_hostile_programs_change_nothing_outside_and_leave_nothing_behind(user, 
         script, how = [_another_users_python()], {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     before = _world(bait, temporary)
     done = subprocess.run(
-        [*script, HOSTILE, PACKAGE, its_walls, str(bait), str(port)],
+        [*script, HOSTILE, PACKAGE, its_walls, str(bait), str(port), str(every)],
         **{"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, "TMPDIR": str(temporary)}},
         **how,
     )
@@ -175,7 +176,7 @@ def test_hostile_programs_change_nothing_outside_and_leave_nothing_behind(user, 
     assert done.returncode == 0, done.stderr
     *wrong, last = map(json.loads, done.stdout.splitlines())
     assert not wrong, json.dumps(wrong, indent=1)
-    assert last["programs"] == len(programs()) > 150
+    assert len(programs()) > 150 and last["programs"] == len(programs()[::every])
     assert _world(bait, temporary) == before
 
 
@@ -304,14 +305,14 @@ def test_the_time_of_a_program_begins_when_it_does(monkeypatch):
 
 def test_a_program_has_a_budget_for_all_its_tests(monkeypatch):
     slow = "import time; time.sleep(0.4); print(input())"
-    tests = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
+    tests = {"inputs": ["1"] * 60, "outputs": ["1"] * 60}
     runs = []
     monkeypatch.setattr(
         code_module, "run_python", lambda *a, **k: (runs.append(k["limits"].seconds), run_python(*a, **k))[1]
     )
     start = time.monotonic()
     rate = pass_rate(slow, tests, Limits(seconds=5), total_seconds=2.0)
-    assert time.monotonic() - start < 6 and 0.0 < rate <= 0.25
+    assert time.monotonic() - start < 20 and 0.0 < rate <= 5 / 60
     assert len(runs) <= 6 and all(0 < seconds <= 2 for seconds in runs)
 
 

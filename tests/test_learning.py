@@ -12,7 +12,7 @@ from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 
-from .helpers import lora, moved, team_trainer, weights
+from .helpers import in_turn, lora, moved, team_trainer, weights
 
 
 NAN = math.nan
@@ -92,41 +92,44 @@ def arrived(model_folder, folder, workflow=None, agents=None, **settings):
 REWARDED = {name: {"reward_funcs": own} for name in TEAM}
 
 
-@pytest.mark.parametrize("level", ["token", "action"])
 @pytest.mark.parametrize(
-    ("settings", "workflow", "expected"),
-    [
-        # what the planner, the solver and the judge of the solved episode get
-        ({**PPO}, None, (1, 1, 1)),
-        ({**PPO, "gamma": 0.5}, None, (0.25, 0.5, 1)),
-        ({**PPO, "gamma": 0.5}, Apart, (1, 1, 1)),
-        ({**PPO, "credit": "step_discount", "credit_discount": 0.5}, None, (1.75, 1.5, 1)),
-        (
-            {**BY_RETURNS, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
-            None,
-            (0.25, 0.5, 1),
-        ),
-        ({**PPO, "credit": "per_step"}, None, (1, 1, 0)),
-        ({**BY_RETURNS, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
-        ({**PPO, "credit": "per_step", "own_reward_weight": 0.25}, None, (1, 1, 0.75)),
-        ({**BY_RETURNS, "credit": "counterfactual"}, Apart, (0, 1, 0)),
-        ({**BY_RETURNS, "credit": "counterfactual"}, None, (1, 1, 0)),
-        ({"advantage": "none"}, None, (1, 1, 1)),
-        ({"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}, None, (0.25, 0.5, 1)),
-        (
-            {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "rewards"},
-            None,
-            (1.75, 1.5, 1),
-        ),
-        ({"advantage": "none", "credit": "per_step"}, None, (0, 1, 0)),
-        ({"advantage": "none", "credit": "per_step", "credit_kind": "rewards"}, None, (1, 1, 0)),
-        ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, None, (0.5, 1, 0.5)),
-        ({"advantage": "none", "credit": "counterfactual", "counterfactual_samples": 2}, Apart, (0, 1, 0)),
-        ({"advantage": "leave_one_out"}, None, (1, 1, 1)),
-        ({"advantage": "leave_one_out", "credit": "per_step"}, Apart, (-1 / 9, 8 / 9, -1 / 9)),
-        ({"advantage": "group", "scale_rewards": "none"}, None, (0.75, 0.75, 0.75)),
-        ({"advantage": "agent", "scale_rewards": "none", "credit": "per_step"}, None, (0, 0.75, 0)),
-    ],
+    ("settings", "workflow", "expected", "level"),
+    in_turn(
+        [
+            # what the planner, the solver and the judge of the solved episode get
+            ({**PPO}, None, (1, 1, 1)),
+            ({**PPO, "gamma": 0.5}, None, (0.25, 0.5, 1)),
+            ({**PPO, "gamma": 0.5}, Apart, (1, 1, 1)),
+            ({**PPO, "credit": "step_discount", "credit_discount": 0.5}, None, (1.75, 1.5, 1)),
+            (
+                {**BY_RETURNS, "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "returns"},
+                None,
+                (0.25, 0.5, 1),
+            ),
+            ({**PPO, "credit": "per_step"}, None, (1, 1, 0)),
+            ({**BY_RETURNS, "credit": "per_step", "credit_kind": "returns"}, None, (0, 1, 0)),
+            ({**PPO, "credit": "per_step", "own_reward_weight": 0.25}, None, (1, 1, 0.75)),
+            ({**BY_RETURNS, "credit": "counterfactual"}, Apart, (0, 1, 0)),
+            ({**BY_RETURNS, "credit": "counterfactual"}, None, (1, 1, 0)),
+            ({"advantage": "none"}, None, (1, 1, 1)),
+            ({"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}, None, (0.25, 0.5, 1)),
+            (
+                {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5, "credit_kind": "rewards"},
+                None,
+                (1.75, 1.5, 1),
+            ),
+            ({"advantage": "none", "credit": "per_step"}, None, (0, 1, 0)),
+            ({"advantage": "none", "credit": "per_step", "credit_kind": "rewards"}, None, (1, 1, 0)),
+            ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, None, (0.5, 1, 0.5)),
+            ({"advantage": "none", "credit": "counterfactual", "counterfactual_samples": 2}, Apart, (0, 1, 0)),
+            ({"advantage": "leave_one_out"}, None, (1, 1, 1)),
+            ({"advantage": "leave_one_out", "credit": "per_step"}, Apart, (-1 / 9, 8 / 9, -1 / 9)),
+            ({"advantage": "group", "scale_rewards": "none"}, None, (0.75, 0.75, 0.75)),
+            ({"advantage": "agent", "scale_rewards": "none", "credit": "per_step"}, None, (0, 0.75, 0)),
+        ],
+        "token",
+        "action",
+    ),
     ids=str,
 )
 def test_a_reward_arrives_at_the_turns_it_should(model_folder, tmp_path, settings, workflow, expected, level):
@@ -367,7 +370,7 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
 def test_factors_that_leave_few_episodes_are_warned_of_once(model_folder, tmp_path, caplog):
     settings = {
         **{**PPO, "update_order": "sequential", "max_steps": 4, "num_iterations": 1, "lr_scheduler_type": "constant"},
-        **{"learning_rate": 0.5, "max_grad_norm": 100.0},  # far too large
+        **{"learning_rate": 0.1, "max_grad_norm": 100.0},  # far too large
     }
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     trainer.train()

@@ -1,7 +1,6 @@
 """An agent that decides who acts next: its tags, what follows from them, and what it learns."""
 
 import string
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import Orchestrated, rehearse
 from marft_trl.workflows.orchestrated import Route, parse_route
 
-from .helpers import moved, team_trainer, weights
+from .helpers import grows_linearly, moved, team_trainer, weights
 
 
 TEAM = ["boss", "solver", "critic"]
@@ -74,11 +73,8 @@ def is_a_decision(route, text):
 
 
 @pytest.mark.parametrize("piece", ["<call>", "<call>" + "a" * 64, "<done", "</call>", "<", "<call>a", "\n"])
-def test_a_megabyte_is_read_in_under_a_second(piece):
-    text = piece * (1_000_000 // len(piece))
-    start = time.process_time()
-    parse_route(text, ["solver"])
-    assert time.process_time() - start < 1
+def test_long_texts_are_read_in_linear_time(piece):
+    assert grows_linearly(lambda size: parse_route(piece * (size // len(piece)), ["solver"]), 400_000)
 
 
 def test_an_orchestrated_episode():

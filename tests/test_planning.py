@@ -49,7 +49,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert "32 episodes are generated at once: 8 prompts x 4 episodes, on 1 process" in plan
     assert "3 turns in an episode, as rehearsed: planner 1, solver 1, judge 1" in plan
     assert "16 episodes in an optimizer step: 32 training rows" in plan
-    assert "each episode is used 2 times; 3 steps" in plan
+    assert "each episode is used 2 times; 2 steps" in plan
     # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the judge's, as long as all
     longest = 8 + 4 + trainer.args.max_completion_length
     assert (

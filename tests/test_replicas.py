@@ -178,7 +178,7 @@ def test_a_server_gets_no_more_requests_than_it_can_take():
 
 def test_requests_are_cancelled_with_their_episodes():
     with fake_servers() as (server,):
-        server.delay = lambda body: 5.0
+        server.delay = lambda body: 60.0
 
         async def run():
             async with Replicas(settings([server]), lambda _: asyncio.sleep(0)) as replicas:
@@ -191,7 +191,7 @@ def test_requests_are_cancelled_with_their_episodes():
 
         start = time.monotonic()
         run_coroutine(run)
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 30
 
 
 def test_addresses_and_what_servers_tell():

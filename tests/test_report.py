@@ -472,11 +472,11 @@ def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):
 
 
 def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
-    """100 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
+    """40 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
     made = experiment(model_folder, tmp_path / "unused")
     arms = arms_of(made, ["solo"])
     draws, covered, said, widths = np.random.default_rng(1), 0, [], []
-    for number in range(100):
+    for number in range(40):
         difficulty = draws.normal(0, 0.15, 50)
         for arm, mean in (("team", 0.6), ("solo", 0.45)):
             for seed in range(3):
@@ -490,8 +490,8 @@ def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
         covered += difference.low <= 0.15 <= difference.high
         widths.append(difference.high - difference.low)
         said += found.verdicts
-    assert covered >= 90 and np.median(widths) < 0.6
-    assert len(said) == 100 and not any("as good as" in one or "is worse" in one for one in said)
+    assert covered >= 36 and np.median(widths) < 0.6
+    assert len(said) == 40 and not any("as good as" in one or "is worse" in one for one in said)
     assert any("is better than" in one for one in said)
 
 

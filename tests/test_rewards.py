@@ -31,7 +31,10 @@ from marft_trl.rewards import (
     run_python,
 )
 from marft_trl.rewards import code as code_module
+from marft_trl.rewards import math as math_module
 from marft_trl.rewards.code import pass_rate, same_output
+
+from .helpers import grows_linearly
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
@@ -166,10 +169,8 @@ def check_answers(text):
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "1", "1,", "{", "1.", "-"])
-def test_a_megabyte_is_read_in_under_a_second(piece):
-    start = time.process_time()
-    math_answer(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 1
+def test_long_texts_are_read_in_linear_time(piece):
+    assert grows_linearly(lambda size: math_answer(piece * (size // len(piece))), 400_000)
 
 
 # ---- Single turns ----
@@ -229,8 +230,10 @@ def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
     assert (first.result(), second.result()) == ([1, 8], [2])
 
 
-def test_mathematics_in_the_background_has_a_time_limit():
+def test_mathematics_in_the_background_has_a_time_limit(comparer, tmp_path, monkeypatch):
     pytest.importorskip("math_verify")
+    _comparing(tmp_path, monkeypatch, lambda text: text.replace("\n_SECONDS = 5\n", "\n_SECONDS = 1\n"))
+    monkeypatch.setattr(math_module, "_COMPARER", comparer)
     reward = in_background(math_reward)
     completions = ["\\boxed{9^{9^{9}}}", "\\boxed{7}", "7"]
     start = time.monotonic()
@@ -289,7 +292,7 @@ def test_a_comparer_that_does_not_start_is_an_error(comparer, tmp_path, monkeypa
 
 def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, monkeypatch):
     begin = "    gold = _gold(solution)\n"
-    slow = "    if answer == '13':\n        time.sleep(2)\n" + begin
+    slow = "    if answer == '13':\n        time.sleep(1)\n" + begin
     _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, slow))
     assert comparer.scores([("1", "1")]) == [1.0]
 
@@ -297,7 +300,7 @@ def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, m
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(TimeoutError):
             comparer.scores([("13", "13")])

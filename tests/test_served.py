@@ -85,7 +85,7 @@ def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_st
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_checkpoints_change_nothing_while_rollouts_go_on(model_folder, tmp_path, server, staleness):
     """Random states of users' code are saved and put back while episodes of the next batch draw from their own."""
-    server.delay = lambda body: 0.005 * (body["seed"] % 7)
+    server.delay = lambda body: 0.003 * (body["seed"] % 7)
 
     def train(name, **settings):
         log = []
@@ -223,12 +223,12 @@ def test_what_rewards_draw_does_not_depend_on_what_runs_beside_them(model_folder
             found.append(drawn(completions))
             return found[-1]
 
-        settings = {"max_staleness": 1, "max_steps": 5}
+        settings = {"max_staleness": 1, "max_steps": 3}
         trainer = served(
             model_folder, tmp_path / name, server, settings=settings, workflow=Slow(), reward_funcs=reward
         )
         trainer.train()
         return found, weights(trainer)
 
-    (one, before), (two, after) = train("a", 0.0), train("b", 0.02)
+    (one, before), (two, after) = train("a", 0.0), train("b", 0.01)
     assert one == two and not moved(before, after)

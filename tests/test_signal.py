@@ -12,6 +12,7 @@ from .helpers import team_trainer, varied_reward, weights
 AGENT_FIGURES = ("grad_norm", "approx_kl")
 
 
+ROWS, STEPS = 24, 2
 # What all episodes of a group without a signal earn: no mean of numbers of float32 is exactly this
 SAME = 0.3
 
@@ -27,7 +28,7 @@ def reward_of_half(prompts, completions, **kwargs):
 
 def run(model, folder, reward=reward_of_half, agents=None, **settings):
     """Trains a team; counts the rows that went through the model in training."""
-    defaults = {"per_device_train_batch_size": 32, "max_steps": 3, "gradient_checkpointing": False}
+    defaults = {"per_device_train_batch_size": ROWS, "max_steps": STEPS, "gradient_checkpointing": False}
     trainer = team_trainer(
         model, folder, settings=defaults | settings, reward_funcs=reward, agents=agents or tiny_agents()
     )
@@ -55,14 +56,13 @@ def distance(one, other):
     "settings",
     [
         {"loss_type": "dapo"},
-        {"level": "action"},
-        {"num_iterations": 2, "target_kl": 1e9},
+        {"level": "action", "num_iterations": 2, "target_kl": 1e9},
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
                 {"loss_type": "grpo"},
                 {"loss_type": "dr_grpo"},
-                {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 16},
+                {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 12},
                 {"loss_type": "cispo"},
                 {"loss_type": "sapo"},
                 {"loss_type": "luspo"},
@@ -170,16 +170,16 @@ def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder,
 )
 def test_rows_with_another_gradient_are_trained_on(model_folder, tmp_path, settings):
     _, logs, rows = run(model_folder, tmp_path, **settings)
-    assert rows == 3 * 32 * 2
+    assert rows == STEPS * ROWS * 2
     assert all(entry["frac_rows_without_signal"] == 0 for entry in logs)
 
 
 def test_turns_that_do_not_count_take_no_pass(model_folder, tmp_path):
     """Whatever else is in the loss, their tokens are masked."""
-    agents = [AgentSpec("reasoner", max_completion_length=2), AgentSpec("actor", max_completion_length=6)]
+    agents = [AgentSpec("reasoner", max_completion_length=1), AgentSpec("actor", max_completion_length=6)]
     settings = {"mask_truncated_completions": True, "beta": 0.1}
     _, logs, rows = run(model_folder, tmp_path, varied_reward, agents, **settings)
-    assert rows < 3 * 32 * 2
+    assert rows < STEPS * ROWS * 2
     assert all(entry["agents/reasoner/frac_rows_without_signal"] > 0.9 for entry in logs)
 
 

@@ -4,7 +4,6 @@ import copy
 import random
 import re
 import sys
-import time
 import unicodedata
 
 import pytest
@@ -18,7 +17,7 @@ from marft_trl.tiny import tiny_tokenizer
 from marft_trl.trainer import setup
 from marft_trl.workflows import EnvironmentLoop, Sequential
 
-from .helpers import team_trainer
+from .helpers import grows_linearly, team_trainer
 from .test_environment import Countdown
 from .tokenizers_and_templates import FAMILIES, KINDS, PLAIN_MARKS, READS_NO_LINES, tokenizer_of
 
@@ -270,9 +269,7 @@ def test_every_character_that_can_open_a_speaker_line_is_looked_for():
 
 def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
     for piece in ("[", "[a]\n", "\n", "<0x", "<0x5B>", "\ufdfa[", "[a\u0301", "[\x85", "[a\x85"):
-        start = time.monotonic()
-        quoted(piece * 100_000)
-        assert time.monotonic() - start < 60  # some seconds; if it were quadratic, hours
+        assert grows_linearly(lambda size, piece=piece: quoted(piece * size), 8_000)
     for text in ("", "a [planner] b", "[1, 2]", "[planner]: yes", "> [planner]", "x = [a]", "\uff3b1\uff3d", "[[a]]"):
         assert quoted(text) == text
     assert quoted("[a]\r\n\r\n [b]\n") == "> [a]\r\n\r\n>  [b]\n"

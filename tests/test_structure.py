@@ -255,8 +255,9 @@ def test_the_rooms_of_ten_changes_are_where_the_page_says():
 
 def test_adapters_are_switched_in_one_place():
     for path in FILES:
-        if path.parent.name != "weights":
-            assert not re.search(r"\.set_adapter\(|\.disable_adapter\(", path.read_text()), path
+        if path.parent.name != "weights" and path != PACKAGE / "seams" / "models.py":  # which `weights` calls
+            assert not re.search(r"\bset_adapter\(|\.disable_adapter\(", path.read_text()), path
+            assert path.name == "__init__.py" or "AdapterLayers" not in path.read_text(), path
 
 
 def test_nothing_is_unpickled_evaluated_or_run():

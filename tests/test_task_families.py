@@ -83,12 +83,12 @@ def games() -> dict[str, int | str]:
 
 
 def test_games_end_with_rewards():
-    """Each game that loads, three times, with random moves: nearly all end within 60 of them, with numbers."""
+    """Each game that loads, with random moves: nearly all end within 60 of them, with numbers."""
     with contextlib.redirect_stdout(io.StringIO()):
         players = games()
         ends, fails = {}, set()
         for name, count in players.items():
-            for seed in range(3 if isinstance(count, int) and name not in ENDLESS else 0):
+            for seed in range(int(isinstance(count, int) and name not in ENDLESS)):
                 try:
                     game, draw = _Game(name, count, {}, seed), random.Random(seed)
                     for _ in range(60):
@@ -99,7 +99,7 @@ def test_games_end_with_rewards():
                 except Exception:
                     fails.add(name)
     assert fails == FAULTY
-    whole = [name for name, its in ends.items() if len(its) == 3 and name not in fails]
+    whole = [name for name, its in ends.items() if name not in fails]
     assert len(whole) >= 64, sorted(set(players) - set(whole))
     for name in whole:
         assert all(set(range(players[name])) <= set(rewards) for rewards in ends[name]), (name, ends[name])

@@ -85,7 +85,9 @@ print(json.dumps([drawn[index]["question"] for index in range(5)]))
 """
 
 
-@pytest.mark.parametrize("seed", ["0", "1"])  # set too late to change this process
+@pytest.mark.parametrize(
+    "seed", [pytest.param("0", marks=pytest.mark.slow), "1"]
+)  # set too late to change this process
 def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
     (tmp_path / "json.py").write_text("raise SystemExit('another module')")
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from marft_trl.rollout.views import team_view
 from marft_trl.tiny import questions, tiny_agents, tiny_model
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 
-from .helpers import add, lora, team_trainer
+from .helpers import SIZES, add, lora, team_trainer
 
 
 QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
@@ -234,12 +234,13 @@ def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tm
         ValueError, match=r"'(reasoner|actor)' belongs to another base: its weights for 'model.layers.0"
     ) as error:
         load_adapters(wider, tmp_path)
-    assert "with 384 inputs, that of this base has 96. The team was trained on 'warm-model'" in str(error.value)
+    assert "with 192 inputs, that of this base has 96. The team was trained on 'warm-model'" in str(error.value)
     assert not isinstance(wider, PeftModel) and not any("lora" in name for name, _ in wider.named_parameters())
-    shallow = tiny_model(len(tokenizer), num_hidden_layers=1)
+    deep = tiny_model(len(tokenizer), **{**SIZES, "num_hidden_layers": 2})
+    team_trainer(deep, tmp_path / "deep", processing_class=tokenizer).save_model()
     with pytest.raises(ValueError, match=r"weights for the layer 'model.layers.1.*' ?, which this base does not have"):
-        load_adapters(shallow, tmp_path)
-    Team.from_pretrained(tmp_path, model=tiny_model(len(tokenizer), rms_norm_eps=1e-3))
+        load_adapters(tiny_model(len(tokenizer), **SIZES), tmp_path / "deep")
+    Team.from_pretrained(tmp_path, model=tiny_model(len(tokenizer), **SIZES, rms_norm_eps=1e-3))
     assert "The base differs from what the team was trained with ('warm-model')" in caplog.text
 
 

@@ -19,8 +19,7 @@ def of(adapter: str, names) -> set[str]:
     return {name for name in names if f".{adapter}." in name}
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(("beta", "gradient_checkpointing"), [(0.0, True), (0.1, False)])
 def test_every_trained_agent_moves_and_nothing_else(model_folder, tmp_path, gradient_checkpointing, beta):
     agents = [*tiny_agents(), AgentSpec("checker", system_prompt="Check.", trainable=False)]
     settings = {"max_steps": 1, "gradient_checkpointing": gradient_checkpointing, "beta": beta}
@@ -62,8 +61,9 @@ def rolled_out(trainer, count=8):
     return trainer.parts.experience.for_training(rows)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-@pytest.mark.parametrize("gradient_checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("loss_type", "gradient_checkpointing"), [("dapo", True), ("grpo", False), ("bnpo", True), ("dr_grpo", False)]
+)
 def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, loss_type, gradient_checkpointing):
     settings = {"loss_type": loss_type, "gradient_checkpointing": gradient_checkpointing, "beta": 0.05}
     team = team_trainer(model_folder, tmp_path, settings={**settings, "max_tokens_per_micro_batch": 150})
@@ -262,11 +262,24 @@ def test_a_4_bit_base_scores_as_it_was_loaded_on_every_cpu(model_folder, tmp_pat
     assert {layer.weight.quant_state.dtype for layer in layers} == {torch.float32}
 
 
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+
+
 @pytest.mark.parametrize(
-    "frozen", [("first",), ("second",), ("third",), ("first", "second"), ("second", "third")], ids=str
-)
-@pytest.mark.parametrize(
-    "settings", [{}, {"advantage": "gae", "critic": "shared", "num_generations": 1}], ids=["", "ppo"]
+    ("frozen", "settings"),
+    [
+        (("first",), PPO),
+        (("second",), {}),
+        (("third",), PPO),
+        (("first", "second"), {}),
+        (("second", "third"), PPO),
+        pytest.param(("first",), {}, marks=pytest.mark.exhaustive),
+        pytest.param(("second",), PPO, marks=pytest.mark.exhaustive),
+        pytest.param(("third",), {}, marks=pytest.mark.exhaustive),
+        pytest.param(("first", "second"), PPO, marks=pytest.mark.exhaustive),
+        pytest.param(("second", "third"), {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 def test_any_agents_may_be_frozen(model_folder, tmp_path, frozen, settings):
     names = ("first", "second", "third")

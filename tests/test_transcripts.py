@@ -14,7 +14,7 @@ from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, h
 from marft_trl.tools import ToolCall
 from marft_trl.workflows import rehearse
 
-from .helpers import team_trainer
+from .helpers import grows_linearly, team_trainer
 
 
 def look() -> str:
@@ -152,20 +152,20 @@ def test_none_of_ten_thousand_texts_does(text):
 
 
 @pytest.mark.parametrize("piece", ["<script>", "\x1b[31m", "a", " ", "\n", "&", "\u202e"])
-def test_a_megabyte_is_rendered_in_under_a_second(piece):
-    text = piece * (1_000_000 // len(piece))
-    episode = rehearse(Sequential(), ["solver"], said(text), "q")
-    start = time.process_time()
-    transcript = Transcript.of(episode)
-    assert len(transcript.as_text()) + len(html_page([transcript])) > 1_000_000
-    assert time.process_time() - start < 2  # both renderings
+def test_long_texts_are_rendered_in_linear_time(piece):
+    def render(size):
+        text = piece * (size // len(piece))
+        transcript = Transcript.of(rehearse(Sequential(), ["solver"], said(text), "q"))
+        assert len(transcript.as_text()) + len(html_page([transcript])) > size
+
+    assert grows_linearly(render, 400_000)
 
 
 def test_a_thousand_turns_are_rendered():
     episode = rehearse(Sequential(rounds=1000), ["solver"], lambda *_: "word", "q")
     start = time.process_time()
     assert len(html_page([Transcript.of(episode)])) > 100_000 and "solver #999" in format_episode(episode)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 60
 
 
 def test_the_trainer_writes_pages(model_folder, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from .enumeration import Parallel, World, of_candidates, with_branches
+from .helpers import in_turn, pairs
 
 
 def assert_same(got, want, factor=1.0):
@@ -11,17 +12,19 @@ def assert_same(got, want, factor=1.0):
     torch.testing.assert_close(got, factor * want, rtol=1e-3, atol=2e-5 * want.norm().item())
 
 
-@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
 @pytest.mark.parametrize(
-    ("settings", "factor"),
-    [
-        ({"advantage": "leave_one_out"}, 1.0),
-        ({"advantage": "leave_one_out", "level": "action"}, 1.0),
-        ({"advantage": "none"}, 1.0),
-        # the mean of a group of 2 holds half of the episode's own reward
-        ({"advantage": "group", "scale_rewards": "none"}, 0.5),
-        ({"advantage": "agent", "scale_rewards": "none"}, 0.5),
-    ],
+    ("settings", "factor", "workflow"),
+    in_turn(
+        [
+            ({"advantage": "leave_one_out"}, 1.0),
+            ({"advantage": "leave_one_out", "level": "action"}, 1.0),
+            ({"advantage": "none"}, 1.0),
+            # the mean of a group of 2 holds half of the episode's own reward
+            ({"advantage": "group", "scale_rewards": "none"}, 0.5),
+            ({"advantage": "agent", "scale_rewards": "none"}, 0.5),
+        ],
+        *(None, Parallel()),
+    ),
     ids=str,
 )
 def test_equal_credit_is_unbiased(tmp_path, workflow, settings, factor):
@@ -29,25 +32,20 @@ def test_equal_credit_is_unbiased(tmp_path, workflow, settings, factor):
     assert_same(world.of_groups(2), world.exact(), factor)
 
 
-@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
 @pytest.mark.parametrize(
-    "critic",
-    [
-        *("shared", "frozen"),
-        pytest.param("per_agent", marks=pytest.mark.slow),
-        pytest.param("multi_head", marks=pytest.mark.slow),
-    ],
+    ("critic", "level", "workflow"),
+    pairs(["shared", "frozen", "per_agent", "multi_head"], ["token", "action"], [None, Parallel()]),
 )
-@pytest.mark.parametrize("level", ["token", "action"])
 def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, workflow, critic, level):
     settings = {"advantage": "gae", "critic": critic, "level": level, "num_generations": 1}
     world = World(tmp_path, 2, workflow, **settings, gae_lambda=1.0, normalize_advantages="none")
     assert_same(world.of_groups(1), world.exact())
 
 
-@pytest.mark.parametrize("workflow", [None, Parallel()], ids=["chain", "parallel"])
-@pytest.mark.parametrize("advantage", ["none", "leave_one_out"])
-@pytest.mark.parametrize("credit", ["counterfactual", "removed"])
+@pytest.mark.parametrize(
+    ("credit", "advantage", "workflow"),
+    pairs(["counterfactual", "removed"], ["none", "leave_one_out"], [None, Parallel()]),
+)
 def test_counterfactual_credit_is_unbiased(tmp_path, workflow, advantage, credit):
     world = World(tmp_path, workflow=workflow, advantage=advantage, credit=credit)
     assert_same(with_branches(world), world.exact())

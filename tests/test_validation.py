@@ -397,7 +397,7 @@ def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(m
     def at_first(completions, trainer_state, **kwargs):
         return nothing(completions) if trainer_state.global_step < 2 else varied_reward(completions)
 
-    later = team_trainer(model_folder, tmp_path, reward_funcs=at_first)
+    later = team_trainer(model_folder, tmp_path, reward_funcs=at_first, settings={"max_steps": 3})
     later.train()
     assert [e["frac_unscored"] for e in later.state.log_history if "loss" in e] == [1.0, 1.0, 0.0]
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing])
@@ -430,7 +430,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = spy_generate, spy_roll
     trainer.train()
-    assert sorted(sampled) == sorted(trained) and len(sampled) == 3 * 16
+    assert sorted(sampled) == sorted(trained) and len(sampled) == 2 * 16
     entries = [e for e in trainer.state.log_history if "loss" in e]
     assert all(e["rewards/vandal/mean"] == e["rewards/varied_reward/mean"] for e in entries)
 

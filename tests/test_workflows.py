@@ -205,7 +205,7 @@ def test_a_loop_with_a_condition_trains(model_folder, tmp_path):
             draft = await episode.turn("reasoner")
             for _ in range(2):
                 review = await episode.turn("actor", sees=[draft])
-                if len(review.text) > 3:
+                if len(review.text) > 2:
                     break
                 draft = await episode.turn("reasoner", sees=[draft, review])
             episode.answer = draft
