@@ -11,6 +11,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from .seams.bitsandbytes import load_bitsandbytes_when_used
+
 
 if TYPE_CHECKING:
     from .agents import AgentSpec
@@ -49,6 +51,9 @@ __all__ = [
     "Workflow",
     "load_adapters",
 ]
+
+
+load_bitsandbytes_when_used()
 
 
 def __getattr__(name: str) -> Any:

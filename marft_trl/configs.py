@@ -42,6 +42,7 @@ from .presets import PRESETS
 from .redaction import without_secrets
 from .seams.runs import timeout_also_on_cpu
 from .seams.trl import accepting_one_generation
+from .seams.versions import checkpointing_fields
 
 
 @dataclass
@@ -461,11 +462,13 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         check_numbers(self)
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = self.vllm_server_base_url.split(",")
-        when_needed = self.gradient_checkpointing is None and self.activation_checkpointing is None
+        checkpointing = checkpointing_fields(self)
+        when_needed = all(getattr(self, name) is None for name in checkpointing)
         with accepting_one_generation(self), timeout_also_on_cpu(self.ddp_timeout):
             super().__post_init__()
         if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
-            self.gradient_checkpointing = self.activation_checkpointing = None
+            for name in checkpointing:
+                setattr(self, name, None)
         check_choices(self)
         check_supported(self)
         check_combinations(self)

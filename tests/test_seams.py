@@ -7,14 +7,15 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 import warnings
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-import trl
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
@@ -29,6 +30,7 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.learning.batching import collate
 from marft_trl.learning.data import Row
 from marft_trl.rollout.generator import Sampling
+from marft_trl.seams import versions
 from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
@@ -67,6 +69,13 @@ from marft_trl.seams.trl import (
     without_printed_table,
     without_reference,
     without_vllm,
+)
+from marft_trl.seams.versions import (
+    TESTED,
+    checkpointing_fields,
+    newer_than_tested,
+    release,
+    warn_of_newer_versions,
 )
 from marft_trl.shared_prefix.forward import hidden_states
 
@@ -120,8 +129,29 @@ def test_the_method_has_the_parameters_we_know(owner, name):
     assert list(inspect.signature(getattr(owner, name)).parameters) == PARAMETERS[owner, name]
 
 
+# ---- Versions ----
+
+
 def test_versions_are_those_that_were_read():
-    assert trl.__version__.startswith("1.16.") and transformers.__version__.startswith("5.23.")
+    """`release`, `newer_than_tested`: what is installed here is at least the lowest that works."""
+    for name, (lowest, newest) in TESTED.items():
+        assert release(lowest) <= release(version(name)) and release(lowest) <= release(newest), name
+    assert not newer_than_tested() or os.environ.get("MARFT_NEWEST"), "raise `TESTED` if the tests pass"
+
+
+def test_newer_versions_are_said_once_and_not_refused(monkeypatch, model_folder, tmp_path, caplog):
+    monkeypatch.setitem(versions.TESTED, "trl", ("1.0", "1.1"))
+    monkeypatch.setitem(versions.TESTED, "no-such-package", ("1.0", "1.1"))
+    warn_of_newer_versions.cache_clear()
+    for folder in ("one", "two"):
+        team_trainer(model_folder, tmp_path / folder)
+    assert caplog.text.count(f"has not been tested with trl {version('trl')} (tested up to 1.1). It is likely") == 1
+    assert release("2.13.0+cpu") == (2, 13) and release("1.17rc1") == (1, 17) and release("1.10.dev0") == (1, 10)
+
+
+def test_checkpointing_fields_are_those_of_the_arguments():
+    assert "gradient_checkpointing" in checkpointing_fields(MARFTConfig("x"))
+    assert checkpointing_fields(SimpleNamespace(gradient_checkpointing=None)) == ["gradient_checkpointing"]
 
 
 def test_shared_arguments_have_the_names_and_the_order_of_grpo_trainer():

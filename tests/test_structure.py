@@ -1,6 +1,7 @@
 """The house: imports run one way, the leaves stay light, and rules that a reader cannot see are kept."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -142,6 +143,51 @@ def test_a_workflow_can_be_written_without_loading_a_model_library():
         "assert marft_trl.rewards.boxed and not hasattr(marft_trl, 'nothing') and 'Team' in dir(marft_trl)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.timeout(600)
+def test_bitsandbytes_and_evaluate_are_loaded_when_they_are_used(tmp_path):
+    """`load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first."""
+    code = f"""if True:
+        import os, sys
+        from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
+        from peft import LoraConfig
+        from marft_trl.tiny import exact_answer, tiny_dataset, tiny_model, tiny_tokenizer
+        tokenizer, folder = tiny_tokenizer(), {str(tmp_path)!r}
+        tokenizer.save_pretrained(folder)
+        tiny_model(len(tokenizer), hidden_size=64, num_hidden_layers=1).save_pretrained(folder)
+
+        def trained(**settings):
+            args = MARFTConfig(
+                folder + "/out", max_steps=1, per_device_train_batch_size=2, num_generations=2, report_to=[],
+                max_completion_length=2, advantage="gae", critic="shared", disable_tqdm=True, save_strategy="no",
+            )
+            data, config = tiny_dataset(8), LoraConfig(r=2, target_modules="all-linear")
+            trainer = MARFTTrainer(
+                folder, exact_answer, args, data, agents=[AgentSpec("a"), AgentSpec("b")], peft_config=config,
+                **settings,
+            )
+            trainer.train()
+            trainer.save_model()
+            return trainer
+
+        trained()
+        Team.from_pretrained(folder + "/out", model=folder)
+        assert "bitsandbytes.nn" not in sys.modules and "evaluate" not in sys.modules
+        print("not loaded", flush=True)
+        print("not loaded", file=sys.stderr, flush=True)
+        from transformers import BitsAndBytesConfig
+        trainer = trained(quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+        kinds = {{type(module).__module__ for module in trainer.model.modules()}}
+        assert "peft.tuners.lora.bnb" in kinds and "bitsandbytes.nn.modules" in kinds, kinds
+        import bitsandbytes
+        assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn"].Linear4bit
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.split("not loaded")[0] + done.stderr.split("not loaded")[0]
+    assert "bitsandbytes" not in said and "gemm" not in said, said
 
 
 # ---- The trainer and its parts ----

@@ -159,7 +159,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
         "emptied": list(emptied),
     }
-    trainer.end()
+    trainer.accelerator.end_training()
     write_atomically(cell.folder / RESULT, json.dumps(result))
     for folder in cell.folder.glob("checkpoint-*"):
         shutil.rmtree(folder)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-import evaluate
 from trl.trainer.utils import get_callable_name
 
 from ..dataset_checks import column_names, named_sets
@@ -15,9 +15,18 @@ from ..episodes.records import Turn
 from ..run_metrics import AGENT_METRICS, length_metrics
 
 
+if TYPE_CHECKING:
+    import evaluate
+
 # A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a
 # dict of numbers
-EvalMetric: TypeAlias = evaluate.EvaluationModule | Callable[..., Any]
+EvalMetric: TypeAlias = "evaluate.EvaluationModule | Callable[..., Any]"
+
+
+def is_of_evaluate(metric: object) -> TypeGuard[evaluate.EvaluationModule]:
+    """`True` for a metric of the `evaluate` package, which is loaded if there is one: who made it has loaded it."""
+    module = sys.modules.get("evaluate")
+    return module is not None and isinstance(metric, module.EvaluationModule)
 
 
 def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
@@ -31,7 +40,7 @@ def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
         return []
     metrics = list(eval_metrics) if isinstance(eval_metrics, (list, tuple)) else [eval_metrics]
     for metric in metrics:
-        if not isinstance(metric, evaluate.EvaluationModule) and not callable(metric):
+        if not is_of_evaluate(metric) and not callable(metric):
             raise TypeError(
                 "`eval_metrics` takes metrics of the `evaluate` package (`evaluate.load(...)`) and callables "
                 f"`metric(answers, **columns)`; got {metric!r} of type {type(metric).__name__}."
@@ -46,7 +55,7 @@ def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -
     Raises:
         ValueError: the message names the metric, the dataset and its columns.
     """
-    named = [metric.name for metric in metrics if isinstance(metric, evaluate.EvaluationModule)]
+    named = [metric.name for metric in metrics if is_of_evaluate(metric)]
     for name, dataset in named_sets(eval_dataset).items():
         columns = column_names(dataset) or []
         if named and column not in columns:
@@ -111,7 +120,7 @@ def measure_answers(
     """
     measured: dict[str, float] = {}
     for metric in metrics:
-        if isinstance(metric, evaluate.EvaluationModule):
+        if is_of_evaluate(metric):
             result = metric.compute(predictions=list(answers), references=columns[reference_column])
             measured |= _numbers(result, metric.name)
         else:

@@ -43,6 +43,7 @@ from ..seams.runs import (
 )
 from ..seams.sharding import as_if_not_sharded
 from ..seams.trl import configure_parent, constructing_parent, without_printed_table
+from ..seams.versions import warn_of_newer_versions
 from ..team import Team
 from ..weights.adapters import add_adapters
 from ..weights.policies import Policies
@@ -151,6 +152,7 @@ class MARFTTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MARFTConfig(f"{name.split('/')[-1]}-MARFT")
         args = setup.as_marft_config(args)
+        warn_of_newer_versions()
         setup.refuse_unsupported(args, rollout_func=rollout_func)
         self.agents = setup.with_tools(check_team(agents), tools)
         self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)

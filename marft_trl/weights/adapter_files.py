@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
 from ..manifest import MANIFEST_NAME, TeamManifest, is_hub_id
+from ..seams.bitsandbytes import without_bitsandbytes
 from .adapters import adapter_parameters, check_adapter_config, linear_shape
 
 
@@ -105,9 +106,10 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
     name = first
     try:
-        loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
-        for name in others:
-            loaded.load_adapter(str(folder), name, subfolder=name)
+        with without_bitsandbytes(model):
+            loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
+            for name in others:
+                loaded.load_adapter(str(folder), name, subfolder=name)
     except Exception as error:  # a config from the Hub may ask for anything
         raise ValueError(
             f"PEFT cannot load the adapter {name!r} in {folder}: {type(error).__name__}: {error}. The base has layers "

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
+from ..seams.bitsandbytes import without_bitsandbytes
 from ..seams.models import without_adapter_name_warning
 
 
@@ -80,7 +81,7 @@ def add_adapters(
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
     options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
-    with without_adapter_name_warning():
+    with without_adapter_name_warning(), without_bitsandbytes(model):
         model = get_peft_model(model, copy.deepcopy(config), **options)
         for name, config in others:
             model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
@@ -120,7 +121,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
             check_adapter_config(agent, configs[name], alone=False)
         _check_name_is_free(agent, model.get_base_model())
     for name in missing:
-        with without_adapter_name_warning():
+        with without_adapter_name_warning(), without_bitsandbytes(model):
             model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
         if configs[name] is None:
             _copy_weights(model, "default", name)

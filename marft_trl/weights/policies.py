@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
+from ..seams.bitsandbytes import without_bitsandbytes
 from ..seams.models import AdapterLayers
 from .adapters import adapter_parameters
 
@@ -88,7 +89,8 @@ class Policies:
 
     def add_critic(self, name: str, config: PeftConfig) -> None:
         """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
-        self._model.add_adapter(name, copy.deepcopy(config))
+        with without_bitsandbytes(self._model):
+            self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
         self.activate_first()
 

@@ -148,7 +148,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
         save_file({**start, **tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
-    trainer.end()  # leave the process group before the interpreter goes
+    trainer.accelerator.end_training()  # leave the process group before the interpreter goes
 
 
 if __name__ == "__main__":

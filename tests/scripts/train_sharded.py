@@ -135,7 +135,7 @@ def main(model: str, folder: str, options: str) -> None:
         )
         with open(os.path.join(folder, "log.json"), "w", encoding="utf-8") as file:
             json.dump(trainer.state.log_history, file)
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
