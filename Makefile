@@ -25,8 +25,8 @@ quickstart: $(READY)  ## train the embedded team and show that it improved
 real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
 	$(BIN)/python -W ignore examples/real.py
 
-test: $(READY)  ## the tests: ten to twenty minutes on two cores
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not exhaustive"
+test: $(READY)  ## the tests: four minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
 
 test-slow: $(READY)  ## longer checks
 	$(BIN)/python -m pytest -n 2 -q -m "slow and not exhaustive"

@@ -95,11 +95,12 @@ def weights_of(base):
 
 
 def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tmp_path):
-    assert set(FIELDS) == {field.name for field in dataclasses.fields(LoraConfig)}
+    known = {field.name for field in dataclasses.fields(LoraConfig)}  # an older PEFT has fewer
+    assert known <= set(FIELDS)
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     before = copy.deepcopy(weights_of(base))
     loaded = []
-    for name, value in FIELDS.items():
+    for name, value in ((name, value) for name, value in FIELDS.items() if name in known):
         folder = tmp_path / name
         shutil.copytree(saved, folder)
         changed(folder, "actor/adapter_config.json", lambda data, name=name, value=value: data.update({name: value}))

@@ -342,3 +342,15 @@ def test_the_table_of_faults_names_tests_that_are_there():
     assert len(faults) >= 110 and len(faults) == len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))
     for file, test in faults:
         assert f"def {test}(" in (ROOT / "tests" / f"{file}.py").read_text(), (file, test)
+
+
+def test_the_ranges_of_versions_are_those_of_the_package():
+    """`pyproject.toml` asks for the lowest version that works, and for less than the next major one."""
+    from packaging.version import Version
+
+    from marft_trl.seams.versions import TESTED
+
+    asked = dict(re.findall(r'"([a-z_-]+)>=([\d.]+),<\d+"', (ROOT / "pyproject.toml").read_text()))
+    assert asked.items() <= {name: lowest for name, (lowest, _) in TESTED.items()}.items() and len(asked) == 7
+    for name, pinned in re.findall(r"^([a-z_]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
+        assert name not in TESTED or Version(pinned).release[:2] <= Version(TESTED[name][1]).release[:2], name

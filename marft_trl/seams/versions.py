@@ -23,12 +23,12 @@ logger = get_logger(__name__)
 TESTED = {
     "trl": ("1.16", "1.16"),
     "transformers": ("5.16", "5.24"),
-    "peft": ("0.19", "0.21"),
+    "peft": ("0.20", "0.21"),
     "accelerate": ("1.12", "1.15"),
     "datasets": ("4.8", "5.2"),
     "bitsandbytes": ("0.49", "0.50"),
     "evaluate": ("0.4.5", "0.4.6"),
-    "torch": ("2.9", "2.13"),
+    "torch": ("2.8", "2.13"),
 }
 
 
