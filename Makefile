@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real test test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real test mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
 
 $(READY): pyproject.toml constraints.txt
@@ -28,8 +28,8 @@ real: $(READY)  ## train a pretrained duo on three families of tasks, and one ag
 test: $(READY)  ## the tests: four minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
 
-test-slow: $(READY)  ## longer checks
-	$(BIN)/python -m pytest -n 2 -q -m "slow and not exhaustive"
+test-slow: $(READY)  ## longer checks; `make test-slow SLOW="tests/test_kills.py"` for some
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "slow and not exhaustive" $(SLOW)
 
 test-vllm: $(READY) .venv-vllm/.ready  ## teams on a real vLLM server on the CPU (AVX-512, 2 GB)
 	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and not slow"
@@ -46,6 +46,10 @@ test-vllm-slow: $(READY) .venv-vllm/.ready .venv-vllm/smollm2/config.json  ## se
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
+
+mutation: $(READY)  ## how many of 40 single changes the fast tests notice: hours
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[mutation]"
+	$(BIN)/python tests/mutations.py contexts && $(BIN)/python tests/mutations.py run
 
 fuzz: $(addprefix fuzz-,manifest route calls speakers adapter commit settings)  ## parsers under a coverage-guided fuzzer
 
@@ -89,4 +93,4 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output
+	rm -rf $(VENV) mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output

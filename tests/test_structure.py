@@ -354,3 +354,18 @@ def test_the_ranges_of_versions_are_those_of_the_package():
     assert asked.items() <= {name: lowest for name, (lowest, _) in TESTED.items()}.items() and len(asked) == 7
     for name, pinned in re.findall(r"^([a-z_]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
         assert name not in TESTED or Version(pinned).release[:2] <= Version(TESTED[name][1]).release[:2], name
+
+
+def test_every_room_names_the_slow_tests_that_guard_it():
+    """And nothing that the table of `selection.py` names is missing."""
+    from . import selection
+
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert rooms == set(selection.ROOMS)
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= files
+    every = selection.slow_files()
+    nothing = [selection.chosen([], day) for day in range(4)]
+    assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
+    one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/tasks.md"], 0)
+    assert {"task_families", *selection.CORE} & every <= one

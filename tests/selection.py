@@ -1,0 +1,95 @@
+"""
+Which slow tests a change runs: those of the rooms that it touches, a fixed core, and a quarter of the rest by the day.
+
+```bash
+python tests/selection.py            # files, one a line; on the standard error, what is left out
+python tests/selection.py --vllm     # exit status 0 if tests on a real server are due
+```
+
+What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
+last one. `make test-slow` runs all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+# Kills, resumes, equality with TRL, several processes, the Hub: run for every change
+CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
+# A room of the package, and the slow tests that guard it beside the core
+ROOMS = {
+    "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
+    "checkpoints": ["checkpoints", "failures"],
+    "engine": ["served", "own_server"],
+    "episodes": ["failures", "tools", "programs", "orchestrated"],
+    "functional": ["unbiased", "central_critic"],
+    "learning": ["signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic", "learning"],
+    "metrics": ["report", "evaluation"],
+    "report": ["report", "recipes", "examples"],
+    "reporting": ["evaluation", "report", "transcripts"],
+    "rewards": ["jail", "rewards"],
+    "rollout": ["tools", "speakers", "programs", "served", "dynamic_sampling", "opponents"],
+    "seams": ["forward", "mixing", "sharding", "critics"],
+    "shared_prefix": ["forward", "fitting"],
+    "tasks": ["task_families", "tasks"],
+    "trainer": ["collapse", "evaluation", "failures", "served", "workflow_learning"],
+    "weights": ["opponents", "strangers", "secrets"],
+    "workflows": ["orchestrated", "workflow_learning", "examples"],
+}
+# Rooms whose changes are tried on a real server
+SERVED = {"engine", "rollout", "weights"}
+
+
+def git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def changed() -> list[str]:
+    """Files that differ from the commit before the change; all of them where that is not known."""
+    since = os.environ.get("MARFT_CHANGED_SINCE")
+    if not since:
+        last = int((git("log", "-1", "--format=%ct") or ["0"])[0])
+        since = next(iter(git("log", "-1", "--format=%H", f"--before={last - 24 * 3600}")), None)
+    return git("diff", "--name-only", since) if since else git("ls-files")
+
+
+def slow_files() -> set[str]:
+    """Names of the files that have slow tests, without `test_` and `.py`."""
+    files = (ROOT / "tests").glob("test_*.py")
+    marked = {path.stem.removeprefix("test_") for path in files if re.search(r"mark\.slow\b", path.read_text())}
+    return marked - {"vllm"}
+
+
+def rooms_of(paths: list[str]) -> set[str]:
+    return {path.split("/")[1].removesuffix(".py") for path in paths if path.startswith("marft_trl/")}
+
+
+def chosen(paths: list[str], day: int) -> set[str]:
+    """Names of the test files that run."""
+    every = slow_files()
+    names = set(CORE) | {name for room in rooms_of(paths) for name in ROOMS.get(room, [])}
+    names |= {path.split("test_")[-1].removesuffix(".py") for path in paths if path.startswith("tests/test_")}
+    rest = sorted(every - names)
+    return (names & every) | set(rest[day % 4 :: 4])
+
+
+def main() -> None:
+    paths = changed()
+    if "--vllm" in sys.argv:
+        sys.exit(0 if SERVED & rooms_of(paths) else 1)
+    names = chosen(paths, datetime.date.today().timetuple().tm_yday)
+    left_out = sorted(slow_files() - names)
+    print("slow tests left out:", ", ".join(left_out) or "none", file=sys.stderr)
+    print("\n".join(f"tests/test_{name}.py" for name in sorted(names)))
+
+
+if __name__ == "__main__":
+    main()
