@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real test mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real test test-versions mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
 
 $(READY): pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ test: $(READY)  ## the tests: four minutes on two cores
 
 test-slow: $(READY)  ## longer checks; `make test-slow SLOW="tests/test_kills.py"` for some
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "slow and not exhaustive" $(SLOW)
+
+test-versions:  ## the tests with the lowest and with the newest versions of what this builds on
+	PYTHON=$(PYTHON) bash tests/scripts/versions.sh lowest
+	PYTHON=$(PYTHON) bash tests/scripts/versions.sh newest
 
 test-vllm: $(READY) .venv-vllm/.ready  ## teams on a real vLLM server on the CPU (AVX-512, 2 GB)
 	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and not slow"
@@ -93,4 +97,4 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output
+	rm -rf $(VENV) .venv-lowest .venv-newest mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output
