@@ -194,7 +194,7 @@ def test_every_entry_has_a_test_that_names_it():
         assert name.startswith("_") or re.search(rf"\b{name}\b", tests) or f"test_{name}" in tests, name
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # for each test: arguments that another one makes take the state of accelerate from an older trainer
 def trainer(model_folder, tmp_path_factory):
     return team_trainer(model_folder, tmp_path_factory.mktemp("seams"))
 
