@@ -234,9 +234,6 @@ class Contexts:
             found |= {one for one in self._seconds if one.split("::")[0] == of_file} if phase == "setup" else {name}
         return sorted(found & self._seconds.keys(), key=lambda name: self._seconds[name])
 
-    def seconds(self, names: list[str]) -> float:
-        return sum(self._seconds[name] for name in names)
-
 
 # ---- Running ----
 
