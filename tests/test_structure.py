@@ -162,7 +162,9 @@ def test_bitsandbytes_and_evaluate_are_loaded_when_they_are_used(tmp_path):
                 folder + "/out", max_steps=1, per_device_train_batch_size=2, num_generations=2, report_to=[],
                 max_completion_length=2, advantage="gae", critic="shared", disable_tqdm=True, save_strategy="no",
             )
-            data, config = tiny_dataset(8), LoraConfig(r=2, target_modules="all-linear")
+            data, config = tiny_dataset(8), LoraConfig(r=2, target_modules=["q_proj"])
+            # layers of its own, which PEFT makes when the critic is added
+            settings["critic_peft_config"] = LoraConfig(r=2, target_modules=["v_proj"])
             trainer = MARFTTrainer(
                 folder, exact_answer, args, data, agents=[AgentSpec("a"), AgentSpec("b")], peft_config=config,
                 **settings,
