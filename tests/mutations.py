@@ -238,32 +238,38 @@ class Contexts:
 # ---- Running ----
 
 
+def run_tests(copy: Path, names: Path) -> tuple[bool, str]:
+    """Whether one of the tests fails in a tree, and the first that does."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "120", "-p", "no:xdist", f"@{names}"]
+    settings = {**environment(copy), "TMPDIR": str(names.parent)}
+    try:
+        run = subprocess.run(command, cwd=copy, env=settings, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return False, f"not known after {SECONDS} s"
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    return run.returncode != 0, (failed or [(run.stdout + run.stderr)[-300:] if run.returncode else ""])[0]
+
+
 def noticed(change: Change, tree: Path, contexts: Contexts) -> dict:
-    """Make a change in a copy of a tree and run the tests of its line until one fails."""
+    """
+    Make a change in a copy of a tree and run the tests of its line until one fails. A failure counts if the same tests
+    pass without the change: some test may depend on the order.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
+        copy, names = Path(folder) / "tree", Path(folder) / "tests.txt"
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info"))
         line = change.applied(copy)
-        names = contexts.tests(change.path, line)
-        result = {**asdict(change), "line": line, "tests": len(names), "noticed": False, "by": ""}
-        if names:
-            (Path(folder) / "tests.txt").write_text("\n".join(names))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "120", "-p", "no:xdist"]
+        tests = contexts.tests(change.path, line)
+        result = {**asdict(change), "line": line, "tests": len(tests), "noticed": False, "by": ""}
+        if tests:
+            names.write_text("\n".join(tests))
             start = time.monotonic()
-            try:
-                run = subprocess.run(
-                    [*command, f"@{folder}/tests.txt"],
-                    cwd=copy,
-                    env={**environment(copy), "TMPDIR": folder},
-                    capture_output=True,
-                    text=True,
-                    timeout=SECONDS,
-                )
-                result["noticed"] = run.returncode != 0
-                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-                result["by"] = failed[0] if failed else (run.stdout + run.stderr)[-300:] if run.returncode else ""
-            except subprocess.TimeoutExpired:
-                result["by"] = f"not known after {SECONDS} s"
+            result["noticed"], result["by"] = run_tests(copy, names)
+            if result["noticed"] and result["by"] in tests:
+                names.write_text("\n".join(tests[: tests.index(result["by"]) + 1]))
+                shutil.copy(tree / change.path, copy / change.path)
+                if run_tests(copy, names)[0]:
+                    result["noticed"], result["by"] = False, f"{result['by']} fails without the change"
             result["seconds"] = round(time.monotonic() - start)
     return result
 
