@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from marft_trl import TeamManifest, Turn
 from marft_trl.reporting.transcripts import format_turns
 
-from .helpers import pooled
+from .helpers import SIZES, pooled
 from .test_distributed import launch
 
 
@@ -98,7 +98,7 @@ def test_ppo_team_on_real_records(model_folder, tmp_path):
     assert "step 4/4" in output and "planner: " in output
     assert {"critic/explained_variance", "own_reward", "agents/planner/approx_kl"} <= logged(tmp_path, 4)
     heads = load_file(tmp_path / "out" / "_critic" / "value_heads.safetensors")
-    assert heads["_critic.weight"].shape == (3, 128)  # the command line wins over the script's default
+    assert heads["_critic.weight"].shape == (3, SIZES["hidden_size"])  # the command line wins over the script
     assert (tmp_path / "out" / "_critic" / "adapter_model.safetensors").exists()
     assert [agent.name for agent in TeamManifest.load(tmp_path / "out").agents] == ["planner", "solver", "verifier"]
 
