@@ -61,18 +61,27 @@ def built_once(tmp_path_factory):
     return built
 
 
-@pytest.fixture(scope="session")
-def model_folder(built_once, tokenizer) -> str:
-    """A model of one layer after a few warm-up steps: its completions end by themselves, at different lengths."""
-
+def _warm(built_once, tokenizer, name: str, **sizes) -> str:
     def build(folder):
-        model = tiny_model(len(tokenizer), **SIZES)
+        model = tiny_model(len(tokenizer), **sizes)
         torch.manual_seed(0)
         warm_up(model, tokenizer, steps=60)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 
-    return built_once("warm-model", build)
+    return built_once(name, build)
+
+
+@pytest.fixture(scope="session")
+def model_folder(built_once, tokenizer) -> str:
+    """A model of one layer after a few warm-up steps: its completions end by themselves, at different lengths."""
+    return _warm(built_once, tokenizer, "warm-model", **SIZES)
+
+
+@pytest.fixture(scope="session")
+def deep_folder(built_once, tokenizer) -> str:
+    """The same with two layers, for what tells layers apart."""
+    return _warm(built_once, tokenizer, "deep-model", **{**SIZES, "num_hidden_layers": 2})
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,12 @@ def train(model, folder, *, sharded, processes=2, environment=(), **options):
 
 
 @pytest.fixture(scope="module")
+def model_folder(deep_folder):
+    """Adapters of single layers, and shards of more than one."""
+    return deep_folder
+
+
+@pytest.fixture(scope="module")
 def untied_folder(model_folder, tmp_path_factory):
     """The tiny model with a head of its own, as most models from 7B on have."""
     folder = tmp_path_factory.mktemp("untied")
