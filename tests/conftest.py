@@ -8,6 +8,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 import fcntl
 import gc
+import resource
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
 from .helpers import SIZES
 
+
+MEMORY: list[int] = []
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("ci")
@@ -96,8 +99,21 @@ def small_model(built_once, tokenizer) -> str:
     return built_once("small-model", build)
 
 
+def pytest_sessionfinish(session):
+    """A worker tells its largest memory, in kB."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    MEMORY.append(getattr(node, "workeroutput", {}).get("memory", 0))
+
+
 def pytest_terminal_summary(terminalreporter):
-    """The number of resumes that were exact."""
+    """The memory of the largest worker, and the number of resumes that were exact."""
+    if any(MEMORY):
+        terminalreporter.write_line(f"Memory of the largest worker: {max(MEMORY) / 1e6:.2f} GB.")
     passed = [item for report in terminalreporter.stats.get("passed", []) for item in report.user_properties]
     points = sum(count for name, count in passed if name == "exact_points")
     if points:
