@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from marft_trl import TeamManifest, Turn
 from marft_trl.reporting.transcripts import format_turns
+from marft_trl.tiny import _demonstrations, questions
 
 from .helpers import SIZES, pooled
 from .test_distributed import launch
@@ -254,6 +256,14 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
     assert all(first > 0.55 for first, _ in figures), f"the model was not taught its parts: {figures}"
     mean, distance = pooled([last - first for first, last in figures])
     assert mean > 0.1 and distance > 3, figures
+
+
+def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
+    numbers = re.compile(r"has (\d+) \w+, \w+ (\d+) and \w+ (\d+)")
+    prompts = [tokenizer.decode(prompt) for prompt, _ in itertools.islice(_demonstrations(tokenizer, seed=0), 2048)]
+    shown = {numbers.search(prompt).groups() for prompt in prompts}
+    held_out = {numbers.search(row["prompt"]).groups() for row in questions(20_000, seed=1)}
+    assert len(shown) > 100 and shown.isdisjoint(held_out)
 
 
 def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch):

@@ -299,6 +299,16 @@ def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, 
     assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
 
 
+def test_sampled_log_probabilities_are_kept_only_where_scoring_gives_the_same(model_folder, tmp_path, monkeypatch):
+    passes = team_trainer(model_folder, tmp_path).parts.passes
+    assert passes.sample_what_they_score()
+    with monkeypatch.context() as change:  # as `tf32=True` sets it
+        change.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert not passes.sample_what_they_score()
+    monkeypatch.setattr(passes._base, "is_quantized", True, raising=False)
+    assert not passes.sample_what_they_score()
+
+
 def lora_of(*modules):
     config = lora()
     config.target_modules = set(modules)

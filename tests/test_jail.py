@@ -531,6 +531,10 @@ def test_limits_that_no_program_could_keep_are_refused(settings, name):
         Limits(**settings)
 
 
+def test_the_least_limits_are_taken():
+    assert Limits(memory=1 << 27, output=1, files=16, disk=1 << 16, entries=2, threads=1)
+
+
 def test_too_many_open_files_are_no_wrong_program(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(24, "Too many open files")

@@ -357,6 +357,8 @@ def test_scores_of_several_runs(tmp_path):
         ({"eval_k": 4}, ValueError, "list of integers"),
         ({"eval_sampling": {"temprature": 1}}, ValueError, "temperature"),
         ({"eval_sampling": {"top_p": 1.5}}, ValueError, "from 0 to 1"),
+        ({"eval_sampling": {"temperature": -1}}, ValueError, "at least 0"),
+        ({"eval_sampling": {"min_p": "half"}}, ValueError, "must be a number"),
         ({"eval_sampling": 0.5}, TypeError, "mapping"),
         ({"eval_right_at": 0.5}, ValueError, "eval_k=None"),
         ({"eval_right_by": "exactanswer", "eval_k": [1]}, ValueError, "exact_answer"),

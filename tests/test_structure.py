@@ -371,3 +371,41 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
     one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/tasks.md"], 0)
     assert {"task_families", *selection.CORE} & every <= one
+
+
+# ---- What docstrings say ----
+
+
+def documented_defaults(node: ast.AST) -> dict[str, str]:
+    text = " ".join((ast.get_docstring(node) or "").split())
+    return dict(re.findall(r"(?:^| )(\w+) \(`[^()]*?\*optional\*, defaults to `([^`]+)`\):", text))
+
+
+def declared_defaults(node: ast.AST) -> dict[str, ast.expr]:
+    """Defaults of the arguments of a function, or of the fields and the constructor of a class."""
+    if isinstance(node, ast.ClassDef):
+        fields = [it for it in node.body if isinstance(it, ast.AnnAssign) and it.value is not None]
+        constructors = [it for it in node.body if isinstance(it, ast.FunctionDef) and it.name == "__init__"]
+        found = {ast.unparse(field.target): field.value for field in fields}
+        return found | {name: value for it in constructors for name, value in declared_defaults(it).items()}
+    positional = [*node.args.posonlyargs, *node.args.args]
+    named = zip(positional[len(positional) - len(node.args.defaults) :], node.args.defaults, strict=True)
+    by_keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return {arg.arg: value for arg, value in [*named, *by_keyword] if value is not None}
+
+
+def test_documented_defaults_are_those_of_the_code():
+    seen = 0
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            declared = declared_defaults(node)
+            for name, said in documented_defaults(node).items():
+                value = declared.get(name)
+                if isinstance(value, ast.Call):  # `field(default=...)`
+                    value = next((word.value for word in value.keywords if word.arg == "default"), None)
+                if isinstance(value, (ast.Constant, ast.UnaryOp)):  # no name of a constant
+                    assert ast.literal_eval(value) == ast.literal_eval(said), f"{path}: `{name}` of `{node.name}`"
+                    seen += 1
+    assert seen > 150

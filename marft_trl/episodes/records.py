@@ -170,7 +170,7 @@ class Completion:
     Args:
         text (`str`): without control tokens.
         seen (`Sequence[Turn | Feedback]`): turns and feedback that were shown.
-        raw_text (`str`, *optional*, defaults to `text`): with sampled control tokens spelled out.
+        raw_text (`str`, *optional*): with sampled control tokens spelled out. Defaults to the text.
         observation (`str` or `list[dict]`): what was shown, before tokenization.
         prompt_ids (`Sequence[int]`): the observation in tokens.
         completion_ids (`Sequence[int]`): tokens as sampled.
