@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real test test-versions mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real test test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
 
 $(READY): pyproject.toml constraints.txt
@@ -34,6 +34,11 @@ test-slow: $(READY)  ## longer checks; `make test-slow SLOW="tests/test_kills.py
 test-versions:  ## the tests with the lowest and with the newest versions of what this builds on
 	PYTHON=$(PYTHON) bash tests/scripts/versions.sh lowest
 	PYTHON=$(PYTHON) bash tests/scripts/versions.sh newest
+
+# What the versions of Python could break: imports, equality with TRL, the quickstart, structure, whole teams
+test-python:  ## the same for other versions of Python, as far as they are installed
+	for python in python3.11 python3.12 python3.13; do bash tests/scripts/versions.sh $$python \
+	  tests/test_equals_grpo.py tests/test_structure.py tests/test_examples.py tests/test_team_training.py || exit 1; done
 
 test-vllm: $(READY) .venv-vllm/.ready  ## teams on a real vLLM server on the CPU (AVX-512, 2 GB)
 	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -q -m "vllm and not slow"
@@ -97,4 +102,4 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output

@@ -1,21 +1,40 @@
 #!/usr/bin/env bash
-# The fast tests with the lowest versions that work or with the newest on the index, in an environment of their own.
-# Usage: versions.sh lowest|newest [arguments of pytest]
+# The fast tests with the lowest versions that work, with the newest on the index, or with another Python, in an
+# environment of their own.
+# Usage: versions.sh lowest|newest|python3.13 [arguments of pytest]
 set -euo pipefail
-which=${1:?usage: versions.sh lowest|newest}
+which=${1:?usage: versions.sh lowest|newest|python3.13}
 shift
 environment=.venv-$which
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
-# What the tests use is as in constraints.txt; what the package builds on is the lowest, or free. torch is one build.
-grep -vE '^(#|trl|transformers|peft|accelerate|datasets|bitsandbytes|evaluate|huggingface_hub)' constraints.txt >"$constraints"
-if [ "$which" = lowest ]; then
-  sed -nE 's/^  "(trl|transformers|peft|accelerate|datasets|bitsandbytes|evaluate)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml >>"$constraints"
-fi
+built_on='trl|transformers|peft|accelerate|datasets|bitsandbytes|evaluate'
+case "$which" in
+python*)
+  PYTHON=$which
+  if ! "$which" -c "" 2>/dev/null; then
+    echo "no $which: the tests with it are skipped"
+    exit 0
+  fi
+  cp constraints.txt "$constraints"
+  ;;
+lowest | newest)
+  # What the tests use is as in constraints.txt; what the package builds on is the lowest, or free. torch is one build.
+  grep -vE "^(#|$built_on|huggingface_hub)" constraints.txt >"$constraints"
+  if [ "$which" = lowest ]; then
+    sed -nE "s/^  \"($built_on)>=([0-9.]+),.*/\1==\2.*/p" pyproject.toml >>"$constraints"
+  fi
+  export MARFT_NEWEST=1 # newer versions than `TESTED` names are what this is for
+  ;;
+*)
+  echo "lowest, newest or the name of an interpreter, got $which"
+  exit 2
+  ;;
+esac
 "${PYTHON:-python3}" -m venv "$environment"
 pip=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade --constraint "$constraints")
 "${pip[@]}" torch
 "${pip[@]}" --editable ".[test]"
-"$environment/bin/python" -m pip list 2>/dev/null | grep -E '^(trl|transformers|peft|accelerate|datasets|bitsandbytes|evaluate|torch) '
-export MARFT_NEWEST=1 # newer versions than `TESTED` names are what this is for
+"$environment/bin/python" --version
+"$environment/bin/python" -m pip list 2>/dev/null | grep -E "^($built_on|torch) "
 exec "$environment/bin/python" -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive" "$@"
