@@ -419,6 +419,26 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
     versions = check_structure(SETTINGS, changed("versions", torch="2.14"), ResumeChanges(), "c")
     assert versions == ["versions.torch: 2.13 -> 2.14"]
     assert tunables(SETTINGS, changed("tunable", learning_rate=0.2)) == [("learning_rate", "0.1", "0.2")]
+    # Of a checkpoint of an earlier version, which recorded less
+    later = {
+        **changed("tunable", **{"torch_compile": False, "team.rewards[1]": "f"}),
+        "workflow": {"team": ["a", "b"]},
+    }
+    earlier = changed("tunable", trackio_bucket_id=None) | {"workflow": {}}
+    assert check_structure(earlier, later, ResumeChanges(), "c") == []
+    assert tunables(earlier, later) == [("team.rewards[1]", "(not recorded)", "f")]
+
+
+def test_the_order_of_the_team_is_compared_with_its_announced_changes():
+    def compare(saved, present, **changes):
+        before, after = ({"workflow": {"team": team}} for team in (saved, present))
+        return check_structure(before, after, ResumeChanges.of(changes), "")
+
+    assert compare(["a", "b"], ["c", "d", "b"], rename={"a": "c"}, add=["d"]) == []
+    assert compare(["a", "b", "c"], ["a", "c"], remove=["b"]) == []
+    assert compare(["a", "b"], ["b", "a"], accept=["workflow"]) == ["workflow.team: ['a', 'b'] -> ['b', 'a']"]
+    with pytest.raises(ValueError, match=r"workflow\.team +\['c', 'b'\] +\['b', 'c'\]"):
+        compare(["a", "b"], ["b", "c"], rename={"a": "c"})
 
 
 @pytest.mark.parametrize(

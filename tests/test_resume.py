@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,13 +10,17 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from marft_trl import AgentSpec
+from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.checkpoints import commit as commits
+from marft_trl.checkpoints.changes import tunables
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
 from .exactness import SETTINGS, STEPS, differences, inexact_points, trainer_of
+from .helpers import SETTINGS as SETTINGS_OF_TESTS
 from .helpers import StopAt, began_at, lora, moved, team_trainer, weights
+from .scripts.order import KINDS
+from .test_distributed import launch
 
 
 POINTS = range(1, STEPS)
@@ -74,6 +78,20 @@ def test_a_stream_is_resumed_in_any_pass(small_model, tmp_path, at):
     assert differences(tmp_path / "whole" / "checkpoint-6", tmp_path / "cut" / "checkpoint-6") == []
 
 
+# ---- Several processes ----
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_every_process_finds_the_prompts_of_its_step_in_any_pass(small_model, tmp_path, processes):
+    """Rows in memory and streamed, one and several generation batches a pass, resumed at every step."""
+    done = launch(processes, "tests/scripts/order.py", small_model, str(tmp_path))
+    found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("ORDER")]
+    assert len(found) == len(KINDS) * processes and all(int(batches) >= 4 for _, _, batches, _ in found)
+    assert [its for its in found if its[-1] != "[]"] == []
+
+
 # ---- Resuming with changes ----
 
 
@@ -110,6 +128,7 @@ STRUCTURE = {
         {"settings": {"advantage": "gae", "critic": "shared", "num_generations": 1}},
         r"(critic|The agents|the agents and adapters)",
     ),
+    "order": ({"agents": AGENTS[::-1]}, r"workflow\.team +\['reasoner', 'actor'\] +\['actor', 'reasoner'\]"),
     "frozen": ({"agents": [AGENTS[0], replace(AGENTS[1], trainable=False)]}, r"adapters\.actor\.trained +True +False"),
 }
 
@@ -119,7 +138,7 @@ def some(names, kept):
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", some(STRUCTURE, {"dataset", "workflow", "rank", "critic"}))
+@pytest.mark.parametrize("name", some(STRUCTURE, {"dataset", "workflow", "rank", "critic", "order"}))
 def test_a_structural_change_is_refused_with_then_and_now(small_model, stopped, tmp_path, name):
     """Before the first generation."""
     change, message = STRUCTURE[name]
@@ -179,6 +198,25 @@ def test_a_tunable_is_applied_and_said(small_model, stopped, tmp_path, caplog, n
     trainer.train(resume_from_checkpoint=True)
     assert began_at(trainer) == 2 and f"effective now: {message}" in caplog.text.replace("\n", " ")
     assert caplog.text.count("Changed since checkpoint-2") == 1
+
+
+@dataclass
+class LaterConfig(MARFTConfig):
+    """Of a later version of TRL, with fields that nobody here has heard of."""
+
+    log_rates_differently: bool = False
+    save_gradients_for_later: float = 1.0
+
+
+def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path):
+    def recorded(**settings):
+        args = LaterConfig(str(tmp_path), **SETTINGS_OF_TESTS | SAVE | settings)
+        return team_trainer(small_model, tmp_path, args=args).parts.checkpoints._settings.collect()
+
+    saved, present = recorded(), recorded(log_rates_differently=True, save_gradients_for_later=2.0, logging_steps=7)
+    assert {name for name, _, _ in tunables(saved, present)} == {"log_rates_differently", "save_gradients_for_later"}
+    decide = {"torch_compile", "dataloader_drop_last", "ignore_data_skip", "on_episode_error", "accelerator_config"}
+    assert decide <= present["tunable"].keys() and "logging_steps" not in present["tunable"]
 
 
 def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(small_model, stopped, tmp_path):

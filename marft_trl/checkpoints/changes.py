@@ -157,8 +157,12 @@ def check_structure(
 
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Settings that take effect when they change: name, then, now."""
-    return list(_differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges()))
+    """
+    Settings that take effect when they change: name, then, now. Nothing is said of a field of the configuration that
+    another version has not recorded.
+    """
+    differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
+    return [its for its in differences if _UNKNOWN not in its or not its[0].isidentifier()]
 
 
 def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) -> Iterable[tuple[str, str, str]]:
@@ -166,6 +170,10 @@ def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) ->
     if saved is None or present is None:
         return
     saved, present = dict(saved), dict(present)
+    if part == "workflow" and isinstance(present.get("team"), list):  # names in team order
+        before = [changes.rename.get(name, name) for name in saved.get("team", ()) if name not in changes.remove]
+        after = [name for name in present["team"] if name not in changes.add]
+        saved["team"], present["team"] = before or after, after  # earlier versions did not record it
     if part == "agents":
         saved = {name: changes.rename.get(adapter, adapter) for name, adapter in saved.items()}
     if part in ("agents", "adapters"):

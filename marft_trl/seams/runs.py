@@ -42,7 +42,11 @@ class EpochSampler(RepeatSampler):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the random state for `epoch`, counted from 0. accelerate calls this method before each epoch."""
+        """
+        Set the random state for `epoch`, counted from 0. `Trainer._run_epoch` (transformers 5.24) does so through the
+        data loader, which does not reach this sampler where several processes resume within an epoch
+        (`SkipBatchSampler` around `BatchSamplerShard`): the trainer calls this method itself.
+        """
         if self.shuffle:
             self.generator.manual_seed(self.seed)
             for _ in range(epoch):

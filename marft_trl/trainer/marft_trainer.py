@@ -122,6 +122,7 @@ class MARFTTrainer(GRPOTrainer):
     _tag_names = TAGS
     _name = "MARFT"
     _paper = PAPER
+    _order: EpochSampler | None = None  # of the rows of a map-style dataset
 
     def __init__(
         self,
@@ -300,7 +301,8 @@ class MARFTTrainer(GRPOTrainer):
         return optimizer
 
     def _get_train_sampler(self, dataset: Dataset | None = None):
-        return EpochSampler.of(super()._get_train_sampler(dataset), self.schedule.phases)
+        self._order = EpochSampler.of(super()._get_train_sampler(dataset), self.schedule.phases)
+        return self._order
 
     # ---- Evaluation and logs ----
 
@@ -376,13 +378,15 @@ class MARFTTrainer(GRPOTrainer):
         with keeping_checkpoints(self):
             return super()._finalize_training(*args, **kwargs)
 
-    def _run_epoch(self, *args, **kwargs) -> None:
+    def _run_epoch(self, *args, epoch: int, **kwargs) -> None:
         # The parent looks whether training is over after a step, so a finished run would train one more
         if self.state.global_step >= self.state.max_steps:
             logger.info(f"All {self.state.max_steps} steps are done already; nothing is trained.")
             self.control.should_training_stop = True
         else:
-            super()._run_epoch(*args, **kwargs)
+            if self._order is not None:
+                self._order.set_epoch(epoch)
+            super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with as_if_not_sharded(self):

@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_callable_name
@@ -37,38 +38,44 @@ _OF_BATCHES = (
 )
 _OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
-# Fields of the configuration that change files, logs and evaluations, not the results of training
-_NOT_RECORDED_PREFIXES = (
-    *(
-        "log",
-        "save",
-        "eval_acc",
-        "eval_do",
-        "eval_use",
-        "eval_ref",
-        "eval_k",
-        "eval_right",
-        "eval_sampl",
-        "hub",
-        "push",
-        "report",
-        "dataloader",
-        "ddp",
-    ),
-    *("fsdp", "deepspeed", "torch", "run_", "debug", "auto_", "include", "metric", "greater", "load_best"),
-    *("per_device_eval", "num_completions", "do_"),
-    *("vllm_server", "vllm_request", "vllm_max", "vllm_adapter", "vllm_group", "vllm_gpu", "vllm_tensor"),
-    *("vllm_enable", "vllm_mode", "vllm_python", "vllm_model_impl"),
-)
+# Fields of the configuration that change files, logs, evaluations and where things run, but not what is trained. Any
+# other one is compared, so also one that a later version of TRL adds.
 _NOT_RECORDED = frozenset(
     {
-        *("output_dir", "disable_tqdm", "project", "trackio_space_id", "resume_from_checkpoint", "resume_changes"),
-        *("preset", "overwrite_output_dir", "accelerator_config", "parallelism_config", "local_rank"),
-        *("length_column_name", "label_names", "remove_unused_columns", "ignore_data_skip", "use_cpu"),
-        *("max_tokens_per_micro_batch", "model_init_kwargs", "skip_memory_metrics", "batch_eval_metrics"),
-        *("reward_timeout", "workflow_timeout", "tool_timeout", "on_episode_error", "max_episode_retries"),
-        *("max_skipped_share", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
-        *("num_generations_eval", "fidelity_tolerance"),
+        # Files and the Hub
+        *("output_dir", "overwrite_output_dir", "run_name", "project", "resume_from_checkpoint", "resume_changes"),
+        *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+        *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
+        *("hub_revision", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
+        # Logs
+        *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+        *("log_level", "log_level_replica", "log_completions", "log_completions_hub_repo", "log_multimodal"),
+        *("log_unique_prompts", "num_completions_to_print", "report_to", "disable_tqdm"),
+        *(
+            "include_num_input_tokens_seen",
+            "trackio_space_id",
+            "trackio_bucket_id",
+            "trackio_static_space_id",
+            "debug",
+            "skip_memory_metrics",
+        ),
+        # Evaluations
+        *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "num_generations_eval"),
+        *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
+        *("eval_sampling", "eval_k", "eval_right_at", "eval_right_by", "eval_reference_column"),
+        *("batch_eval_metrics", "label_names", "fidelity_tolerance"),
+        # Where and how fast things run
+        *("local_rank", "use_cpu", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed"),
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        *("ddp_backend", "ddp_timeout", "parallelism_config", "length_column_name"),
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+        *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
+        *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization"),
+        *("vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_python", "vllm_request_timeout"),
+        *("vllm_max_inflight", "vllm_adapter_dir"),
+        # A preset is recorded by what it sets
+        "preset",
     }
 )
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
@@ -137,7 +144,7 @@ class RunSettings:
             else {"critic": None},
             "optimizer": {"optim": str(getattr(args.optim, "value", args.optim))},
             "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
-            "workflow": self._describe_workflow(),
+            "workflow": {**self._describe_workflow(), "team": [agent.name for agent in self._agents]},
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
             "versions": {name: _version(name) for name in _PACKAGES},
@@ -179,7 +186,6 @@ class RunSettings:
             item.name: plain(getattr(self._args, item.name))
             for item in fields(self._args)
             if item.name not in (*_NOT_RECORDED, *_OF_BATCHES, *_OF_ORDER, *_OF_CRITIC, "optim")
-            and not item.name.startswith(_NOT_RECORDED_PREFIXES)
         }
         for agent in self._agents:
             spec = {
@@ -211,6 +217,10 @@ def plain(value: Any) -> Any:
         return {str(key): plain(its) for key, its in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, torch.dtype):
+        return str(value)
     value = getattr(value, "value", value)  # of an enumeration
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
