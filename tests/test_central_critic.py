@@ -9,6 +9,7 @@ from marft_trl.learning.data import Row
 from marft_trl.learning.value_scale import ValueScale
 from marft_trl.workflows import EnvironmentLoop
 
+from .helpers import team_trainer
 from .test_own_returns import Alternating, run, worth
 from .test_parts import one_process
 
@@ -41,8 +42,38 @@ def test_the_scale_of_values_by_hand():
     assert again.of("one") == scale.of("one")
 
 
-@pytest.mark.parametrize("size", [1e3, pytest.param(1e-3, marks=pytest.mark.slow)])
-def test_normalized_values_take_rewards_of_any_size(model_folder, tmp_path, size):
+def test_the_scale_is_no_smaller_than_the_noise_of_a_critic():
+    """As in `ValueNorm`: a variance of 0.01, and a memory of 100,000 batches."""
+    scale = ValueScale(True, ["one"], one_process())
+    scale.update([row("one", [0.02, -0.02])])
+    assert scale.of("one") == (0.0, pytest.approx(0.1))
+    for _ in range(3):
+        scale.update([row("one", [10.0, 12.0])])
+    mean, deviation = scale.of("one")
+    assert mean == pytest.approx(33 / 4, rel=1e-4) and deviation == pytest.approx(
+        (366 / 4 - (33 / 4) ** 2) ** 0.5, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("rise", [0.0, 50.0])
+def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path, rise):
+    """Nothing of a batch is clipped before its update, whatever the scale does: rewards of 100 +- 10 that rise."""
+    batches = []
+
+    def reward(completions, **kwargs):
+        batches.append(len(completions))
+        middle = 100 + rise * len(batches)
+        return [middle + (10 if sum(map(ord, str(one))) % 2 else -10) for one in completions]
+
+    settings = {**PPO, "critic": "shared", "level": "action", "normalize_values": True, "value_clip": 0.2}
+    settings |= {"max_steps": 3, "logging_steps": 1}
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=reward, settings=settings)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "critic/clip_ratio" in entry]
+    assert [entry["critic/clip_ratio"] for entry in logs] == [0.0, 0.0, 0.0]
+
+
+def test_normalized_values_take_large_rewards(model_folder, tmp_path, size=1e3):
     """After the first batch, values are of the size of the rewards, which heads of that size never reach."""
 
     class Sized(Alternating):

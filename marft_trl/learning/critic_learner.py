@@ -198,13 +198,15 @@ class CriticLearner:
             with torch.set_grad_enabled(keeps):
                 features = self._features(batch)
                 values = self._critic.values(batch.agent, features, [row.agent for row in batch.rows])
-            read = self._scale.read(batch.agent, values.detach()).cpu()
-            for row, its, states in zip(batch.rows, read, features.detach(), strict=True):
+            outputs = values.detach().cpu()
+            read = self._scale.read(batch.agent, outputs)
+            for row, raw, its, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
                 length = len(row.completion_ids)
-                count = self._critic.num_kept_features(length)
+                count, known = self._critic.num_kept_features(length), self._critic.num_values(length)
                 filled[row.number] = replace(
                     originals[row.number],
-                    old_values=its[: self._critic.num_values(length)].clone(),
+                    old_values=its[:known].clone(),
+                    old_outputs=raw[:known].clone() if self._scale.is_on else None,
                     features=states[:count].cpu().clone() if count else row.features,
                 )
             if keeps:
@@ -274,10 +276,11 @@ class CriticLearner:
         values = self._known.pop(batch, None)
         if values is None:
             values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
-        old, targets = padded([row.old_values for row in batch.rows]), padded([r.value_targets for r in batch.rows])
+        # As the head put them out: the scale has moved since, and the clip is about how far the head has
+        old = padded([row.old_values if row.old_outputs is None else row.old_outputs for row in batch.rows])
+        targets = self._scale.normalized(batch.agent, padded([row.value_targets for row in batch.rows]))
         mask = padded([torch.ones(row.num_value_targets) for row in batch.rows])
         values = values[:, : mask.size(1)]
-        old, targets = self._scale.normalized(batch.agent, old), self._scale.normalized(batch.agent, targets)
         clip = self._args.value_clip
         losses = functional.value_losses(values, old, targets, clip, self._args.value_loss) * mask
         clipped = ((values - old).abs() > (torch.inf if clip is None else clip)).float() * mask

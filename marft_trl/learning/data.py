@@ -59,6 +59,8 @@ class Row:
         old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
             Values at the time of sampling, and value targets (NaN if unknown). `V` is 1 at action level and
             `max(L, 1)` at token level.
+        old_outputs (`torch.Tensor` of shape `(V,)`, *optional*):
+            What the critic's head put out for the values, where these are normalized ([`ValueScale`]).
         features (`torch.Tensor` of shape `(V, H)`, *optional*):
             Inputs of the frozen critic: hidden states of the base.
         sampled_by ([`SampledBy`], *optional*):
@@ -88,6 +90,7 @@ class Row:
     critic_prompt_ids: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     value_targets: torch.Tensor | None = None
+    old_outputs: torch.Tensor | None = None
     features: torch.Tensor | None = None
     sampled_by: SampledBy | None = None
     sampling_logps: torch.Tensor | None = None

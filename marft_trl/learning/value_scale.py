@@ -13,7 +13,7 @@ from ..processes import Processes
 from .data import Row
 
 
-_SMALLEST = 1e-6  # deviation below which returns count as equal
+_SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic
 
 
 class ValueScale:
@@ -21,20 +21,21 @@ class ValueScale:
     Running mean and standard deviation of the value targets of each part of the critic. Values are read as
     `mean + deviation * output`, and the loss compares outputs with normalized targets.
 
-    Both moments are exponential moving averages over generation batches, divided by `1 - decay^n` as in Adam.
+    Both moments are exponential moving averages over generation batches, divided by `1 - decay^n` as in Adam. The
+    deviation is at least 0.1.
 
     Args:
         is_on (`bool`): whether values are normalized; else the mean is 0 and the deviation 1.
         parts (`Sequence[str]`): parts of the critic.
         processes ([`Processes`]): the processes of the run.
-        decay (`float`, *optional*, defaults to `0.99`): decay of the averages per generation batch.
+        decay (`float`, *optional*, defaults to `0.99999`): decay of the averages per generation batch.
 
-    Source: the statistics of PopArt (1602.07714), as MAPPO (2103.01955) uses them, without the correction of the
-    head's weights.
+    Source: `ValueNorm` of MAPPO (2103.01955): the statistics of PopArt (1602.07714) without the correction of the
+    head's weights. There they take in each minibatch of each epoch.
     """
 
-    def __init__(self, is_on: bool, parts: Sequence[str], processes: Processes, decay: float = 0.99):
-        self._is_on, self._parts, self._processes, self._decay = is_on, list(parts), processes, decay
+    def __init__(self, is_on: bool, parts: Sequence[str], processes: Processes, decay: float = 0.99999):
+        self.is_on, self._parts, self._processes, self._decay = is_on, list(parts), processes, decay
         # For each part the averages of returns and of their squares, and the weight of all batches so far
         self._moments = {part: [0.0, 0.0, 0.0] for part in self._parts}
 
@@ -49,7 +50,7 @@ class ValueScale:
     def of(self, part: str) -> tuple[float, float]:
         """Mean and standard deviation of the value targets of a part; 0 and 1 before the first."""
         mean, square, weight = self._moments[part]
-        if not self._is_on or not weight:
+        if not self.is_on or not weight:
             return 0.0, 1.0
         mean, square = mean / weight, square / weight
         return mean, max(square - mean**2, _SMALLEST**2) ** 0.5
@@ -66,7 +67,7 @@ class ValueScale:
 
     def update(self, rows: Sequence[Row]) -> None:
         """Take in the value targets of the rows of a generation batch, of all processes."""
-        if not self._is_on:
+        if not self.is_on:
             return
         totals = torch.zeros(len(self._parts), 3, dtype=torch.float64)
         for index, part in enumerate(self._parts):
