@@ -270,6 +270,10 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`advantage='turn'`.",
         ),
         (
+            args.advantage == "rae" and args.rae_decay == 1,
+            "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 for ever. Set a number below 1.",
+        ),
+        (
             is_lone and (args.advantage == "batch" or normalizes),
             "With one episode in a generation batch (`per_device_train_batch_size` 1) there is nothing to compare it "
             f"with, so with `advantage={args.advantage!r}` nothing would be learned. Raise "
@@ -292,6 +296,11 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             per_turn and args.loss_type not in _LOSSES_OF_ACTIONS,
             f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
             f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+        ),
+        (
+            args.loss_type == "cispo" and args.epsilon_high < 1,
+            f"`epsilon_high={args.epsilon_high}` is the largest ratio that `loss_type='cispo'` weighs a token with: "
+            "below 1 it makes every gradient smaller. Set 5.0, or leave it out.",
         ),
         (
             per_turn and args.importance_sampling_level == "sequence",
@@ -499,6 +508,15 @@ def check_timeouts(args: Any, num_processes: int, patience: float | None) -> Non
             )
 
 
+# Settings of `generate` that a team cannot be trained with
+_NOT_IN_GENERATION = {
+    "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
+    "num_beams": "a beam is no sample of the policy. Leave it out.",
+    "stop_strings": "pass `AgentSpec(stop=...)`, which also says where the turn ends.",
+    "return_dict_in_generate": "turns are token ids. Leave it out.",
+}
+
+
 def check_supported(args: Any) -> None:
     """
     Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
@@ -513,7 +531,15 @@ def check_supported(args: Any) -> None:
             args.use_transformers_continuous_batching,
             "it keeps one policy for all requests. Set it to False.",
         ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha,
+            "turns are sampled with the noise too, and scored with another one. Leave it out.",
+        ),
     }
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
+    for name, why in _NOT_IN_GENERATION.items():
+        value = (args.generation_kwargs or {}).get(name) if isinstance(args.generation_kwargs, dict) else None
+        if value not in (None, 1, False):
+            raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.logging import get_logger
+
 from .advantages.baselines import BASELINES
 from .advantages.credit_rules import CREDITS
 from .config_checks import has_turn_ratio, uses_candidates
 from .learning.levels import LEVELS
 
 
+logger = get_logger(__name__)
+CISPO_EPSILON_HIGH = 5.0  # as TRL recommends after ScaleRL (2510.13786)
+
+
 def resolve(config: Any) -> None:
     """Set what is `None` and depends on other settings of a [`MARFTConfig`], in place."""
     if config.loss_type is None:
         config.loss_type = LEVELS[config.level].loss_type if config.level in LEVELS else "dapo"
+    if config.loss_type == "cispo" and config.epsilon_high is None:
+        # A bound of `epsilon` = 0.2, as `GRPOTrainer` takes it, would be below every ratio
+        config.epsilon_high = CISPO_EPSILON_HIGH
+        logger.warning(f"`epsilon_high` is {CISPO_EPSILON_HIGH}, the largest ratio with `loss_type='cispo'`.")
     if has_turn_ratio(config) and "use_bias_correction_kl" not in config.given:
         config.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
     if config.credit_kind is None:

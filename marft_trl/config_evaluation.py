@@ -37,7 +37,7 @@ class EvaluationSettings:
             trainer.
     """
 
-    eval_sampling: dict | None = field(
+    eval_sampling: dict | str | None = field(
         default=None,
         metadata={"help": "Sampling settings in evaluations: 'temperature', 'top_p', 'top_k', 'min_p'."},
     )

@@ -224,6 +224,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             first and is not exact. Remove the setting once the changed run has saved a checkpoint.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
+
     learning_rate: float = field(
         default=5e-6,
         metadata={"help": "Peak learning rate of every adapter whose agent does not set its own."},
@@ -439,7 +441,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         default=None,
         metadata={"help": "Whether rows whose gradient is exactly 0 take no pass. If None, as share_prefixes."},
     )
-    resume_changes: dict | None = field(
+    resume_changes: dict | str | None = field(
         default=None,
         metadata={
             "help": "Intended changes of a resumed run: 'add', 'remove', 'rename' agents, 'accept' differences."
@@ -469,6 +471,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
             for name in checkpointing:
                 setattr(self, name, None)
+        self._check()
+
+    def _check(self) -> None:
         check_choices(self)
         check_supported(self)
         check_combinations(self)
@@ -477,6 +482,18 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         check_evaluation(self)
         check_collapse(self)
         self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
+
+    @classmethod
+    def of(cls, args: GRPOConfig) -> MARFTConfig:
+        """The arguments with the values of a [`~trl.GRPOConfig`], and the defaults of all other fields."""
+        config = object.__new__(cls)
+        # `__post_init__` has already run on these values; running it again would change the batch sizes
+        config.__dict__.update(args.__dict__)
+        config.given, config.preset_settings = frozenset(), {}
+        resolve(config)
+        check_numbers(config)
+        config._check()
+        return config
 
     def _apply_preset(self) -> None:
         self.preset_settings: dict[str, object] = {}

@@ -71,7 +71,7 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
     [
         {"loss_type": "grpo", "entropy_coef": 0.01, "conversational": False},
         {"loss_type": "dr_grpo", "scale_rewards": "batch"},
-        {"loss_type": "cispo", "multi_objective_aggregation": "normalize_then_sum"},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "multi_objective_aggregation": "normalize_then_sum"},
         {"loss_type": "sapo", "top_p": 0.9, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.1},
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_checkpointing": False},
         {"loss_type": "vespo", "scale_rewards": "none", "mask_truncated_completions": True},

@@ -37,7 +37,7 @@ from marft_trl.seams.models import (
     commit_of,
     forward_in_precision,
     fused_head,
-    generation_defaults,
+    generating_by,
     keep_4bit_weights,
     pad_token_of,
     without_adapter_name_warning,
@@ -410,7 +410,7 @@ def test_checkpointing_with_caches_bends_what_transformers_reads():
     assert "_can_checkpoint_with_cache" in inspect.getsource(GradientCheckpointingLayer)
 
 
-def test_generation_defaults_are_still_needed(model_folder):
+def test_a_generation_config_acts_unless_it_is_set_aside(model_folder):
     """transformers#42762: a setting that equals transformers' default, `None`, is taken from the model's config."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.generation_config.top_k, model.generation_config.do_sample = 1, True
@@ -423,7 +423,7 @@ def test_generation_defaults_are_still_needed(model_folder):
         return len({tuple(row) for row in rows.tolist()})
 
     assert draw() == 1  # the model's `top_k`
-    with generation_defaults(model, settings):
+    with generating_by(model, settings):
         assert draw() > 1
     assert model.generation_config.top_k == 1
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from marft_trl import AgentSpec
+from marft_trl import AgentSpec, Team
 from marft_trl.rollout.generator import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
@@ -110,3 +110,56 @@ def test_a_character_of_several_tokens_is_found(tokenizer):
     assert len(ids) > 3
     assert tokenizer.decode(rule.cut(ids)) == "a\N{ROBOT FACE}"
     assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(ids) - 2
+
+
+@pytest.mark.parametrize("where", ["generation_kwargs", "generation_config", "tokenizer"])
+@pytest.mark.parametrize("share", [True, False])
+def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, where, share):
+    """No padding is part of a turn, its log-probabilities are those of its tokens, and a saved team ends there too."""
+    model, again = (AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2))
+    tokenizer = tiny_tokenizer()
+    others = tokenizer("+=;0123456789")["input_ids"]
+    if where == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(others[0])
+        others = others[:1]
+    elif where == "generation_config":
+        model.generation_config.eos_token_id = others  # not that of the team: its manifest says it
+    given = {"generation_kwargs": {"eos_token_id": others}} if where == "generation_kwargs" else {}
+    trainer = team_trainer(
+        model, tmp_path, processing_class=tokenizer, settings={"share_prefixes": share, "num_iterations": 2, **given}
+    )
+    ends = {tokenizer.eos_token_id, *others}
+    assert set(trainer.eos_token_ids) >= ends
+    (slice_,) = trainer.parts.experience.for_training([{"prompt": "3+4"}] * 8)
+    turns = [row.completion_ids.tolist() for row in slice_.rows]
+    assert all(not set(turn[:-1]) & {*ends, tokenizer.pad_token_id} for turn in turns)
+    assert {turn[-1] for turn in turns} & set(others) and len({*map(len, turns)}) > 1
+    for row in slice_.rows:
+        assert row.old_per_token_logps is None or (row.old_per_token_logps < 0).all()
+    trainer.save_model(str(tmp_path / "team"))
+    team = Team.from_pretrained(tmp_path / "team", again)
+    said = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
+    assert all(not set(turn[:-1]) & ends for turn in said) and {turn[-1] for turn in said} & set(others)
+
+
+def test_the_generation_config_of_the_base_gives_end_tokens_alone(model_folder, tmp_path, caplog):
+    """In training, in an evaluation and in a saved team alike; what it would have changed is said once."""
+
+    def sampled(name, **settings):
+        model, again = (AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2))
+        for one in (model, again):
+            one.generation_config.update(**settings)
+        trainer = team_trainer(model, tmp_path / name, settings={"seed": 3})
+        torch.manual_seed(0)
+        (slice_,) = trainer.parts.experience.for_training([{"prompt": "3+4"}] * 8)
+        trainer.save_model(str(tmp_path / f"{name}-team"))
+        team = Team.from_pretrained(tmp_path / f"{name}-team", again)
+        torch.manual_seed(0)
+        said = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
+        return [row.completion_ids.tolist() for row in slice_.rows], said
+
+    plain = sampled("plain")
+    assert "generation config of the base" not in caplog.text
+    settings = {"min_p": 0.9, "typical_p": 0.2, "no_repeat_ngram_size": 1, "suppress_tokens": [5, 6], "num_beams": 3}
+    assert sampled("bent", **settings, top_k=1, temperature=0.1) == plain
+    assert all(f"{name}={value!r}" in caplog.text for name, value in settings.items()) and "top_k=" not in caplog.text

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HfArgumentParser
 from trl import GRPOConfig
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
@@ -298,6 +298,61 @@ def test_a_grpo_config_keeps_its_values():
     assert (as_marft_config(theirs).vllm_mode, as_marft_config(theirs).use_vllm) == ("colocate", True)
 
 
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
+    """Whatever is set nowhere is the same, whichever class was used."""
+    common = {"learning_rate": 3e-4, "num_generations": 4, "per_device_train_batch_size": 4, "bf16": False, **settings}
+    theirs = {"loss_type": "dapo", **common}
+    ours, converted = MARFTConfig("x", **theirs), as_marft_config(GRPOConfig("x", **common))
+    differing = {name for name in vars(ours) if getattr(ours, name) != getattr(converted, name, "missing")}
+    assert differing <= {
+        "given",
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "vllm_mode",
+        "distributed_state",
+    }
+    assert converted.skip_rows_without_signal is True
+    for wrong in ({"rae_decay": 1.5}, {"eval_k": [0]}, {"collapse_window": 0}):
+        bent = GRPOConfig("x", **common)
+        vars(bent).update(wrong)
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            as_marft_config(bent)
+
+
+def test_cispo_bounds_ratios_above_one(tmp_path, caplog):
+    """TRL's default, `epsilon`, would be the weight of every token: a fifth of the gradient."""
+    assert config(tmp_path, loss_type="cispo").epsilon_high == 5.0 and "`epsilon_high` is 5.0" in caplog.text
+    assert config(tmp_path, loss_type="cispo", epsilon_high=3.0).epsilon_high == 3.0
+    assert config(tmp_path, loss_type="dapo").epsilon_high is None
+    with pytest.raises(ValueError, match="`epsilon_high=0.2` is the largest ratio"):
+        config(tmp_path, loss_type="cispo", epsilon_high=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
+        ({"generation_kwargs": {"num_beams": 3}}, "a beam is no sample"),
+        ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 for ever"),
+    ],
+    ids=str,
+)
+def test_settings_that_would_train_on_something_else_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_dictionaries_on_a_command_line():
+    arguments = ["--output_dir", "x", "--eval_sampling", '{"temperature": 0.5}']
+    arguments += ["--resume_changes", '{"accept": ["seed"]}', "--generation_kwargs", '{"max_time": 9}']
+    (parsed,) = HfArgumentParser((MARFTConfig,)).parse_args_into_dataclasses(arguments)
+    assert parsed.eval_sampling == {"temperature": 0.5} and parsed.resume_changes == {"accept": ["seed"]}
+    assert parsed.generation_kwargs == {"max_time": 9}
+
+
 def test_every_new_field_is_documented_with_its_default():
     import dataclasses
 
@@ -547,3 +602,8 @@ def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
     with pytest.raises(InterruptedError):
         team_trainer("somebody/some-model", tmp_path)
     assert config(tmp_path).trust_remote_code is False and not seen[0].get("trust_remote_code")
+
+
+def test_luspo_by_turns_is_not_advised_against(model_folder, tmp_path, caplog):
+    team_trainer(model_folder, tmp_path, settings={"level": "action", "loss_type": "luspo"})
+    assert "importance_sampling_level" not in caplog.text

@@ -202,11 +202,11 @@ class CriticLearner:
             read = self._scale.read(batch.agent, outputs)
             for row, raw, its, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
                 length = len(row.completion_ids)
-                count, known = self._critic.num_kept_features(length), self._critic.num_values(length)
+                count, of_row = self._critic.num_kept_features(length), self._critic.num_values(length)
                 filled[row.number] = replace(
                     originals[row.number],
-                    old_values=its[:known].clone(),
-                    old_outputs=raw[:known].clone() if self._scale.is_on else None,
+                    old_values=its[:of_row].clone(),
+                    old_outputs=raw[:of_row].clone() if self._scale.is_on else None,
                     features=states[:count].cpu().clone() if count else row.features,
                 )
             if keeps:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -166,7 +165,7 @@ class TransformersGenerator:
 
     def _can_decode(self, sampling: Sampling) -> bool:
         settings = self._engine.settings(sampling)
-        return self._share and can_decode(self._merged(GenerationConfig(**settings)))
+        return self._share and can_decode(GenerationConfig(**settings))
 
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
@@ -183,19 +182,13 @@ class TransformersGenerator:
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [EndAtStopText(self._stops[sampling.stop])]
-        if self._share and can_decode(self._merged(GenerationConfig(**settings))):
+        if self._share and can_decode(GenerationConfig(**settings)):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
             options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows)
         return options
-
-    def _merged(self, config: GenerationConfig) -> GenerationConfig:
-        """Complete a config as `generate` does: missing settings are taken from the model's generation config."""
-        merged = copy.deepcopy(config)
-        merged.update(**self._engine.model.generation_config.to_dict(), defaults_only=True)
-        return merged
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         """Return `True` if a turn of an agent contains one of the agent's stop texts."""

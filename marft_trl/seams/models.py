@@ -110,18 +110,21 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def generation_defaults(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """
-    Context manager: the model's own generation config has these settings too. `generate` (transformers 5.23) takes
-    values from it where a setting equals the default of transformers (transformers#42762).
+    Context manager: `generate` acts by these settings alone. It (transformers 5.23) completes them from the model's
+    own generation config, also where a setting equals the default of transformers (transformers#42762). A `min_p` of
+    the base would change what is sampled, in training and not on a server, and nobody would have set it.
     """
-    own = model.generation_config
-    before = {name: getattr(own, name) for name in settings if hasattr(own, name)}
-    own.update(**{name: settings[name] for name in before})
+    own = vars(model.generation_config)
+    before = dict(own)
+    own.clear()
+    own.update(vars(GenerationConfig(**settings, disable_compile=True)))
     try:
         yield
     finally:
-        own.update(**before)
+        own.clear()
+        own.update(before)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_callable_name
 
+from .models import generating_by
 from .swapping import swapped
 
 
@@ -98,20 +99,24 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def constructing_parent(args: Any, has_adapters: bool, model_was_named: bool) -> Iterator[None]:
+def constructing_parent(
+    args: Any, has_adapters: bool, model_was_named: bool, ratio: str | None = None
+) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`]. Data parallelism does not broadcast buffers, unless that is set.
+    [`without_false_warning`]. Data parallelism does not broadcast buffers, unless that is set. What the constructor
+    says of `importance_sampling_level` is about the ratio that will be used.
 
     Args:
         args ([`MARFTConfig`]): training arguments.
         has_adapters (`bool`): whether the team has adapters.
         model_was_named (`bool`): whether the model was passed by its name.
+        ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
     """
     if args.ddp_broadcast_buffers is None:
         args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
-    hidden = without_reference(args, if_=has_adapters), without_vllm(args)
-    with hidden[0], hidden[1], without_false_warning(model_was_named):
+    unit = swapped(args, {"importance_sampling_level": ratio or args.importance_sampling_level})
+    with without_reference(args, if_=has_adapters), without_vllm(args), unit, without_false_warning(model_was_named):
         yield
 
 
@@ -127,6 +132,12 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     trainer.beta = beta
     if ratio is not None:
         trainer.importance_sampling_level = ratio
+    # Upstream generates until one of these tokens, but does not take them for the end when it cuts padding off
+    given = (trainer.args.generation_kwargs or {}).get("eos_token_id") or []
+    ends = [*trainer.eos_token_ids, *([given] if isinstance(given, int) else given)]
+    trainer.eos_token_ids = list(dict.fromkeys(ends))
+    if not trainer.use_vllm:
+        trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
 
 
 # ---- TRL: the state of a run ----
@@ -406,7 +417,10 @@ class TrlEngine:
         trainer.generation_kwargs = dict(settings)
         trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
         try:
-            with _generating_with(self.model, {"synced_gpus": False, **options}):
+            with (
+                generating_by(self.model, settings),
+                _generating_with(self.model, {"synced_gpus": False, **options}),
+            ):
                 return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
         finally:
             trainer.generation_config, trainer.generation_kwargs = config, kwargs

@@ -90,7 +90,7 @@ class Checkpoints:
         self.copies, self.best = copies, best
         self.owners = dict(owners)
         self.folder = RunFolder(args.output_dir or ".")
-        self.changes = ResumeChanges.of(args.resume_changes)
+        self.changes = ResumeChanges.of(args.resume_changes)  # type: ignore[arg-type]
         self._state, self._schedule = state, schedule
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
         self._agents, self._anonymous, self._settings = agents, anonymous, settings

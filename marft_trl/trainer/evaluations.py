@@ -31,7 +31,7 @@ class Evaluations:
 
     def __init__(self, args: MARFTConfig, settings: TrlSettings, runner: EpisodeRunner, reporter: Reporter):
         self._args, self._settings, self._runner, self._reporter = args, settings, runner, reporter
-        self._sampling: Mapping[str, Any] | None = args.eval_sampling
+        self._sampling: Mapping[str, Any] | None = args.eval_sampling  # type: ignore[assignment]
         self._k: Sequence[int] | None = args.eval_k
         self._with_losses = True
 

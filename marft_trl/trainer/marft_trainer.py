@@ -173,6 +173,7 @@ class MARFTTrainer(GRPOTrainer):
 
         set_seed(args.seed)  # adapters start at random
         base = setup.load_base(model, args, quantization_config)
+        setup.warn_of_generation_config(base, args)
         processing_class = setup.load_tokenizer(processing_class, base, args)
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents)
@@ -186,7 +187,7 @@ class MARFTTrainer(GRPOTrainer):
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
         engine = start_engine(args, self.policies, base, self.agents)
-        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str)):
+        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],

@@ -21,15 +21,9 @@ from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..anonymity import alias_names, anonymize
 from ..config_checks import (
-    check_choices,
-    check_combinations,
-    check_failures,
-    check_numbers,
-    check_supported,
     check_timeouts,
     uses_candidates,
 )
-from ..config_engine import check_vllm
 from ..configs import MARFTConfig
 from ..dataset_checks import column_names, named_sets
 from ..episodes.records import TOOL
@@ -63,19 +57,7 @@ def as_marft_config(args: GRPOConfig) -> MARFTConfig:
         return args
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
-    config = object.__new__(MARFTConfig)
-    # `__post_init__` has already run on these values; running it again would change the batch sizes
-    config.__dict__.update(args.__dict__)
-    config.given, config.preset_settings = frozenset(), {}
-    config.credit_kind = "returns"
-    check_numbers(config)
-    check_choices(config)
-    check_supported(config)
-    check_combinations(config)
-    check_failures(config)
-    check_vllm(config)
-    config.enable_jit_checkpoint = False
-    return config
+    return MARFTConfig.of(args)
 
 
 def load_base(
@@ -117,6 +99,32 @@ def load_base(
     base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
     return base
+
+
+# Settings of a generation config that training arguments replace, and those that do not say what is sampled
+_REPLACED = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
+        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
+        *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
+        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+        "prefill_chunk_size",
+    }
+)
+
+
+def warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
+    """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
+    config = getattr(base, "generation_config", None)
+    its = config.to_diff_dict() if config is not None else {}
+    given = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {name: value for name, value in its.items() if not name.startswith("_") and name not in _REPLACED | given}
+    if unused:
+        logger.warning(
+            f"The generation config of the base sets {', '.join(f'{name}={its!r}' for name, its in unused.items())}, "
+            "which has no effect: turns are sampled as the training arguments say. Set `min_p` or `generation_kwargs` "
+            "if it is meant."
+        )
 
 
 def load_tokenizer(
