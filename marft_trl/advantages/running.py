@@ -17,7 +17,7 @@ class RunningBaselines:
     the average is divided by `1 - decay^n` after `n` batches: after the first one it is the mean of that batch.
 
     Args:
-        decay (`float`): weight of the average so far, in `[0, 1]`.
+        decay (`float`): weight of the average so far, in `[0, 1)`.
 
     Source: role-conditioned advantage estimation of SPIRAL (2506.24119), there updated after each episode.
     """
@@ -40,7 +40,7 @@ class RunningBaselines:
 
     def _of(self, key: str) -> float:
         average, count = self._averages.get(key, (0.0, 0))
-        return average / (1 - self._decay**count) if count and self._decay < 1 else average
+        return average / (1 - self._decay**count) if count else average
 
     def update(self, keys: Sequence[str], returns: torch.Tensor, weights: torch.Tensor) -> None:
         """
