@@ -259,9 +259,14 @@ def _answer_and_size(completions, solution, **kwargs):
     return [c + (int(s) >= 4) for c, s in zip(exact_answer(completions, solution), solution, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("critic", ["shared", "per_agent", "multi_head", "frozen"])
+@pytest.mark.parametrize(
+    "critic",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "frozen")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("per_agent", "multi_head")),
+    ],
+)
 def test_critics_of_a_team_that_stays_as_it_is_end_above_the_best_constant(built_once, tmp_path, critic):
     settings = {
         **{**PPO, "critic": critic, "level": "action", "value_clip": None},

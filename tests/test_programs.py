@@ -242,7 +242,7 @@ def test_no_text_makes_a_workflow_or_a_prompt_raise(text):
     assert survives(text) and can_be_shown(text)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @settings(max_examples=10_000)
 @given(ODD)

@@ -81,14 +81,21 @@ def test_a_stream_is_resumed_in_any_pass(small_model, tmp_path, at):
 # ---- Several processes ----
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("processes", [2, 3])
-def test_every_process_finds_the_prompts_of_its_step_in_any_pass(small_model, tmp_path, processes):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("processes", "kinds"),
+    [
+        pytest.param(2, ["map", "dynamic"], marks=pytest.mark.slow),
+        pytest.param(2, [*KINDS], marks=pytest.mark.exhaustive),
+        pytest.param(3, [*KINDS], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_process_finds_the_prompts_of_its_step_in_any_pass(small_model, tmp_path, processes, kinds):
     """Rows in memory and streamed, one and several generation batches a pass, resumed at every step."""
-    done = launch(processes, "tests/scripts/order.py", small_model, str(tmp_path))
+    done = launch(processes, "tests/scripts/order.py", small_model, str(tmp_path), *kinds, timeout=800)
     found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("ORDER")]
-    assert len(found) == len(KINDS) * processes and all(int(batches) >= 4 for _, _, batches, _ in found)
+    assert len(found) == len(kinds) * processes and all(int(batches) >= 4 for _, _, batches, _ in found)
     assert [its for its in found if its[-1] != "[]"] == []
 
 
