@@ -119,11 +119,12 @@ def test_the_interval_of_seeds_is_students():
 
 
 def test_the_interval_of_questions_is_that_of_a_share():
-    # 50 of 200 right: Agresti and Coull's 52 of 204, with the standard error sqrt(p (1 - p) / 204)
+    # 50 of 200 right: the low end of Wald, 0.25 and sqrt(p (1 - p) / 200), and the high one of Agresti and Coull, 52
+    # of 204 and sqrt(p (1 - p) / 204)
     found = interval([1.0] * 50 + [0.0] * 150, n_resamples=20_000)
-    share, error = 52 / 204, math.sqrt(52 / 204 * 152 / 204 / 204)
-    assert found.low == pytest.approx(share - 1.96 * error, abs=0.004)
-    assert found.high == pytest.approx(share + 1.96 * error, abs=0.004)
+    wald, error = math.sqrt(0.25 * 0.75 / 200), math.sqrt(52 / 204 * 152 / 204 / 204)
+    assert found.low == pytest.approx(0.25 - 1.96 * wald, abs=0.004)
+    assert found.high == pytest.approx(52 / 204 + 1.96 * error, abs=0.004)
     assert found.mean == 0.25
 
 
@@ -155,6 +156,18 @@ def test_intervals_cover_the_true_share(share, questions, seeds):
         found = interval(draws.random((seeds, questions)) < share, seed=number, n_resamples=500)
         covered += found.low <= share <= found.high
     assert covered >= 180
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.95])
+@pytest.mark.parametrize(("samples", "questions"), [(4, 30), (8, 50)])
+def test_intervals_of_questions_with_several_samples_cover_the_true_share(share, samples, questions):
+    """`benchmarks/interval_coverage.py` has more."""
+    draws = np.random.default_rng(0)
+    found = [
+        interval(draws.binomial(samples, share, questions) / samples, seed=number, n_resamples=500)
+        for number in range(300)
+    ]
+    assert sum(one.low <= share <= one.high for one in found) >= 279
 
 
 @pytest.mark.parametrize(

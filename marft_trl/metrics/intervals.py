@@ -48,11 +48,12 @@ def interval(
     """
     Interval of a mean score, for other questions and other seeds.
 
-    The questions are resampled (bootstrap), with two right and two wrong ones added, as in the interval of Agresti and
-    Coull: if all of a few questions are wrong, the next one may be right. Seeds are few, so the deviation of their
-    mean is drawn from Student's distribution with their standard error instead, which resampling would make too small.
-    Both deviations are independent, and their sum gives the percentiles. Noise that belongs to one question in one
-    seed is contained in both, so intervals are rather too wide than too narrow.
+    The questions are resampled (bootstrap), as they are and with two right and two wrong ones added, as in the
+    interval of Agresti and Coull: if all of a few questions are wrong, the next one may be right. Each end is the
+    outer one of both: for low scores of several samples each, what is added is far from all of them. Seeds are few, so
+    the deviation of their mean is drawn from Student's distribution with their standard error instead, which
+    resampling would make too small. Both deviations are independent, and their sum gives the percentiles. Noise that
+    belongs to one question in one seed is contained in both, so intervals are rather too wide than too narrow.
 
     Args:
         scores (array of shape `(seeds, questions)` or `(questions,)`):
@@ -78,25 +79,30 @@ def _interval(scores, confidence: float, n_resamples: int, seed: int, bounds, ad
     _check(table, np.shape(scores), confidence, bounds)
     draws = np.random.default_rng(seed)
     seeds, questions = table.shape
-    means, weights = table.mean(axis=0), np.ones(questions)
-    if bounds is not None:
-        places, more = np.array(added[0]), np.array(added[1])
-        means = np.concatenate([means, bounds[0] + places * (bounds[1] - bounds[0])])
-        weights = np.concatenate([weights, more])
-    total = weights.sum()
-    center = float(means @ weights / total)
-    deviations = np.zeros(n_resamples)
-    if total > 1:
-        drawn = draws.choice(len(means), size=(n_resamples, round(total)), p=weights / total)
-        deviations += (means[drawn].mean(axis=1) - center) * np.sqrt(total / (total - 1))
+    of_seeds = np.zeros(n_resamples)
     if seeds > 1:
         error = table.mean(axis=1).std(ddof=1) / np.sqrt(seeds)
-        deviations += error * draws.standard_t(seeds - 1, size=n_resamples)
-    mean = float(table.mean())
-    low, high = np.quantile(center + deviations, [(1 - confidence) / 2, (1 + confidence) / 2])
+        of_seeds += error * draws.standard_t(seeds - 1, size=n_resamples)
+    mean, means = float(table.mean()), table.mean(axis=0)
+    ends = [mean, mean]
+    for places, weights in [((), ()), *([added] if bounds is not None else [])]:
+        reached = [bounds[0] + place * (bounds[1] - bounds[0]) for place in places] if bounds is not None else []
+        drawn = _resampled([*means, *reached], [*np.ones(questions), *weights], n_resamples, draws) + of_seeds
+        low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+        ends = [min(ends[0], float(low)), max(ends[1], float(high))]
     if bounds is not None:
-        low, high = max(low, bounds[0]), min(high, bounds[1])
-    return Interval(mean, min(float(low), mean), max(float(high), mean), seeds, questions)
+        ends = [max(ends[0], bounds[0]), min(ends[1], bounds[1])]
+    return Interval(mean, ends[0], ends[1], seeds, questions)
+
+
+def _resampled(values, weights, count: int, draws: np.random.Generator) -> np.ndarray:
+    """Means of resamples `(count,)` of weighted values, as far from their mean as of one question more."""
+    total = sum(weights)
+    center = float(np.dot(values, weights) / total)
+    if total <= 1:
+        return np.full(count, center)
+    drawn = draws.choice(values, size=(count, round(total)), p=np.divide(weights, total))
+    return center + (drawn.mean(axis=1) - center) * np.sqrt(total / (total - 1))
 
 
 def _check(table: np.ndarray, shape: tuple[int, ...], confidence: float, bounds) -> None:
