@@ -7,6 +7,10 @@ Feeds simulated rewards to what watches a run: every episode of a batch of 128 i
 batches make a run of `--runs`. Evaluations come every ten batches. Columns: trials in a run, share of runs in which
 adapters were restored although nothing had fallen, and share of runs that fall to 0.15 after 100 batches in which all
 of this was undone, with the batches that it took (median).
+
+The second table is of runs that only warn, with other rewards: of 400 batches, 4 prompts with 8 episodes or 32 prompts
+with one. Columns: share of runs in which a fall was said (calmly; capital letters need an evaluation), and the batch
+(median). The team falls in those whose name says so, after 200 batches.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import numpy as np
 import torch
 
 from marft_trl.trainer import collapse
+from marft_trl.trainer.falls import Falls
 
 
 class Adapters:
@@ -53,6 +58,7 @@ class Run:
             act=self.act,
             forget=lambda adapters, step: None,
             error_of_evaluation=self.error,
+            group_size=lambda: 1,
             step=lambda: self.step,
             args=args,
             metrics=types.SimpleNamespace(add=lambda *one: None),
@@ -95,6 +101,54 @@ class Run:
         return is_undone
 
 
+def solved_or_not(draws, share, usual):
+    chances = np.where(draws.random(4) < share, usual, draws.random(4))
+    return draws.random((4, 8)) < chances[:, None]
+
+
+def chance(value, shape=(4, 8)):
+    return lambda draws, batch: draws.random(shape) < (value(batch) if callable(value) else value)
+
+
+REWARDS = {
+    "1 of 500 right": chance(0.002, (32, 1)),
+    "1 of 200 right": chance(0.005, (32, 1)),
+    "1 of 100 right": chance(0.01, (32, 1)),
+    "prompts mostly impossible": lambda draws, batch: solved_or_not(draws, 0.9, 0.0),
+    "prompts nearly all solved": lambda draws, batch: solved_or_not(draws, 0.9, 1.0),
+    "Student's t, 1.2 degrees": lambda draws, batch: draws.standard_t(1.2, (4, 8)),
+    "Pareto, 1.2": lambda draws, batch: draws.pareto(1.2, (4, 8)),
+    "log-normal by prompt": lambda draws, batch: np.exp(2 * draws.normal(size=(4, 1))) * draws.random((4, 8)),
+    "half right": chance(0.5),
+    "dense": lambda draws, batch: draws.normal(0.5, 0.1, (4, 8)),
+    "two tasks, 8 batches each in turns": chance(lambda batch: 0.8 if batch // 8 % 2 else 0.2),
+    "two tasks, 50 batches each in turns": chance(lambda batch: 0.8 if batch // 50 % 2 else 0.2),
+    "in order of difficulty": chance(lambda batch: 0.9 - 0.002 * batch),
+    "falls from 0.5 to 0.05": chance(lambda batch: 0.5 if batch < 200 else 0.05),
+    "falls within 40 batches": chance(lambda batch: min(max(0.5 - (batch - 200) * 0.45 / 40, 0.05), 0.5)),
+    "falls, dense": lambda draws, batch: draws.normal(0.5 if batch < 200 else 0.2, 0.1, (4, 8)),
+}
+
+
+def batch_of_fall(draw, number):
+    """The batch after which a run says that it has fallen, or `None`."""
+    draws, falls = np.random.default_rng(number), Falls(8, 0.1, 5.0)
+    for batch in range(400):
+        rewards = draw(draws, batch)
+        falls.see(torch.tensor(rewards).reshape(-1), rewards.shape[1])
+        if falls.has_lasted:
+            return batch
+    return None
+
+
+def data(runs):
+    print("\n| rewards | a fall is said | after batch |\n|---|---|---|")
+    for name, draw in REWARDS.items():
+        found = [batch_of_fall(draw, number) for number in range(runs)]
+        known = [batch for batch in found if batch is not None]
+        print(f"| {name} | {len(known) / runs:.0%} | {statistics.median(known) if known else '-'} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
@@ -121,6 +175,7 @@ def main():
             print(
                 f"| {count} | {evaluated or '-'} | {statistics.mean(trials):.1f} | {shares} | {median} |", flush=True
             )
+    data(options.runs)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from safetensors import safe_open
 from transformers import TrainerCallback
 
@@ -13,6 +14,7 @@ from marft_trl import AgentSpec
 from marft_trl.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.trainer import collapse
+from marft_trl.trainer.falls import Falls
 
 from .helpers import StopAt, config, moved, team_trainer, weights
 
@@ -202,10 +204,10 @@ def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
 @pytest.mark.slow
 def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
     settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}
-    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), **settings)
+    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), max_steps=10, **settings)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert sum("THE TEAM HAS COLLAPSED" in text for text in caplog.messages) == count
+    assert sum("or the team has fallen" in text for text in caplog.messages) == count
     assert not logged(trainer, "collapse/restored")
     assert bool(logged(trainer, "collapse/below_best")) == (on == "warn")
 
@@ -270,27 +272,125 @@ def watching(trainer):
     def feed(rewards):
         found = []
         for reward in rewards:
-            rollout.rewards = torch.tensor([reward])
+            rollout.rewards = torch.as_tensor(reward, dtype=torch.float32).reshape(-1)
             found.append(watch.is_undone(rollout, rows))
         return found
 
     return feed
 
 
-def test_the_luck_of_batches_is_no_collapse(model_folder, tmp_path, caplog):
-    """Of 20 runs whose team does not change, batches of 32 episodes are called a collapse in none."""
-    draws, settings = np.random.default_rng(0), {"on_collapse": "warn", "collapse_window": 8, "collapse_drop": 0.1}
+def test_a_fall_of_batches_is_said_calmly_and_once_it_lasts(model_folder, tmp_path, caplog):
+    """Their rows may have become harder; an evaluation of the same questions tells."""
+    trainer = make(model_folder, tmp_path, on_collapse="warn", collapse_window=8, collapse_drop=0.1)
+    feed, draws = watching(trainer), np.random.default_rng(0)
     with caplog.at_level(logging.WARNING):
-        for number in range(20):
-            trainer = make(
-                model_folder, tmp_path / str(number), on_collapse="warn", collapse_window=8, collapse_drop=0.1
-            )
-            watching(trainer)(draws.binomial(32, 0.5, 100) / 32)
+        feed(draws.random((50, 32)) < 0.5)
+        feed(draws.random((16, 32)) < 0.05)
+        assert not caplog.messages
+        feed(draws.random((40, 32)) < 0.05)
+    (said,) = caplog.messages
+    assert "The mean reward of the last 8 generation batches is 0.0" in said and "COLLAPSED" not in said
+    assert "Either the rows have become harder, or the team has fallen" in said and "`eval_strategy`" in said
+
+
+def sparse(chance):
+    return lambda draws, batch: draws.random((32, 1)) < chance
+
+
+def prompts(solved):
+    """Of four prompts with eight episodes each, most have the same outcome."""
+
+    def draw(draws, batch):
+        chances = np.where(draws.random(4) < 0.9, solved, draws.random(4))
+        return draws.random((4, 8)) < chances[:, None]
+
+    return draw
+
+
+# Runs whose team stays as it is: `draw(draws, batch)` gives the rewards of a batch, a line for each prompt
+STILL = {
+    "one in 500": sparse(0.002),
+    "one in 200": sparse(0.005),
+    "one in 100": sparse(0.01),
+    "mostly impossible": prompts(0.0),
+    "nearly solved": prompts(1.0),
+    "heavy tails": lambda draws, batch: draws.pareto(1.2, (4, 8)),
+    "heavy tails of prompts": lambda draws, batch: np.exp(2 * draws.normal(size=(4, 1))) * draws.random((4, 8)),
+    "two tasks in turns": lambda draws, batch: draws.random((4, 8)) < (0.8 if batch // 8 % 2 else 0.2),
+    "half": lambda draws, batch: draws.random((4, 8)) < 0.5,
+    "dense": lambda draws, batch: draws.normal(0.5, 0.1, (4, 8)),
+}
+FALLS = {
+    "to a tenth": lambda draws, batch: draws.random((4, 8)) < (0.5 if batch < 60 else 0.05),
+    "of dense rewards": lambda draws, batch: draws.normal(0.5 if batch < 60 else 0.2, 0.1, (4, 8)),
+    "of negative rewards": lambda draws, batch: draws.normal(-0.5 if batch < 60 else -1.5, 0.3, (4, 8)),
+}
+
+
+def share_that_falls(draw, runs, batches):
+    """Of simulated runs, with five standard errors."""
+    count = 0
+    for number in range(runs):
+        draws, falls = np.random.default_rng(number), Falls(8, 0.1, 5.0)
+        for batch in range(batches):
+            rewards = draw(draws, batch)
+            falls.see(torch.tensor(rewards).reshape(-1), rewards.shape[1])
+            if falls.has_lasted:
+                count += 1
+                break
+    return count / runs
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_the_luck_of_batches_is_no_fall(name):
+    """`benchmarks/collapse_luck.py` has 100 runs of 400 batches of each."""
+    assert share_that_falls(STILL[name], runs=10, batches=150) == 0
+
+
+@pytest.mark.parametrize("name", FALLS)
+def test_a_true_fall_is_found(name):
+    assert share_that_falls(FALLS[name], runs=10, batches=120) == 1
+
+
+def test_the_error_of_a_window_by_hand():
+    falls = Falls(2, 0.1, 5.0)
+    falls.see(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)  # prompts 0.5 and 1: variance 0.125, squared error 0.0625
+    falls.see(torch.tensor([1.0, 1.0, 1.0, 1.0]), 2)
+    state = falls.state_dict()
+    assert state["rewards"] == [0.75, 1.0] and state["variances"] == [0.0625, 0.0]
+    assert state["highest"] == 0.875 and state["variance_of_best"] == 0.0625 / 4
+    again = Falls(2, 0.1, 5.0)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.load_state_dict({name: state[name] for name in ("rewards", "highest", "largest", "steps")})  # of version 0.2
+    assert again.best == 0.875 and again.mean == 0.875 and not again.has_fallen()
+
+
+def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
+    """Of two sets, one of which is harder, and of another one that a callback evaluates."""
+
+    def by_row(completions, value, **kwargs):
+        return [number + 0.001 * len({*str(text)}) for text, number in zip(completions, value, strict=True)]
+
+    def rows(value):
+        return Dataset.from_list([{"prompt": f"row {number}", "value": value} for number in range(4)])
+
+    class Elsewhere(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.evaluate(rows(0.1) if state.global_step % 2 else rows(0.9))
+            trainer.evaluate(sampling={"temperature": 0.0})
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "num_generations_eval": 2}
+    with caplog.at_level(logging.WARNING):
+        trainer = team_trainer(
+            model_folder, tmp_path, reward_funcs=by_row, train_dataset=rows(0.5), settings=settings,
+            eval_dataset={"easy": rows(0.9), "hard": rows(0.1)}, callbacks=[Elsewhere()],
+        )  # fmt: skip
+        trainer.train()
     assert not any("COLLAPSED" in text for text in caplog.messages)
-    trainer = make(model_folder, tmp_path / "falls", **settings)
-    with caplog.at_level(logging.WARNING):
-        watching(trainer)([*draws.binomial(32, 0.5, 50) / 32, *draws.binomial(32, 0.1, 12) / 32])
-    assert any("COLLAPSED" in text for text in caplog.messages)
+    assert trainer.parts.collapse.state_dict()["best_evaluation"] is None
+    sets = [entry for entry in trainer.state.log_history if "eval_hard_reward" in entry]
+    assert len(sets) >= 4 and not any("eval_reward" in entry or "eval_loss" in entry for entry in sets)
 
 
 def test_nothing_is_restored_where_the_best_adapters_are_no_better(model_folder, tmp_path, caplog):
@@ -357,9 +457,21 @@ def test_gradients_of_fallen_weights_are_not_applied_to_restored_ones(taught_mod
 
 def test_the_gain_of_a_trial():
     nan = float("nan")
-    gain, error = collapse._gain(torch.tensor([1.0, 1.0, 0.0, 1.0, nan]), torch.tensor([0.0, 1.0, 0.0, nan, 1.0]))
-    assert gain == pytest.approx(1 / 3) and error == pytest.approx((2 / 9) ** 0.5 / 3**0.5)  # differences 1, 0, 0
-    assert collapse._gain(torch.tensor([nan]), torch.tensor([1.0])) == (-float("inf"), 0.0)
+    gain = collapse._Gain.of(torch.tensor([1.0, 1.0, 0.0, 1.0, nan]), torch.tensor([0.0, 1.0, 0.0, nan, 1.0]))
+    assert gain.mean == pytest.approx(1 / 3) and gain.error == pytest.approx((1 / 3) ** 0.5 / 3**0.5)  # of 1, 0, 0
+    assert gain.episodes == 3 and not gain.is_certain(0.1)
+    assert collapse._Gain.of(torch.tensor([nan]), torch.tensor([1.0])) == (-float("inf"), 0.0, 0)
+    assert not collapse._Gain.of(torch.tensor([1.0]), torch.tensor([0.0])).is_certain(0.01)  # one says nothing
+
+
+def test_a_trial_is_certain_by_students_quantile():
+    """t(0.99, 3) = 4.541 and t(0.99, 30) = 2.457, where a normal one is 2.326."""
+    for episodes, quantile in ((4, 4.541), (31, 2.457)):
+        assert collapse._Gain(1.01 * quantile, 1.0, episodes).is_certain(0.01)
+        assert not collapse._Gain(0.99 * quantile, 1.0, episodes).is_certain(0.01)
+    draws = np.random.default_rng(0)
+    pairs = (torch.tensor(draws.normal(size=(2, 4))) for _ in range(400))
+    assert sum(collapse._Gain.of(*pair).is_certain(0.01) for pair in pairs) <= 12  # 9 % by a normal quantile
 
 
 @pytest.mark.parametrize(("better", "is_restored"), [(4, False), (16, True)])

@@ -82,6 +82,24 @@ def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
     assert "eval_one_reward" in as_dict.evaluate()
 
 
+def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
+    sets = {"easy": tiny_dataset(4, seed=1), "hard": tiny_dataset(4, seed=3)}
+    settings = {"num_generations_eval": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    settings |= {"save_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+
+    def make(metric):
+        given = {**settings, "metric_for_best_model": metric}
+        return team_trainer(model_folder, tmp_path / str(metric), eval_dataset=sets, settings=given)
+
+    for metric in ("reward", "eval_reward", None):
+        with pytest.raises(ValueError, match="'easy_(reward|loss)'"):
+            make(metric)
+    trainer = make("hard_reward")
+    trainer.train()
+    best = [entry["eval_hard_reward"] for entry in trainer.state.log_history if "eval_hard_reward" in entry]
+    assert trainer.state.best_metric == max(best)
+
+
 def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path):
     def reward(completions, log_metric, log_extra, **kwargs):
         log_metric("length", float(len(completions)))

@@ -263,7 +263,7 @@ class Reporter:
 
     def end_evaluation(self, dataset: Any, name: str = "eval") -> dict[str, float]:
         """
-        Metrics of the evaluation. TRL logs them as `eval_<name>` too, whatever the evaluation set is called.
+        Metrics of the evaluation, without a prefix.
 
         Args:
             dataset: the evaluation set. Processes repeat rows at the end to get equally many; the repetitions are left
@@ -285,7 +285,7 @@ class Reporter:
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
             metrics |= self._of_samples(records, name)
         metrics |= self._metrics.means("eval")
-        self._metrics.replace({name: value for name, value in metrics.items() if value == value}, "eval")
+        self._metrics.replace({}, "eval")  # TRL would log them as `eval_<name>`, whatever the set is called
         return metrics
 
     def _of_samples(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:

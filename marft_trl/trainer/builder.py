@@ -250,6 +250,7 @@ class Builder:
             act=act,
             forget=forget,
             error_of_evaluation=lambda: reporter.evaluation_error,
+            group_size=lambda: self._settings.group_size(training=True),
             step=lambda: self.state.optimizer_step,
             args=self._args,
             metrics=self.metrics,

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import NormalDist
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -21,17 +21,18 @@ from ..rollout.rollouts import Rollout
 from ..run_metrics import Metrics
 from ..weights.best import BestAdapters
 from ..weights.policies import Policies
+from .falls import Falls
 
 
 logger = get_logger(__name__)
 
-# Differences of successive batches that are remembered
-_REMEMBERED = 256
 # Standard errors of a mean that luck may explain, the best of many windows included: if nobody looks closer, and if a
 # trial follows
 _ERRORS, _ERRORS_BEFORE_TRIAL = 5.0, 3.0
 # Probability that a trial finds adapters better that are not, whatever the number of adapters
 _WRONG_TRIALS = 0.01
+# Draws of Student's distribution, for its quantiles
+_DRAWS = 10**6
 
 
 class _Trial(NamedTuple):
@@ -53,11 +54,10 @@ class _Trial(NamedTuple):
 
 class Collapse(TrainerCallback):
     """
-    Watches the mean reward of the last `collapse_window` generation batches, and evaluations. The team has collapsed
-    when one of them is below its best by more than `collapse_drop` of the largest size that it has had, and by more
-    than luck explains: five standard errors. The error of a batch is estimated from the differences of successive
-    batches, the largest quarter of which is left out: it may be the fall. That of an evaluation is the standard error
-    of its episodes.
+    Watches the mean reward of the last `collapse_window` generation batches ([`Falls`]), and evaluations of the
+    trainer's own set. The team has collapsed when an evaluation is below the best one by more than `collapse_drop` of
+    it, and by more than luck explains: five standard errors of its episodes. Where only the batches have fallen, their
+    rows may have become harder, so that is said calmly, and once two windows in a row agree.
 
     With `on_collapse="restore"`, three standard errors are enough for a trial: the team acts on the prompts of the
     batch as it is, with each adapter at its best, and with all of them. If that certainly earns more, the adapter that
@@ -73,6 +73,7 @@ class Collapse(TrainerCallback):
         forget (`Callable`): `forget(adapters, step)`: called when adapters are back at what they were after a step:
             what is kept of later steps is no longer true.
         error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
+        group_size (`Callable`): number of episodes of a prompt in a generation batch.
         step (`Callable`): number of optimizer steps so far.
         args ([`MARFTConfig`]): `on_collapse`, `collapse_drop`, `collapse_window`.
         metrics ([`Metrics`]): get how far the mean is below its best, and what was restored.
@@ -86,21 +87,23 @@ class Collapse(TrainerCallback):
         act: Callable[[Sequence[dict[str, Any]]], torch.Tensor],
         forget: Callable[[Sequence[str], int], None],
         error_of_evaluation: Callable[[], float],
+        group_size: Callable[[], int],
         step: Callable[[], int],
         args: MARFTConfig,
         metrics: Metrics,
         processes: Processes,
     ):
         self._best, self._policies, self._act, self._forget = best, policies, act, forget
-        self._error_of_evaluation, self._step = error_of_evaluation, step
+        self._error_of_evaluation, self._group_size, self._step = error_of_evaluation, group_size, step
         self._args, self._metrics, self._processes = args, metrics, processes
-        self._rewards: deque[float] = deque(maxlen=args.collapse_window)
-        self._highest, self._largest, self._best_step = -math.inf, 0.0, 0
+        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
+        self._falls = Falls(args.collapse_window, args.collapse_drop, errors)
+        self._best_step = 0
         # From the first one on, copies are those of the best evaluation; with its standard error
         self._best_evaluation: tuple[float, float] | None = None
         self._fallen_evaluation: float | None = None  # below the best; a trial is due
         self._was_said = self._has_restored = self._is_training = False
-        self._steps: deque[float] = deque(maxlen=_REMEMBERED)  # differences of successive batches
+        self._is_of_another_set = False
         self._last_rows: Sequence[dict[str, Any]] = ()
 
     @property
@@ -111,28 +114,23 @@ class Collapse(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
         return {
-            "rewards": list(self._rewards),
-            "highest": None if self._highest == -math.inf else self._highest,
-            "largest": self._largest,
+            **self._falls.state_dict(),
             "best_step": self._best_step,
             "was_said": self._was_said,
             "has_restored": self._has_restored,
             "best_evaluation": self._best_evaluation,
             "fallen_evaluation": self._fallen_evaluation,
-            "steps": list(self._steps),
             "last_rows": _plain(self._last_rows) if self.restores else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
-        self._rewards = deque(state["rewards"], maxlen=self._args.collapse_window)
-        self._highest = -math.inf if state["highest"] is None else state["highest"]
-        self._largest, self._best_step = state["largest"], state.get("best_step", 0)
+        self._falls.load_state_dict(state)
+        self._best_step = state.get("best_step", 0)
         self._was_said, self._has_restored = state["was_said"], state["has_restored"]
         best = state["best_evaluation"]
         self._best_evaluation = (best[0], best[1]) if isinstance(best, list) else None
         self._fallen_evaluation = state.get("fallen_evaluation")
-        self._steps = deque(state.get("steps", ()), maxlen=_REMEMBERED)
         self._last_rows = state.get("last_rows", [])
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
@@ -144,18 +142,18 @@ class Collapse(TrainerCallback):
             rollout ([`Rollout`]): episodes with rewards, of the present weights.
             rows (`Sequence[dict]`): their dataset rows.
         """
-        reward = torch.nanmean((rollout.drawn or rollout).rewards).item()
-        if self._args.on_collapse == "ignore" or math.isnan(reward):
+        rewards = (rollout.drawn or rollout).rewards
+        if self._args.on_collapse == "ignore" or rewards.isnan().all():
             return False
-        if self._rewards:
-            self._steps.append(abs(reward - self._rewards[-1]))
-        self._rewards.append(reward)
         self._last_rows = rows
         if self.restores and not self._best.adapters:  # of a run that has only warned so far
-            self._highest, self._best_evaluation = -math.inf, None
-        if len(self._rewards) == self._args.collapse_window:
-            self._see(self._mean())
-        if not self._is_suspicious():
+            self._falls.best, self._best_evaluation = -math.inf, None
+        is_best = self._falls.see(rewards, self._group_size())
+        if is_best and self._best_evaluation is None:
+            self._take()
+        if self._falls.is_full:
+            self._metrics.add("collapse/below_best", self._falls.best - self._falls.mean)
+        if self._fallen_evaluation is None and not self._falls.low:
             return False
         if self.restores:
             # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process
@@ -164,28 +162,14 @@ class Collapse(TrainerCallback):
         self._say()
         return False
 
-    def _mean(self) -> float:
-        return sum(self._rewards) / len(self._rewards) if self._rewards else -math.inf
-
-    def _see(self, mean: float) -> None:
-        """Take note of the mean of a full window."""
-        self._largest = max(self._largest, abs(mean))
-        if mean >= self._highest:
-            self._highest = mean
-            if self._best_evaluation is None:
-                self._take()
-        self._metrics.add("collapse/below_best", self._highest - mean)
-
-    def _is_suspicious(self) -> bool:
-        if self._fallen_evaluation is not None:
-            return True
-        return len(self._rewards) == self._args.collapse_window and self._has_fallen(self._mean())
-
-    def _has_fallen(self, mean: float) -> bool:
-        """Whether a mean is so far below the best that neither the setting nor luck explains it."""
-        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
-        luck = errors * _deviation(self._steps) / math.sqrt(self._args.collapse_window)
-        return self._highest - mean > max(self._args.collapse_drop * self._largest, luck)
+    @contextlib.contextmanager
+    def looking_away(self, if_: bool) -> Iterator[None]:
+        """Context manager: if the condition holds, evaluations do not count: of another set, or sampled otherwise."""
+        kept, self._is_of_another_set = self._is_of_another_set, if_
+        try:
+            yield
+        finally:
+            self._is_of_another_set = kept
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True
@@ -201,7 +185,7 @@ class Collapse(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         reward, error = (metrics or {}).get("eval_reward", math.nan), self._error_of_evaluation()
         is_watched = self._args.on_collapse != "ignore" and self._is_training and state.global_step > 0
-        if not is_watched or math.isnan(reward):
+        if self._is_of_another_set or not is_watched or math.isnan(reward):
             return
         best, its_error = self._best_evaluation or (-math.inf, 0.0)
         if reward >= best:
@@ -231,7 +215,7 @@ class Collapse(TrainerCallback):
             trial = self._try(self._last_rows)
             if trial.whole > 0:
                 self._end_with_best(f"{'evaluation' if self._best_evaluation else 'mean reward'}. {trial.shown}")
-        elif self._fallen_evaluation is not None or (self._rewards and self._has_fallen(self._mean())):
+        elif self._fallen_evaluation is not None or self._falls.has_fallen():
             self._restore(self._last_rows)
 
     def _end_with_best(self, what: str) -> None:
@@ -243,27 +227,34 @@ class Collapse(TrainerCallback):
         if self._fallen_evaluation is not None:
             best = self._best_evaluation[0] if self._best_evaluation is not None else math.nan
             return f"`eval_reward` is {self._fallen_evaluation:.4g}, and its best was {best:.4g}"
-        count, mean = len(self._rewards), self._mean()
-        batches = f"the last {count} generation batches"
-        return f"the mean reward of {batches} is {mean:.4g}, and its best was {self._highest:.4g}"
+        batches = f"the last {self._args.collapse_window} generation batches"
+        return f"the mean reward of {batches} is {self._falls.mean:.4g}, and its best was {self._falls.best:.4g}"
 
     def _say(self) -> None:
-        if self._was_said:
+        if self._was_said or not (self._falls.has_lasted or self._fallen_evaluation is not None):
             return
         self._was_said = True
-        logger.warning(
-            f"THE TEAM HAS COLLAPSED: {self._found()}. Lower the learning rate, go on from an earlier checkpoint, or "
-            "set `on_collapse='restore'`, which takes adapters back to their best."
+        cure = (
+            "lower the learning rate, go on from an earlier checkpoint, or set `on_collapse='restore'`, which takes "
+            "adapters back to their best."
         )
+        if self._fallen_evaluation is not None:
+            logger.warning(f"THE TEAM HAS COLLAPSED: {self._found()}. {cure[0].upper()}{cure[1:]}")
+        else:
+            found = self._found()
+            logger.warning(
+                f"{found[0].upper()}{found[1:]}. Either the rows have become harder, or the team has fallen: "
+                f"evaluations during training (`eval_strategy`) tell. If it has fallen, {cure}"
+            )
 
     def _restore(self, rows: Sequence[dict[str, Any]]) -> bool:
         found, trial, evaluation = self._found(), self._try(rows), self._fallen_evaluation
-        self._rewards.clear()
+        self._falls.begin_anew()
         self._fallen_evaluation = None
         if not trial.names:
             logger.warning(f"It seems that the team has collapsed: {found}. {trial.shown} Nothing is restored.")
             if trial.gain <= 0:  # the present adapters are the best
-                self._highest = -math.inf
+                self._falls.begin_anew(from_here=True)
                 if evaluation is not None:
                     self._best_evaluation = (evaluation, self._error_of_evaluation())
                 self._take()
@@ -294,26 +285,26 @@ class Collapse(TrainerCallback):
         restored = {name: self._with([name], rows) for name in names}
         everything = self._with(names, rows) if len(names) > 1 else restored[names[0]]
         gains, whole = (
-            {name: _gain(rewards, present) for name, rewards in restored.items()},
-            _gain(everything, present),
+            {name: _Gain.of(rewards, present) for name, rewards in restored.items()},
+            _Gain.of(everything, present),
         )
         tried = ", ".join(f"{name!r} {torch.nanmean(rewards).item():.4g}" for name, rewards in restored.items())
         shown = (
             f"On the same prompts the team earned {torch.nanmean(present).item():.4g} as it was, with one adapter at "
             f"its best: {tried}; with all of them: {torch.nanmean(everything).item():.4g}."
         )
-        helper = max(gains, key=lambda name: gains[name][0])
+        helper = max(gains, key=lambda name: gains[name].mean)
         # Each adapter and all of them were tried, so the luckiest of them has to be certain
         tries = len(names) + 1 if len(names) > 1 else 1
-        errors = NormalDist().inv_cdf(1 - _WRONG_TRIALS / tries)
+        chance = _WRONG_TRIALS / tries
         chosen: list[str] = []
-        if _is_certain(gains[helper], errors) and gains[helper][0] >= whole[0] / 2:
+        if gains[helper].is_certain(chance) and gains[helper].mean >= whole.mean / 2:
             chosen = [helper]
-        elif _is_certain(whole, errors):
+        elif whole.is_certain(chance):
             chosen = names
-        elif _is_certain(gains[helper], errors):
+        elif gains[helper].is_certain(chance):
             chosen = [helper]
-        return _Trial(chosen, max(gains[helper][0], whole[0]), whole[0], shown)
+        return _Trial(chosen, max(gains[helper].mean, whole.mean), whole.mean, shown)
 
     def _with(self, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> torch.Tensor:
         """Rewards on dataset rows while some adapters have their best weights."""
@@ -323,16 +314,35 @@ class Collapse(TrainerCallback):
             return self._act(rows)
 
 
-def _gain(restored: torch.Tensor, present: torch.Tensor) -> tuple[float, float]:
-    """Mean difference of episodes on the same prompts, and its standard error; no gain where none can be compared."""
-    differences = (restored - present)[~(restored - present).isnan()].double()
-    if not len(differences):
-        return -math.inf, 0.0
-    return differences.mean().item(), differences.std(correction=0).item() / math.sqrt(len(differences))
+class _Gain(NamedTuple):
+    """Mean difference of episodes on the same prompts, its standard error, and how many could be compared."""
+
+    mean: float
+    error: float
+    episodes: int
+
+    @classmethod
+    def of(cls, restored: torch.Tensor, present: torch.Tensor) -> _Gain:
+        """No gain where none can be compared."""
+        differences = (restored - present)[~(restored - present).isnan()].double()
+        count = len(differences)
+        if not count:
+            return cls(-math.inf, 0.0, 0)
+        error = differences.std().item() / math.sqrt(count) if count > 1 else math.inf
+        return cls(differences.mean().item(), error, count)
+
+    def is_certain(self, chance: float) -> bool:
+        """Whether equally good adapters would gain as much with less than this probability (Student's test)."""
+        if self.mean <= 0 or self.episodes < 2:
+            return False
+        if self.error == 0:
+            return True
+        return self.mean / self.error >= _students_quantile(1 - chance, self.episodes - 1)
 
 
-def _is_certain(gain: tuple[float, float], errors: float) -> bool:
-    return gain[0] > 0 and gain[0] >= errors * gain[1]
+@functools.cache
+def _students_quantile(probability: float, freedom: int) -> float:
+    return float(np.quantile(np.random.default_rng(0).standard_t(freedom, size=_DRAWS), probability))
 
 
 def _plain(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -341,9 +351,3 @@ def _plain(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return json.loads(json.dumps(list(rows)))
     except (TypeError, ValueError):
         return []
-
-
-def _deviation(steps: Sequence[float]) -> float:
-    """Standard deviation of differences, from the smaller three quarters of them, as if they were normal."""
-    kept = sorted(steps)[: math.ceil(0.75 * len(steps))]
-    return math.sqrt(sum(step**2 for step in kept) / len(kept) / 0.369) if kept else 0.0

@@ -162,6 +162,7 @@ class MARFTTrainer(GRPOTrainer):
         eval_metrics = check_eval_metrics(eval_metrics)
         if train_dataset is None and isinstance(self.workflow, EnvironmentLoop):
             train_dataset = setup.placeholder_prompts(args)
+        setup.check_best_metric(args, eval_dataset)
         setup.check_column(self.workflow, train_dataset, eval_dataset)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
@@ -335,7 +336,8 @@ class MARFTTrainer(GRPOTrainer):
         Raises:
             ValueError: a setting is not valid, or `num_samples` does not divide the episodes of an evaluation batch.
         """
-        with self.parts.evaluations.chosen(num_samples, sampling, k):
+        is_other = eval_dataset is not None or num_samples is not None or sampling is not None
+        with self.parts.evaluations.chosen(num_samples, sampling, k), self.parts.collapse.looking_away(is_other):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

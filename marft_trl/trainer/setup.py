@@ -263,6 +263,25 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
         )
 
 
+def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
+    """
+    Check that `metric_for_best_model` names one of several evaluation sets.
+
+    Raises:
+        ValueError: it does not, so there would be no such metric.
+    """
+    metric = args.metric_for_best_model
+    if not isinstance(eval_dataset, dict) or metric is None:
+        return
+    names = [f"{name}_" for name in eval_dataset]
+    if not metric.removeprefix("eval_").startswith(tuple(names)):
+        own = metric.removeprefix("eval_")
+        raise ValueError(
+            f"`metric_for_best_model={metric!r}` is no metric of the evaluation sets "
+            f"{', '.join(map(repr, eval_dataset))}: theirs begin with the name of a set. Set e.g. {names[0] + own!r}."
+        )
+
+
 def check_column(workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
     """
     Check that the column of [`ByColumn`] says for each row which workflow runs.
