@@ -471,9 +471,15 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
             for name in checkpointing:
                 setattr(self, name, None)
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """
+        Check the values of all fields, and what goes with what.
+
+        Raises:
+            ValueError, TypeError: a value that cannot be, or two that contradict each other.
+        """
         check_choices(self)
         check_supported(self)
         check_combinations(self)
@@ -492,7 +498,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         config.given, config.preset_settings = frozenset(), {}
         resolve(config)
         check_numbers(config)
-        config._check()
+        config.check()
         return config
 
     def _apply_preset(self) -> None:

@@ -1,6 +1,7 @@
 """A resumed run equals one that was not interrupted, at every step, bit for bit."""
 
 import functools
+import re
 import shutil
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,6 @@ from transformers import TrainerCallback
 
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.checkpoints import commit as commits
-from marft_trl.checkpoints.changes import tunables
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
@@ -215,15 +215,18 @@ class LaterConfig(MARFTConfig):
     save_gradients_for_later: float = 1.0
 
 
-def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path):
-    def recorded(**settings):
+def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, caplog):
+    def run(**settings):
         args = LaterConfig(str(tmp_path), **SETTINGS_OF_TESTS | SAVE | settings)
-        return team_trainer(small_model, tmp_path, args=args).parts.checkpoints._settings.collect()
+        trainer = team_trainer(small_model, tmp_path, args=args)
+        trainer.train(resume_from_checkpoint=trainer.args.max_steps > 1)
+        return trainer
 
-    saved, present = recorded(), recorded(log_rates_differently=True, save_gradients_for_later=2.0, logging_steps=7)
-    assert {name for name, _, _ in tunables(saved, present)} == {"log_rates_differently", "save_gradients_for_later"}
-    decide = {"torch_compile", "dataloader_drop_last", "ignore_data_skip", "on_episode_error", "accelerator_config"}
-    assert decide <= present["tunable"].keys() and "logging_steps" not in present["tunable"]
+    run(max_steps=1)
+    changed = {"log_rates_differently": True, "save_gradients_for_later": 2.0, "dataloader_drop_last": True}
+    run(max_steps=2, logging_steps=7, **changed)
+    said = re.findall(r"effective now: (\w+):", caplog.text)
+    assert {*said} == {*changed, "max_steps"}
 
 
 def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(small_model, stopped, tmp_path):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
@@ -45,6 +46,7 @@ from marft_trl.seams.models import (
 from marft_trl.seams.runs import (
     EndlessStream,
     EpochSampler,
+    begin_pass,
     checkpoint_folder,
     keeping_checkpoints,
     restart_schedule,
@@ -388,6 +390,26 @@ def test_EpochSampler_finds_the_order_of_its_epoch():
     late = EpochSampler.of(RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1)
     late.set_epoch(2)
     assert list(late) == upstream[2]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_begin_pass_reaches_the_order_of_several_processes_that_resume(index):
+    """Upstream's loader does not once batches are skipped."""
+
+    def order(skipped, epoch, ours):
+        sampler = EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3)
+        loader = torch.utils.data.DataLoader(range(8), sampler=sampler, batch_size=2)
+        loader = prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
+        loader = skip_first_batches(loader, skipped)
+        loader.set_epoch(epoch)
+        if ours:
+            begin_pass(sampler, epoch)
+        return torch.cat([*loader]).tolist()
+
+    whole = order(0, 1, ours=True)
+    assert order(2, 1, ours=True) == whole[4:]
+    assert order(2, 1, ours=False) == order(0, 0, ours=True)[4:] != whole[4:]  # else upstream has mended it
+    begin_pass(None, 1)  # of a stream
 
 
 def test_ScoringTemperature_and_fused_head_score_as_a_plain_pass(model_folder):

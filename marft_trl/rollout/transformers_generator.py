@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..seams.mixing import MixedLora
+from ..seams.models import generating_by
 from ..shared_prefix.decoding import Recorder, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
@@ -143,7 +144,7 @@ class TransformersGenerator:
             if is_mixed:
                 speaker = cast(MixedLora, self._mixed).on()
             options = self._options(own, settings, recorder, adapters if is_mixed else None)
-            with speaker:
+            with speaker, generating_by(self._engine.model, settings):
                 sampled = self._engine.generate([prompt_ids[i] for i in indices], settings, options)
             logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
             for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):

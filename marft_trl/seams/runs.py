@@ -42,15 +42,21 @@ class EpochSampler(RepeatSampler):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """
-        Set the random state for `epoch`, counted from 0. `Trainer._run_epoch` (transformers 5.24) does so through the
-        data loader, which does not reach this sampler where several processes resume within an epoch
-        (`SkipBatchSampler` around `BatchSamplerShard`): the trainer calls this method itself.
-        """
+        """Set the random state for `epoch`, counted from 0."""
         if self.shuffle:
             self.generator.manual_seed(self.seed)
             for _ in range(epoch):
                 torch.randperm(self.num_samples, generator=self.generator)
+
+
+def begin_pass(order: EpochSampler | None, epoch: int) -> None:
+    """
+    Set the epoch of an order of rows, if there is one. `Trainer._run_epoch` (transformers 5.24) does so through the
+    data loader, which does not reach the sampler where several processes resume within an epoch (`SkipBatchSampler`
+    around `BatchSamplerShard`).
+    """
+    if order is not None:
+        order.set_epoch(epoch)
 
 
 class EndlessStream(torch.utils.data.IterableDataset):

@@ -18,7 +18,6 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_callable_name
 
-from .models import generating_by
 from .swapping import swapped
 
 
@@ -417,10 +416,7 @@ class TrlEngine:
         trainer.generation_kwargs = dict(settings)
         trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
         try:
-            with (
-                generating_by(self.model, settings),
-                _generating_with(self.model, {"synced_gpus": False, **options}),
-            ):
+            with _generating_with(self.model, {"synced_gpus": False, **options}):
                 return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
         finally:
             trainer.generation_config, trainer.generation_kwargs = config, kwargs

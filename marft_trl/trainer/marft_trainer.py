@@ -37,6 +37,7 @@ from ..rollout.views import View, team_view
 from ..seams.runs import (
     EndlessStream,
     EpochSampler,
+    begin_pass,
     checkpoint_folder,
     keeping_checkpoints,
     saving_only,
@@ -174,7 +175,6 @@ class MARFTTrainer(GRPOTrainer):
 
         set_seed(args.seed)  # adapters start at random
         base = setup.load_base(model, args, quantization_config)
-        setup.warn_of_generation_config(base, args)
         processing_class = setup.load_tokenizer(processing_class, base, args)
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents)
@@ -383,12 +383,10 @@ class MARFTTrainer(GRPOTrainer):
 
     def _run_epoch(self, *args, epoch: int, **kwargs) -> None:
         # The parent looks whether training is over after a step, so a finished run would train one more
-        if self.state.global_step >= self.state.max_steps:
-            logger.info(f"All {self.state.max_steps} steps are done already; nothing is trained.")
+        if self.parts.run.is_over(self.state):
             self.control.should_training_stop = True
         else:
-            if self._order is not None:
-                self._order.set_epoch(epoch)
+            begin_pass(self._order, epoch)
             super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoints.commit import CheckpointError
@@ -185,6 +185,12 @@ class Run(TrainerCallback):
                 error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
 
     # ---- Called by the Trainer ----
+
+    def is_over(self, state: TrainerState) -> bool:
+        """Whether all steps are done, before a pass over the data."""
+        if state.global_step >= state.max_steps:
+            logger.info(f"All {state.max_steps} steps are done already; nothing is trained.")
+        return state.global_step >= state.max_steps
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._checkpoints.open_window()

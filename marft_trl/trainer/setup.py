@@ -84,6 +84,7 @@ def load_base(
                 "`quantization_config` will be ignored."
             )
         keep_4bit_weights(model)
+        _warn_of_generation_config(model, args)
         return model
     model_init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
@@ -98,6 +99,7 @@ def load_base(
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
+    _warn_of_generation_config(base, args)
     return base
 
 
@@ -113,7 +115,7 @@ _REPLACED = frozenset(
 )
 
 
-def warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
+def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
     """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
     config = getattr(base, "generation_config", None)
     its = config.to_diff_dict() if config is not None else {}
