@@ -21,7 +21,8 @@ from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -35,6 +36,7 @@ from marft_trl.seams import versions
 from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
+    check_fused_head,
     commit_of,
     forward_in_precision,
     fused_head,
@@ -51,6 +53,7 @@ from marft_trl.seams.runs import (
     keeping_checkpoints,
     restart_schedule,
     save_checkpoint_now,
+    saving_adapters_alone,
     saving_only,
     schedule_of_any_length,
     store_of_processes,
@@ -448,6 +451,53 @@ def test_a_generation_config_acts_unless_it_is_set_aside(model_folder):
     with generating_by(model, settings):
         assert draw() > 1
     assert model.generation_config.top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+    ],
+)
+def test_check_fused_head_knows_heads_that_scale_or_cap(model_folder, tokenizer, tmp_path, family, settings):
+    """So does the probe of servers, `next_token`: what a model does after its head is part of its distribution."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(tokenizer), "bos_token_id": None}
+    sizes |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **settings)).float()
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
+    trainer = team_trainer(model, tmp_path, processing_class=tokenizer, peft_config=lora())
+    ids = [7, 8, 9, 10]
+    found = trainer.parts.log_probs.next_token("actor", ids)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: forward(torch.tanh(hidden))
+    with pytest.raises(ValueError, match="does more than GRPOTrainer's scoring knows"):
+        team_trainer(model, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    add_fused_lm_head(plain, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    check_fused_head(plain, 0.7)
+    with pytest.raises(ValueError, match="differ by"):
+        check_fused_head(plain, 1.0)
+
+
+def test_saving_adapters_alone_is_still_needed(model_folder, tmp_path):
+    """PEFT adds the base's embeddings to an adapter with a LoRA on them."""
+    trainer = team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules=["embed_tokens"]))
+    trainer.model.save_pretrained(tmp_path / "plain")
+    with saving_adapters_alone(trainer):
+        trainer.model.save_pretrained(tmp_path / "alone")
+    plain, alone = (load_file(tmp_path / name / "actor" / "adapter_model.safetensors") for name in ("plain", "alone"))
+    assert len(plain) > len(alone) == 2 and all("lora_" in name for name in alone)
 
 
 def test_forward_in_precision_casts_as_accelerate_does(model_folder):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -14,7 +14,7 @@ from marft_trl.rollout.views import team_view
 from marft_trl.tiny import questions, tiny_agents, tiny_model
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 
-from .helpers import SIZES, add, lora, team_trainer
+from .helpers import SIZES, add, lora, moved, team_trainer, weights
 
 
 QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
@@ -255,7 +255,7 @@ def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tm
         ({"layer_replication": [[0, 2], [1, 2]]}, "changes the layers of the base"),
         ({"modules_to_save": ["lm_head"]}, "copies whole modules"),
         ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "prompt learning"),
-        ({"peft_type": "LOHA"}, "cannot be read|are LoRAs"),
+        ({"peft_type": "LOHA"}, "cannot be read|trained with LoRAs"),
         ({"trainable_token_indices": [1]}, "reaches into parameters of the base"),
         ({"target_parameters": ["weight"]}, "reaches into parameters of the base"),
     ],
@@ -424,3 +424,52 @@ def test_names_that_are_parts_of_a_prefix_are_saved_and_loaded(model_folder, tmp
     for name in names:
         mine, theirs = trainer.policies.parameters(name), dict(loaded.named_parameters())
         assert mine and all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+@pytest.mark.parametrize(
+    ("peft_config", "what"),
+    [
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3Config"),
+        (LoHaConfig(target_modules=["q_proj"]), "LoHaConfig"),
+        (VeraConfig(target_modules=["q_proj"]), "VeraConfig"),
+        (OFTConfig(target_modules=["q_proj"]), "OFTConfig"),
+        (LoraConfig(target_modules=["q_proj"], target_parameters=["norm.weight"]), "`target_parameters`"),
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "`trainable_token_indices`"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_saved_team_could_not_be_loaded_with_is_not_trained(model_folder, tmp_path, peft_config, what, alone):
+    agents = [AgentSpec("solo")] if alone else [AgentSpec("a"), AgentSpec("b", peft_config=peft_config)]
+    with pytest.raises(ValueError, match=what):
+        team_trainer(model_folder, tmp_path, agents=agents, peft_config=peft_config)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_lora_on_the_embeddings_makes_the_whole_round_trip(model_folder, tmp_path, share):
+    """Trained, saved, resumed, loaded, published: nothing of the base lies in the files."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens", "q_proj"])
+    settings = {"learning_rate": 1e-2, "beta": 0.1, "share_prefixes": share, "save_strategy": "steps", "save_steps": 1}
+
+    def make(folder, steps):
+        return team_trainer(model_folder, folder, peft_config=config, settings={**settings, "max_steps": steps})
+
+    whole = make(tmp_path / "whole", 2)
+    start = weights(whole)
+    whole.train()
+    assert any("lora_embedding_B" in name for name in moved(start, weights(whole)))
+    make(tmp_path / "cut", 1).train()
+    again = make(tmp_path / "cut", 2)
+    again.train(resume_from_checkpoint=True)
+    assert not moved(weights(whole), weights(again))
+    whole.save_model(str(tmp_path / "team"))
+    names = load_file(tmp_path / "team" / "reasoner" / "adapter_model.safetensors")
+    assert names and all("lora_" in name for name in names)
+    team = Team.from_pretrained(tmp_path / "team", model=model_folder)
+    asked = [{"prompt": "3+4"}] * 4
+    said = [turn.completion_ids for one in team.run(asked, greedy=True) for turn in one.turns]
+    runner = whole.parts.runner
+    runner.options = {"greedy": True}
+    assert said == [turn.completion_ids for one in runner.run(asked, runner.answer) for turn in one.turns]
+    loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "team")
+    assert not moved(weights(whole), weights(team_trainer(loaded, tmp_path / "more", peft_config=None)))

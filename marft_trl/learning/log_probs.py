@@ -124,8 +124,7 @@ class LogProbs:
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
         with self.scoring(), self.without_dropout(), speaker, self._accelerator.autocast():
             base = self._base_of(self._model)
-            hidden = base.base_model(torch.tensor([list(ids)], device=base.device)).last_hidden_state
-            logits = base.get_output_embeddings()(hidden[:, -1])[0].float()
+            logits = base(input_ids=torch.tensor([list(ids)], device=base.device)).logits[0, -1].float()
         return torch.log_softmax(logits, dim=-1)
 
     @contextlib.contextmanager

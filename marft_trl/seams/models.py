@@ -90,6 +90,42 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
 
 
+@torch.no_grad()
+def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
+    """
+    Compare TRL's fused LM head (1.16) with the logits of the model, once. It knows a product, a scale and a cap of the
+    logits. Models with another head, such as the transformation of RoBERTa's, would be trained on other
+    log-probabilities than those that they sample with, without an error.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
+        temperature (`float`): temperature that the head was made for.
+
+    Raises:
+        ValueError: they differ by more than the precision of the weights explains.
+    """
+    weight = model.get_output_embeddings().weight
+    if weight.is_meta:  # of a process that gets its shards later
+        return
+    ids = (torch.arange(9, device=weight.device) * 7 + 3) % weight.size(0)
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=ids[:-1].unsqueeze(0)).logits[0].float() / temperature
+        found = model(input_ids=ids[:-1].unsqueeze(0), shift_labels=ids[1:].unsqueeze(0), fused_lm_head=True)
+    finally:
+        model.train(was_training)
+    expected = logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1)
+    gap = (found.log_probs[0].float() - expected).abs().max().item()
+    is_exact = weight.dtype == torch.float32 and logits.dtype == torch.float32
+    if not gap <= (1e-3 if is_exact else 0.25):
+        raise ValueError(
+            f"The LM head of `{type(model).__name__}` does more than GRPOTrainer's scoring knows: log-probabilities "
+            f"differ by {gap:.2g} from those of the model's own logits, so the team would be trained on other numbers "
+            "than it samples with. Use a model with a linear head."
+        )
+
+
 # ---- transformers ----
 
 

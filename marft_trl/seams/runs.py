@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from peft import PeftModel
 from transformers import training_args
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -108,6 +110,17 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
     alone = swapped_in_module(torch.distributed, {"barrier": lambda *arguments, **named: None})
     with swapped(args, {"push_to_hub": False, "save_total_limit": None}), alone:
         yield
+
+
+def saving_adapters_alone(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
+    """
+    Context manager: adapters are saved without layers of the base. PEFT (0.21) adds the embeddings of the base to an
+    adapter that has a LoRA on them, and a saved team does not take layers of the base from a file.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not isinstance(model, PeftModel):
+        return contextlib.nullcontext()
+    return swapped(model, {"save_pretrained": functools.partial(model.save_pretrained, save_embedding_layers=False)})
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ from ..rollout.user_state import UserState
 from ..rollout.vllm_generator import VLLMGenerator
 from ..run_metrics import Metrics
 from ..seams.mixing import MixedLora
-from ..seams.models import ScoringTemperature
+from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
 from ..weights.best import BestAdapters
@@ -91,6 +91,7 @@ class Builder:
             default=trainer.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
+        check_fused_head(self._base, trainer.temperature)
         self.passes = Passes(self._base, args, trainer.accelerator, trainer.aux_loss_enabled)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
@@ -148,7 +149,7 @@ class Builder:
             patience=args.workflow_timeout,
             max_turns=args.max_episode_turns,
             users=self.users,
-            vocabulary=self._base.get_input_embeddings().num_embeddings,
+            vocabulary=self._base.get_input_embeddings().weight.size(0),
             seed=args.seed,
             copies=self.past if self.past.agents else None,
         )
@@ -171,7 +172,7 @@ class Builder:
             engine.settings,
             self._tokenizer,
             ends=trainer.eos_token_ids,
-            vocabulary=self._base.get_input_embeddings().num_embeddings,
+            vocabulary=self._base.get_input_embeddings().weight.size(0),
             is_exact=self.passes.sample_what_they_score(),
             next_token=lambda *asked, **how: self._log_probs.next_token(*asked, **how),
             processes=self.processes,

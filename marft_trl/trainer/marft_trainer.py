@@ -40,6 +40,7 @@ from ..seams.runs import (
     begin_pass,
     checkpoint_folder,
     keeping_checkpoints,
+    saving_adapters_alone,
     saving_only,
 )
 from ..seams.sharding import as_if_not_sharded
@@ -394,7 +395,7 @@ class MARFTTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with published():
+        with published(), saving_adapters_alone(self):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)

@@ -187,31 +187,41 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
             f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}: prompt learning methods cannot "
             "live beside other adapters. Use `peft.LoraConfig(...)`."
         )
-    if isinstance(config, LoraConfig):
-        ranks = [config.r, *(config.rank_pattern or {}).values()]
-        if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-            raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
-        start = config.init_lora_weights
-        if start is not False and start not in _IDENTITY_STARTS and not alone:
+    if type(config) is not LoraConfig:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} is a {type(config).__name__}. Teams are trained with LoRAs (also "
+            "DoRA and rsLoRA), whose tensors can be checked when a saved team is loaded. Use `peft.LoraConfig(...)`."
+        )
+    for field in ("trainable_token_indices", "target_parameters"):
+        if getattr(config, field, None):
             raise ValueError(
-                f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
-                "agents share. Use one that leaves the base alone, such as the default `True`."
+                f"`{field}` of the adapter of agent {agent.name!r} reaches into parameters of the base, which all "
+                "agents share. Leave it out."
             )
-        if config.bias != "none":
-            raise ValueError(
-                f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
-                "Leave it out."
-            )
-        if config.layer_replication:
-            raise ValueError(
-                f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
-                "Leave it out."
-            )
-        if config.modules_to_save:
-            raise ValueError(
-                f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
-                "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
-            )
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
+    start = config.init_lora_weights
+    if start is not False and start not in _IDENTITY_STARTS and not alone:
+        raise ValueError(
+            f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
+            "agents share. Use one that leaves the base alone, such as the default `True`."
+        )
+    if config.bias != "none":
+        raise ValueError(
+            f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
+            "Leave it out."
+        )
+    if config.layer_replication:
+        raise ValueError(
+            f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
+            "Leave it out."
+        )
+    if config.modules_to_save:
+        raise ValueError(
+            f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
+            "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
+        )
 
 
 def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
