@@ -4,14 +4,17 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainerCallback
 
 from marft_trl.checkpoints import commit as commits
 from marft_trl.checkpoints.changes import ResumeChanges, check_structure, tunables
@@ -213,6 +216,56 @@ def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
         other.kill()
     trainer.train()
     assert trainer.state.global_step == 4 and (tmp_path / LOCK_NAME).exists()
+
+
+class Removed(TrainerCallback):
+    """Removes the output folder after the second step; another run may take it."""
+
+    def __init__(self, folder, other=None):
+        self.folder, self.other = folder, other
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            shutil.rmtree(self.folder)
+            if self.other is not None:
+                self.folder.mkdir()
+                self.other.acquire(timeout=0)
+
+
+def test_a_folder_that_is_removed_is_locked_anew(small_model, tmp_path, caplog):
+    folder = tmp_path / "run"
+    trainer = trainer_in(folder, small_model, [Removed(folder)])
+    trainer.train()
+    assert "was removed while the run used it" in caplog.text and (folder / LOCK_NAME).exists()
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(small_model, tmp_path):
+    folder = tmp_path / "run"
+    other = FileLock(str(folder / LOCK_NAME))
+    trainer = trainer_in(folder, small_model, [Removed(folder, other)])
+    with pytest.raises(CheckpointError, match="is in use by another run"):
+        trainer.train()
+    assert not list(folder.glob("checkpoint-*"))
+    other.release()
+
+
+def test_a_forked_child_that_returns_from_a_reward_ends(small_model, tmp_path, capfd):
+    parent, children = os.getpid(), []
+
+    def forking(completions, **kwargs):
+        child = os.fork()
+        children.append(child)
+        if not child:
+            signal.alarm(30)  # it would run the tests beside this process
+        return [float(index % 2) for index in range(len(completions))]
+
+    trainer = trainer_in(tmp_path, small_model, [StopAt(1)], reward_funcs=forking)
+    trainer.train()
+    assert os.getpid() == parent and len(children) == 1
+    _, status = os.waitpid(children[0], 0)
+    assert os.waitstatus_to_exitcode(status) == 70
+    assert "was forked from the training process" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("resume", [None, True])

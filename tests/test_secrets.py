@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import os
 import pickle
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from marft_trl import MARFTConfig, Team
+from marft_trl import MARFTConfig, Sequential, Team
 from marft_trl.redaction import published, without_paths, without_secrets
+from marft_trl.report.experiment import Experiment
+from marft_trl.report.settings import settings_of
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 
 from .helpers import config, team_trainer
 from .hub_server import Hub
@@ -160,3 +164,40 @@ def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
     with published():
         assert copied(args).output_dir == "out"
     assert isinstance(args, MARFTConfig) and args.output_dir == str(tmp_path / "out") and args.hub_token == SECRET
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gho_0123456789abcdef0123", "github_pat_11ABCDEFG0123456789_x", "glpat-0123456789abcdefghij",
+        "xoxb-123456789012-abcdefghijkl", "AIzaSyA0123456789abcdefghijklmnopqrstuv", "sk_live_0123456789abcdefghij",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdef012345", "npm_0123456789abcdefghijklmnopqrstuvwxyz",
+        "pypi-AgEIcHlwaS5vcmcCJDAxMjM0NTY3ODkwMTIzNDU2Nzg5", "Basic dXNlcjpwYXNzd29yZA==",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----",
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_secrets_are_known_by_their_forms(text):
+    kept = without_secrets({"note": f"before {text} after"})["note"]
+    assert kept.startswith("before ") and kept.endswith(" after") and text[-12:] not in kept
+
+
+def test_texts_that_only_look_like_secrets_stay():
+    for text in ("sk-learn is a library", "Basic algebra", "npm_config", "eyJ is how a token begins", "pypi-server"):
+        assert without_secrets(text) == text
+
+
+def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
+    class Keeps(Sequential):
+        def __init__(self):
+            super().__init__(["reasoner", "actor"])
+            self.api_key, self.url = SECRET, f"https://me:{SECRET}@host/x"
+
+    args = config(tmp_path, model_init_kwargs={"token": SECRET}, chat_template_kwargs={"openai_api_key": SECRET})
+    experiment = Experiment(
+        model_folder, tiny_agents(), args=args, reward_funcs=exact_answer, train_dataset=tiny_dataset(8),
+        eval_dataset=tiny_dataset(8, seed=1), workflow=Keeps(), options={"db": {"password": SECRET}, "n": 3},
+    )  # fmt: skip
+    found = settings_of(experiment)
+    assert SECRET not in json.dumps(found) and found["options.n"] == 3
+    assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found

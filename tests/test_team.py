@@ -256,6 +256,8 @@ def test_a_local_base_has_to_be_passed_and_another_one_is_named(model_folder, tm
         ({"modules_to_save": ["lm_head"]}, "copies whole modules"),
         ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "prompt learning"),
         ({"peft_type": "LOHA"}, "cannot be read|trained with LoRAs"),
+        ({"lora_alpha": float("nan")}, "`lora_alpha` of agent 'actor' must be a finite number"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "`lora_alpha` of agent 'actor' must be a finite number"),
         ({"trainable_token_indices": [1]}, "reaches into parameters of the base"),
         ({"target_parameters": ["weight"]}, "reaches into parameters of the base"),
     ],
@@ -289,8 +291,13 @@ def test_a_strangers_adapter_never_touches_the_base(model_folder, tmp_path, chan
             lambda t: t.update({key: torch.zeros(9, *its.shape[1:]) for key, its in t.items() if "lora_A" in key}),
             "has the rank 9 .* but its config says .4.",
         ),
+        (lambda t: next(iter(t.values())).view(-1)[0].fill_(float("nan")), "has values in .*not finite"),
+        (lambda t: next(iter(t.values())).view(-1)[0].fill_(float("-inf")), "has values in .*not finite"),
+        (lambda t: next(iter(t.values())).view(-1)[0].fill_(1e38), "has values in .*above"),
+        (lambda t: t.update({next(iter(t)): next(iter(t.values())).half()}), "one floating-point dtype"),
+        (lambda t: t.update({key: its.to(torch.int32) for key, its in t.items()}), "one floating-point dtype"),
     ],
-    ids=["embedding", "norm", "junk", "half", "empty", "rank"],
+    ids=["embedding", "norm", "junk", "half", "empty", "rank", "nan", "inf", "1e38", "mixed", "integers"],
 )
 def test_a_strangers_tensors_are_those_of_a_lora(model_folder, tmp_path, change, message):
     """In the second adapter, so that the first would be on the base already."""

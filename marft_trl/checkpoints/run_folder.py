@@ -56,6 +56,8 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.run = ""
+        self._lock: FileLock | None = None
+        self._held: tuple[int, int] | None = None  # device and inode of the locked file
 
     # ---- The run ----
 
@@ -68,9 +70,17 @@ class RunFolder:
             CheckpointError: another run uses the folder, or it cannot be written to.
         """
         self.probe()
-        lock = FileLock(str(self.path / LOCK_NAME), **_WITHOUT_SOFT_LOCK)
+        self._take_lock()
         try:
-            lock.acquire(timeout=0)
+            yield
+        finally:
+            self._release_lock()
+
+    def _take_lock(self) -> None:
+        self._lock = FileLock(str(self.path / LOCK_NAME), **_WITHOUT_SOFT_LOCK)
+        try:
+            self._lock.acquire(timeout=0)
+            self._held = self._locked_file()
         except Timeout:
             raise CheckpointError(
                 f"{self.path} is in use by another run ({self._holder()}). Two runs in one folder would overwrite "
@@ -78,11 +88,36 @@ class RunFolder:
             ) from None
         except (OSError, NotImplementedError) as error:  # a file system without locks
             logger.warning(f"{self.path} cannot be locked ({error}): see to it that no other run writes into it.")
+
+    def _release_lock(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                self._lock.release()
+        self._lock = self._held = None
+
+    def _locked_file(self) -> tuple[int, int] | None:
         try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                lock.release()
+            found = os.stat(self.path / LOCK_NAME)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _check_lock(self) -> None:
+        """
+        Lock the folder anew where it has been removed while the run used it, and its lock with it.
+
+        Raises:
+            CheckpointError: another run uses it by now, or it cannot be written to.
+        """
+        if self._held is None or self._locked_file() == self._held:
+            return
+        self._release_lock()
+        self.probe()
+        self._take_lock()
+        logger.warning(
+            f"{self.path} was removed while the run used it, with all checkpoints so far. The run goes on and saves "
+            "into a new folder of this name."
+        )
 
     def probe(self) -> None:
         """
@@ -235,6 +270,7 @@ class RunFolder:
 
     def open(self, step: int) -> Path:
         """Begin to write the checkpoint of a step. An older folder of this step is kept aside until the new stands."""
+        self._check_lock()
         folder = self.path / f"{_PREFIX}{step}"
         kept = self.path / f"{_KEPT}{step}"
         shutil.rmtree(kept, ignore_errors=True)

@@ -11,23 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..configs import MARFTConfig
-from ..trainer.run_settings import code_of, dataset_hash, plain
+from ..redaction import without_secrets
+from ..trainer.run_settings import OF_FILES_AND_LOGS, OF_MACHINES, code_of, dataset_hash, plain
 from ..workflows import Workflow
 from .experiment import Experiment
 
 
-# Where and how a run is written and shown; the seed is that of the cell
-_NOT_RECORDED = ("seed", "output_dir", "run_name", "disable_tqdm", "local_rank")
-_NOT_RECORDED_PREFIXES = ("log", "save", "report", "hub", "push", "dataloader")
+# The seed is that of the cell
+_NOT_RECORDED = OF_FILES_AND_LOGS | OF_MACHINES | {"seed"}
 
 
 def settings_of(experiment: Experiment) -> dict[str, Any]:
-    """Settings of an experiment by name, JSON-serializable and the same in every process."""
+    """Settings of an experiment by name, without secrets, JSON-serializable and the same in every process."""
     args = experiment.args
     found: dict[str, Any] = {
         f"args.{item.name}": plain(getattr(args, item.name))
         for item in dataclasses.fields(MARFTConfig)
-        if item.name not in _NOT_RECORDED and not item.name.startswith(_NOT_RECORDED_PREFIXES)
+        if item.name not in _NOT_RECORDED
     }
     agents = {agent.name: agent for agent in experiment.agents}
     for place, agent in {**agents, "solo": experiment.solo_agent()}.items():
@@ -45,7 +45,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         "eval_dataset": dataset_hash(experiment.eval_dataset),
     }
     found |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(without_secrets(found), default=str))
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -175,6 +175,7 @@ class Rollouts:
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
+        self._processes.end_if_forked()
         self._check_rewards(per_func, training and not further)
         self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)

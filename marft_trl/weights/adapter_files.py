@@ -32,6 +32,8 @@ _LORA_KEY = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"
 )
 
+_LARGEST_WEIGHT = 1e6  # of an adapter; beyond it, turns are noise or overflow
+
 
 def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
     """
@@ -151,10 +153,28 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
         raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # not a mapping
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
+    shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
     _check_tensors(agent, config, shapes, dict(base.named_modules()), trained_on)
+    _check_values(agent, tensors)
+
+
+def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless the tensors have one floating dtype and the values of weights."""
+    kinds = {str(tensor.dtype) for tensor in tensors.values()}
+    if len(kinds) > 1 or not all(tensor.is_floating_point() for tensor in tensors.values()):
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}; its weights must have one "
+            "floating-point dtype."
+        )
+    for key, tensor in tensors.items():
+        if not (tensor.float().abs() < _LARGEST_WEIGHT).all():  # also false for NaN
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} has values in {key!r} that are not finite or above "
+                f"{_LARGEST_WEIGHT:g}: the file is damaged, or its run had diverged. Use an earlier checkpoint."
+            )
 
 
 def _check_tensors(

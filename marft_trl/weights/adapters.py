@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -201,6 +202,9 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
+    scales = [config.lora_alpha, *(config.alpha_pattern or {}).values()]
+    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in scales):
+        raise ValueError(f"`lora_alpha` of agent {agent.name!r} must be a finite number, got {config.lora_alpha!r}.")
     start = config.init_lora_weights
     if start is not False and start not in _IDENTITY_STARTS and not alone:
         raise ValueError(
