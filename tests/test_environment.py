@@ -54,6 +54,34 @@ def test_rounds_feedback_and_rewards():
     assert episode.counts == {"rounds": 3}
 
 
+def test_an_environment_has_its_own_copy_of_the_row():
+    class Greedy(Countdown):
+        def reset(self, tags, **row):
+            tags.append("mine")
+            return super().reset(**row)
+
+    rows = [{"prompt": "q", "rounds": 1, "tags": ["given"]}]
+    (episode,) = play(EnvironmentLoop(Greedy), ["mover"], rows)
+    assert rows[0]["tags"] == ["given"] == episode.row["tags"]
+
+
+def test_one_environment_for_several_episodes_is_refused():
+    only = Steered()
+    rows = [{"prompt": "q", "rounds": 2}] * 2
+    with pytest.raises((EpisodeError, TypeError), match="has returned the same `Steered` for two episodes at once"):
+        play(EnvironmentLoop(lambda: only), ["a", "b"], rows)
+    assert len(play(EnvironmentLoop(Steered), ["a", "b"], rows)) == 2
+
+
+def test_a_text_is_no_reward():
+    class Texts(Countdown):
+        def step(self, turns):
+            return "", "1", True
+
+    with pytest.raises((EpisodeError, TypeError), match="got '1' for the turn of 'mover'"):
+        play(EnvironmentLoop(Texts), ["mover"], [{"prompt": "q"}])
+
+
 def test_a_horizon_cuts_what_is_not_done():
     (episode,) = play(EnvironmentLoop(Countdown, horizon=2), ["planner", "mover"], [{"prompt": "q", "rounds": 3}])
     assert [turn.agent for turn in episode.turns] == ["planner", "mover"] * 2

@@ -443,6 +443,8 @@ class LiveEpisode:
 
     @staticmethod
     def _number(turn: Turn, reward: Any) -> float:
+        if isinstance(reward, (str, bytes)):
+            raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.")
         try:
             value = float(reward)
         except OverflowError:  # an integer above all floats

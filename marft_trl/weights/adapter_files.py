@@ -166,7 +166,7 @@ def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None
     kinds = {str(tensor.dtype) for tensor in tensors.values()}
     if len(kinds) > 1 or not all(tensor.is_floating_point() for tensor in tensors.values()):
         raise ValueError(
-            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}; its weights must have one "
+            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}; they need one "
             "floating-point dtype."
         )
     for key, tensor in tensors.items():

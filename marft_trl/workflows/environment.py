@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -123,11 +124,26 @@ class EnvironmentLoop(Workflow):
             )
         self.side_by_side = side_by_side
         self.source = source
+        self._in_use: set[int] = set()  # ids of the environments of episodes under way
 
     async def run(self, episode: LiveEpisode) -> None:
         agents = self.agents or list(episode.agents)
         environment = episode.environment = await episode.call(self.environment)
-        episode.observe(await episode.call(environment.reset, **episode.row), source=self.source)
+        if id(environment) in self._in_use:
+            raise TypeError(
+                f"The function that makes environments has returned the same `{type(environment).__name__}` for two "
+                "episodes at once, whose rounds and rewards would be mixed. Return a new object each time."
+            )
+        self._in_use.add(id(environment))
+        try:
+            await self._play(episode, agents, environment)
+        finally:
+            self._in_use.discard(id(environment))
+
+    async def _play(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> None:
+        # A copy, because rewards see the row too
+        observation = await episode.call(environment.reset, **copy.deepcopy(dict(episode.row)))
+        episode.observe(observation, source=self.source)
         is_done = False
         for number in range(self.horizon):
             try:
