@@ -31,6 +31,7 @@ PACKAGES = [
         "config_engine",
         "config_evaluation",
         "config_limits",
+        "config_unused",
         "configs",
         "engine",
         "rollout",

@@ -1,7 +1,9 @@
 """Bad input: an error that names what, got, needed and the fix, before the first generation."""
 
+import dataclasses
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from marft_trl.agents import check_team
 from marft_trl.config_engine import EngineSettings
 from marft_trl.config_evaluation import EvaluationSettings
 from marft_trl.config_limits import LimitSettings
+from marft_trl.config_unused import UNUSED, table
 from marft_trl.dataset_checks import check_prompts
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.reward_checks import check_scores
@@ -607,3 +610,16 @@ def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
 def test_luspo_by_turns_is_not_advised_against(model_folder, tmp_path, caplog):
     team_trainer(model_folder, tmp_path, settings={"level": "action", "loss_type": "luspo"})
     assert "importance_sampling_level" not in caplog.text
+
+
+def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tmp_path, caplog):
+    team_trainer(model_folder, tmp_path)
+    assert "has no effect" not in caplog.text
+    settings = {"data_seed": 3, "pad_to_multiple_of": 16, "log_multimodal": False}
+    team_trainer(model_folder, tmp_path, settings=settings)
+    assert set(re.findall(r"`(\w+)=[^`]*` has no effect", caplog.text)) == settings.keys()
+    caplog.clear()
+    team_trainer(model_folder, tmp_path, settings={"pad_to_multiple_of": 16, "share_prefixes": False})
+    assert "has no effect" not in caplog.text  # it has one there
+    assert table() in (Path(__file__).parent.parent / "docs" / "trainer.md").read_text()
+    assert UNUSED.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -170,6 +170,8 @@ def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) ->
     if saved is None or present is None:
         return
     saved, present = dict(saved), dict(present)
+    if part == "seed":
+        saved.pop("data_seed", None)  # earlier versions recorded it; it has no effect
     if part == "workflow" and isinstance(present.get("team"), list):  # names in team order
         before = [changes.rename.get(name, name) for name in saved.get("team", ()) if name not in changes.remove]
         after = [name for name in present["team"] if name not in changes.add]

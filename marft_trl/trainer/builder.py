@@ -14,6 +14,7 @@ from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimato
 from ..advantages.running import RunningBaselines
 from ..agents import AgentSpec
 from ..config_checks import uses_candidates
+from ..config_unused import warn_of_unused
 from ..learning.adapter_updates import AdapterUpdates
 from ..learning.batching import Collator
 from ..learning.critic_learner import CriticLearner
@@ -93,6 +94,7 @@ class Builder:
         )
         check_fused_head(self._base, trainer.temperature)
         self.passes = Passes(self._base, args, trainer.accelerator, trainer.aux_loss_enabled)
+        warn_of_unused(args, self.passes.share)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         self._needs_old = args.gradient_accumulation_steps % choices.schedule.generate_every != 0
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"

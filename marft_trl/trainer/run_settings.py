@@ -20,6 +20,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from ..agents import AgentSpec
+from ..config_unused import UNUSED
 from ..configs import MARFTConfig
 from ..learning.critic import Critic
 from ..manifest import BaseModel
@@ -36,7 +37,7 @@ _OF_BATCHES = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "steps_per_generation"),
     *("num_iterations", "update_order", "agent_iteration_interval"),
 )
-_OF_ORDER = ("seed", "data_seed", "shuffle_dataset")
+_OF_ORDER = ("seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
 # Fields of the configuration that do not change what is trained. Any other one is compared, so also one that a later
 # version of TRL adds.
@@ -47,7 +48,7 @@ OF_FILES_AND_LOGS = frozenset(
         *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
         *("hub_revision", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
         *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
-        *("log_level", "log_level_replica", "log_completions", "log_completions_hub_repo", "log_multimodal"),
+        *("log_level", "log_level_replica", "log_completions", "log_completions_hub_repo"),
         *("log_unique_prompts", "num_completions_to_print", "report_to", "disable_tqdm"),
         *("include_num_input_tokens_seen", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         *("debug", "skip_memory_metrics", "preset"),  # a preset is recorded by what it sets
@@ -65,16 +66,16 @@ OF_MACHINES = frozenset(
     {
         *("local_rank", "use_cpu", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        *("ddp_backend", "ddp_timeout", "parallelism_config", "length_column_name"),
+        *("ddp_backend", "ddp_timeout", "parallelism_config"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
         *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
-        *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization"),
+        *("vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
         *("vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_python", "vllm_request_timeout"),
         *("vllm_max_inflight", "vllm_adapter_dir"),
     }
 )
-_NOT_RECORDED = OF_FILES_AND_LOGS | OF_EVALUATIONS | OF_MACHINES
+_NOT_RECORDED = OF_FILES_AND_LOGS | OF_EVALUATIONS | OF_MACHINES | UNUSED.keys()
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
 _SAMPLED_ROWS = 20_000
 _OF_LORA = (
