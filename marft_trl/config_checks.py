@@ -270,6 +270,11 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`advantage='turn'`.",
         ),
         (
+            args.rae_column is not None and args.remove_unused_columns,
+            f"`remove_unused_columns=True` leaves prompts alone, and `rae_column={args.rae_column!r}` reads another "
+            "column. Set it to False.",
+        ),
+        (
             args.advantage == "rae" and args.rae_decay == 1,
             "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 for ever. Set a number below 1.",
         ),

@@ -60,7 +60,11 @@ def warn_of_unused(args: Any, shares: bool) -> None:
     """One line for each setting that is not its default and has no effect."""
     for name, (why, where, _) in UNUSED.items():
         field = type(args).__dataclass_fields__.get(name)
-        if field is not None and getattr(args, name) not in (field.default, None) and (where is None or where(args, shares)):
+        if (
+            field is not None
+            and getattr(args, name) not in (field.default, None)
+            and (where is None or where(args, shares))
+        ):
             logger.warning(f"`{name}={getattr(args, name)!r}` has no effect: {why} Leave it out.")
 
 

@@ -405,6 +405,15 @@ def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):
         )  # fmt: skip
 
 
+def test_a_column_that_would_be_removed(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="`remove_unused_columns=True` leaves prompts alone, and the column 'env"):
+        team_trainer(
+            model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop},
+            train_dataset=Dataset.from_list([{"prompt": "Go", "environment": "shop"}] * 8),
+            settings={"remove_unused_columns": True},
+        )  # fmt: skip
+
+
 def test_every_row_has_the_tools_of_its_environment():
     from marft_trl.tools import ToolCall
 

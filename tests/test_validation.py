@@ -340,6 +340,7 @@ def test_cispo_bounds_ratios_above_one(tmp_path, caplog):
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 for ever"),
+        ({"advantage": "rae", "rae_column": "game", "remove_unused_columns": True}, "leaves prompts alone"),
     ],
     ids=str,
 )

@@ -165,7 +165,7 @@ class MARFTTrainer(GRPOTrainer):
         if train_dataset is None and isinstance(self.workflow, EnvironmentLoop):
             train_dataset = setup.placeholder_prompts(args)
         setup.check_best_metric(args, eval_dataset)
-        setup.check_column(self.workflow, train_dataset, eval_dataset)
+        setup.check_column(args, self.workflow, train_dataset, eval_dataset)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
         check_rewards(reward_funcs, train_dataset, eval_dataset)

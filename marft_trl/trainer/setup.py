@@ -284,7 +284,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
         )
 
 
-def check_column(workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
+def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
     """
     Check that the column of [`ByColumn`] says for each row which workflow runs.
 
@@ -293,6 +293,11 @@ def check_column(workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> N
     """
     if not isinstance(workflow, ByColumn):
         return
+    if args.remove_unused_columns:
+        raise ValueError(
+            f"`remove_unused_columns=True` leaves prompts alone, and the column {workflow.column!r} says which workflow "
+            "runs. Set it to False."
+        )
     for name, dataset in {"train_dataset": train_dataset, **named_sets(eval_dataset)}.items():
         names = column_names(dataset) if dataset is not None else [workflow.column] * (name != "train_dataset")
         if names is not None and workflow.column not in names:
