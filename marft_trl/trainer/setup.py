@@ -295,8 +295,8 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
         return
     if args.remove_unused_columns:
         raise ValueError(
-            f"`remove_unused_columns=True` leaves prompts alone, and the column {workflow.column!r} says which workflow "
-            "runs. Set it to False."
+            f"`remove_unused_columns=True` leaves prompts alone, and the column {workflow.column!r} says which "
+            "workflow runs. Set it to False."
         )
     for name, dataset in {"train_dataset": train_dataset, **named_sets(eval_dataset)}.items():
         names = column_names(dataset) if dataset is not None else [workflow.column] * (name != "train_dataset")
