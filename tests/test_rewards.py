@@ -32,7 +32,7 @@ from marft_trl.rewards import (
 )
 from marft_trl.rewards import code as code_module
 from marft_trl.rewards import math as math_module
-from marft_trl.rewards.code import pass_rate, same_output
+from marft_trl.rewards.code import _equals, pass_rate, same_output
 
 from .helpers import grows_linearly
 
@@ -356,3 +356,17 @@ def test_long_outputs_and_arrays_are_scored():
     tests = {"inputs": [[1], [2]], "outputs": [[1, 2], 3.0], "function": "f"}
     program = "import numpy as np\ndef f(x): return np.array([1, 2]) if x == 1 else np.float64(3)"
     assert code_module.pass_rate(program, tests) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "is_right"),
+    [
+        (0.1 + 0.2, 0.3, True), (1e-17, 0.0, True), (0.0, 1e-12, False), (1.1e-12, 1e-12, False),
+        (1e9 + 0.5, 1e9, True),
+        ({"x": True}, {"x": 1}, False), ({"x": 1.0}, {"x": 1}, True), ({"x": [0.3]}, {"x": [0.1 + 0.2]}, True),
+        ({"x": 1}, {"y": 1}, False), ([True], [1], False), (float("nan"), 1.0, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_of_programs_are_compared_by_size_and_type(got, wanted, is_right):
+    assert _equals(got, wanted) == is_right

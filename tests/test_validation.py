@@ -624,3 +624,8 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     assert "has no effect" not in caplog.text  # it has one there
     assert table() in (Path(__file__).parent.parent / "docs" / "trainer.md").read_text()
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
+
+
+def test_a_head_that_is_the_embedding_is_not_cast_alone(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="`cast_lm_head_to_fp32=True` does not go with adapters"):
+        team_trainer(model_folder, tmp_path, settings={"cast_lm_head_to_fp32": True})

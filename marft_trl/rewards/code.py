@@ -194,11 +194,13 @@ def _equals(got: Any, wanted: Any) -> bool:
 def _same(got: Any, wanted: Any) -> bool:
     if isinstance(got, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        return got.keys() == wanted.keys() and all(_same(got[key], its) for key, its in wanted.items())
     if isinstance(got, float) or isinstance(wanted, float):
         if not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (got, wanted)):
             return False
         try:
-            return got == wanted or abs(got - wanted) <= 1e-9 * max(1.0, abs(wanted)) < math.inf
+            return got == wanted or abs(got - wanted) <= 1e-9 * (abs(wanted) or 1.0) < math.inf
         except OverflowError:  # an integer too large for a float
             return False
     return type(got) is type(wanted) and got == wanted

@@ -179,7 +179,7 @@ class MARFTTrainer(GRPOTrainer):
         processing_class = setup.load_tokenizer(processing_class, base, args)
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents)
-        setup.check_learning(args, self.policies)
+        setup.check_learning(args, self.policies, base)
         sharding.check_team(args, self.policies.has_adapters)
         level = level_of(args)
         schedule = Schedule.of(args, self.policies.trained_in_order)

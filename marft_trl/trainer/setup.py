@@ -476,9 +476,9 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
         )
 
 
-def check_learning(args: MARFTConfig, policies: Policies) -> None:
+def check_learning(args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel) -> None:
     """
-    Raise if a setting needs adapters but there are none.
+    Raise if a setting needs adapters but there are none, or does not go with them.
 
     Raises:
         ValueError: the message names the setting.
@@ -491,6 +491,12 @@ def check_learning(args: MARFTConfig, policies: Policies) -> None:
                 f"`{name}={getattr(args, name)!r}` needs a base that stays as it is, but without a `peft_config` the "
                 "base itself is trained. Pass `peft_config=LoraConfig(...)`."
             )
+    if args.cast_lm_head_to_fp32 and policies.has_adapters and base.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            "`cast_lm_head_to_fp32=True` does not go with adapters on a base whose LM head is its embedding "
+            "(`tie_word_embeddings`): GRPOTrainer cannot cast one of them alone. Leave it out, or load the base in "
+            "float32."
+        )
 
 
 def make_critic(
