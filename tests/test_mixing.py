@@ -256,6 +256,7 @@ def test_a_resumed_run_does_not_try_again(model_folder, tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"team": agents(["solo"])}, "1 adapters are trained"),
+        ({"gradient_checkpointing": True}, "gradients are checkpointed"),
         ({"share_prefixes": False}, "rows take the passes of `GRPOTrainer`"),
         ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "variants of LoRA"),
         ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "their dropout differs"),

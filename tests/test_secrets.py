@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from marft_trl import MARFTConfig, Sequential, Team
+from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
 from marft_trl.redaction import published, without_paths, without_secrets
 from marft_trl.report.experiment import Experiment
 from marft_trl.report.settings import settings_of
@@ -201,3 +201,13 @@ def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
     found = settings_of(experiment)
     assert SECRET not in json.dumps(found) and found["options.n"] == 3
     assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found
+
+
+def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):
+    """It has to stay: the team was trained with it."""
+    token = "ghp_0123456789abcdefghij"
+    agents = [AgentSpec("reasoner", system_prompt="Plan."), AgentSpec("actor", system_prompt=f"Call with {token}.")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents)
+    assert "system prompt of agent 'actor' holds what looks like a secret" in caplog.text
+    assert "agent 'reasoner' holds" not in caplog.text and token not in caplog.text
+    assert trainer.agents[1].system_prompt == agents[1].system_prompt

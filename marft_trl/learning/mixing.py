@@ -70,6 +70,8 @@ class MixedPasses:
             return "the base is in shards"
         if not places_rows:
             return "rows take the passes of `GRPOTrainer`"
+        if self._args.mixed_passes and self._args.gradient_checkpointing is True:
+            return "gradients are checkpointed (`gradient_checkpointing=True`)"
         return MixedLora.why_not(self._model, trained)
 
     def check(self) -> None:

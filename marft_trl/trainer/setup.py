@@ -30,6 +30,7 @@ from ..episodes.records import TOOL
 from ..hints import did_you_mean
 from ..learning.critic import CRITICS, Critic
 from ..learning.levels import Level
+from ..redaction import without_secrets
 from ..rewards import environment_reward
 from ..rollout.prompts import PromptBuilder
 from ..rollout.tool_calls import check_functions, prepare_template
@@ -400,6 +401,13 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
 
 def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | None = None) -> list[AgentSpec]:
     """Return the agents with the workflow's system prompts where they have none, or with anonymous prompts."""
+    for agent in agents:
+        if without_secrets(agent.system_prompt) != agent.system_prompt:
+            logger.warning(
+                f"The system prompt of agent {agent.name!r} holds what looks like a secret (a token, a password in a "
+                "URL). It is part of the team, so it is saved, published with it, and shown to the model. Take it out "
+                "if that is not meant."
+            )
     if anonymous is not None:
         aliases = alias_names(agents)
         prompts = workflow.system_prompts([dataclasses.replace(agent, description=None) for agent in agents], aliases)
