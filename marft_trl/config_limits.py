@@ -19,6 +19,9 @@ class LimitSettings:
             `"raise"`: an error is raised. `"drop_oldest_turn"`: the oldest turns are left out (counted in
             `context/dropped_turns`), and an error is raised only if the prompt alone does not fit. `"end_episode"`:
             the episode ends with the turns it has (counted in `context/ended_episodes`).
+        show_reasoning (`bool`, *optional*, defaults to `False`):
+            Whether earlier turns, an agent's own and those of teammates, are shown with their reasoning where the chat
+            template of the model cuts it off earlier messages (Qwen3, DeepSeek-R1, GPT-OSS).
         max_tool_calls (`int`, *optional*, defaults to `16`):
             Maximum number of tool calls before an agent's final turn. The first call beyond it gets an error message;
             further calls are ignored. If `max_tool_calling_iterations` is set, it also limits how often the agent
@@ -65,6 +68,10 @@ class LimitSettings:
             "'drop_oldest_turn' or 'end_episode'.",
             "choices": list(CONTEXT_OVERFLOWS),
         },
+    )
+    show_reasoning: bool = field(
+        default=False,
+        metadata={"help": "Whether earlier turns keep reasoning that the chat template would cut off them."},
     )
     max_tool_calls: int = field(
         default=16,

@@ -69,6 +69,8 @@ class Inference:
         agent_views (`dict[str, str]`): names of the view functions of agents that have their own.
         workflow_timeout (`float`, *optional*): maximum time in seconds that a workflow may wait.
         replies (`dict[str, str]`): names of the functions of agents whose turns a function writes.
+        show_reasoning (`bool`): whether earlier turns are shown with reasoning that the chat template cuts, as in
+            teams of earlier versions.
     """
 
     sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Inference:
     agent_views: dict[str, str] = field(default_factory=dict)
     workflow_timeout: float | None = None
     replies: dict[str, str] = field(default_factory=dict)
+    show_reasoning: bool = True
 
 
 @dataclass

@@ -408,6 +408,7 @@ def _runner(
         aliases=aliases,
         alone=setup.is_alone(agents, workflow),
         unread=[agent.name for agent in agents if not agent.has_policy],
+        show_reasoning=inference.show_reasoning,
     )
     setup.warn_of_unprotected(prompts, uses_tools)
     return EpisodeRunner(

@@ -47,7 +47,7 @@ class ChatTemplate:
             ValueError: The template does not render each content once.
         """
         mark, hollow = _hollow(messages)
-        pieces = re.split(f"{mark}(\\d+){mark}", self._render(hollow, functions))
+        pieces = re.split(f"{mark}(\\d+){mark}", self.render(hollow, functions))
         if not _are_whole(pieces, len(messages), mark):
             raise ValueError(
                 "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
@@ -69,8 +69,8 @@ class ChatTemplate:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         mark, hollow = _hollow(results)
-        before = self._render(calling, functions, add_generation_prompt=False)
-        whole = self._render([*calling, *hollow], functions)
+        before = self.render(calling, functions, add_generation_prompt=False)
+        whole = self.render([*calling, *hollow], functions)
         end = self._tokenizer.eos_token or ""
         if end and end in before:  # templates add a line break after it, which was not sampled
             before = before[: before.rindex(end) + len(end)]
@@ -83,9 +83,10 @@ class ChatTemplate:
             )
         return pieces
 
-    def _render(
+    def render(
         self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
     ) -> str:
+        """The text of a conversation."""
         return self._tokenizer.apply_chat_template(
             messages,
             tools=self.schemas(functions) or None,

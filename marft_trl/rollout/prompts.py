@@ -18,6 +18,7 @@ from ..anonymity import renamed
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from .chat_template import ChatTemplate, unbound
 from .encoding import PlainEncoder
+from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
 from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
 
@@ -99,6 +100,8 @@ class PromptBuilder:
             tokens, and neither they nor results contain lines that look like the name of a speaker.
         unread (`Collection[str]`, *optional*):
             Names of agents whose observations no model reads, so that its window does not limit them.
+        show_reasoning (`bool`, *optional*, defaults to `False`):
+            Whether earlier turns are shown with their reasoning where the chat template cuts it.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class PromptBuilder:
         aliases: Mapping[str, str] | None = None,
         alone: bool = False,
         unread: Collection[str] = (),
+        show_reasoning: bool = False,
     ):
         self._unread = frozenset(unread)
         self._tokenizer = tokenizer
@@ -131,6 +135,7 @@ class PromptBuilder:
         self._aliases = aliases or {}
         self._alone = alone
         self._folds_system = not self._plain and not self.template.renders_system
+        self._reasoning = None if self._plain or show_reasoning else EarlierReasoning(self.template)
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
@@ -245,7 +250,8 @@ class PromptBuilder:
             asked = [_filled(message) for message in asked]
         if not self._alone or query.seen:
             self._check(asked)
-        agent, seen = renamed(query.agent, query.seen, self._aliases)
+        shown = query.seen if self._reasoning is None else self._reasoning.shown(query.seen, query.after)
+        agent, seen = renamed(query.agent, shown, self._aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
             messages = merge_neighbours([_without_role(message) for message in messages])

@@ -135,6 +135,7 @@ class Builder:
             aliases=choices.aliases,
             alone=setup.is_alone(choices.agents, choices.workflow),
             unread=[one.name for one in choices.agents if choices.critic is None and not one.has_policy],
+            show_reasoning=args.show_reasoning,
         )
         setup.warn_of_unprotected(prompts, self._uses_tools)
         return EpisodeRunner(

@@ -108,6 +108,7 @@ class TeamFiles:
             agent_views={one.name: callable_name(one.view) for one in self._agents if one.view is not None},
             workflow_timeout=self._args.workflow_timeout,
             replies={one.name: callable_name(one.reply) for one in self._agents if one.reply is not None},
+            show_reasoning=self._args.show_reasoning,
         )
 
     def _writers(self, log_history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Callable[[Path], object]]:

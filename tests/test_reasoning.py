@@ -1,0 +1,100 @@
+"""Reasoning of earlier turns: agents are shown what the chat template of their model would show."""
+
+import pytest
+
+from marft_trl import AgentSpec, Team, TeamManifest, Turn
+from marft_trl.rollout.chat_template import ChatTemplate
+from marft_trl.rollout.prompts import PromptBuilder
+from marft_trl.rollout.reasoning import EarlierReasoning
+from marft_trl.tiny import tiny_tokenizer
+
+from .helpers import team_trainer
+
+
+HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
+REST = (
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Of the forms of the templates of Qwen3 (reasoning of messages before the last question is cut), DeepSeek-R1 (always)
+# and GPT-OSS (an answer has a channel; reasoning is another field)
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}" + HEAD + "{% set content = m.content %}{% set reasons = '' %}"
+    "{% if '</think>' in content %}{% set reasons = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.last and reasons %}{{ '<think>\n' + reasons + '\n</think>\n\n' }}{% endif %}"
+    "{{ content + '<|im_end|>\n' }}" + REST
+)
+R1 = (
+    HEAD + "{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<|Assistant|>' + content + '<|end|>' }}" + REST
+)
+GPT_OSS = (
+    HEAD + "{% if '<|channel|>' in m.content %}{{ raise_exception('channel tags in the content') }}{% endif %}"
+    "{% if loop.last and m.thinking %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}" + REST
+)
+PLAIN = HEAD + "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}" + REST
+
+TAGGED = "<think>\nfirst 3, then 4\n</think>\n\nThe answer is 7."
+CHANNELS = "<|channel|>analysis<|message|>first 3, then 4<|end|><|start|>assistant<|channel|>final<|message|>It is 7."
+
+
+def builder(source, **options):
+    tokenizer = tiny_tokenizer()
+    return PromptBuilder(tokenizer, tokenize=lambda *_: pytest.fail("not alike"), chat_template=source, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "answer"),
+    [
+        (QWEN3, TAGGED, "The answer is 7."), (R1, TAGGED, "The answer is 7."), (GPT_OSS, CHANNELS, "It is 7."),
+        (QWEN3, "first 3, then 4\n</think>\n\n7", "7"),  # `<think>` was part of the prompt
+        (QWEN3, "<think>\nfirst 3, th", "<think>\nfirst 3, th"),  # cut off: templates leave it as it is
+        (GPT_OSS, "<|channel|>analysis<|message|>first 3, th", ""), (QWEN3, "7", "7"), (PLAIN, TAGGED, TAGGED),
+        (QWEN3, CHANNELS, CHANNELS), (GPT_OSS, "It is 7.", "It is 7."),
+    ],
+)  # fmt: skip
+def test_answers_alone_are_left_of_earlier_turns_where_the_template_does_so(source, text, answer):
+    earlier = EarlierReasoning(ChatTemplate(tiny_tokenizer(), source))
+    assert earlier.is_cut == (source != PLAIN) and earlier.answer(text) == answer
+    (shown,) = earlier.shown([Turn("planner", text, index=0)])
+    assert shown.raw_text == answer and shown.text == text
+
+
+@pytest.mark.parametrize(("source", "text"), [(QWEN3, TAGGED), (R1, TAGGED), (GPT_OSS, CHANNELS)])
+def test_an_agent_and_its_teammates_are_shown_answers(source, text):
+    planner, solver = AgentSpec("planner"), AgentSpec("solver")
+    turn = Turn("planner", text, index=0)
+    for agent in (planner, solver):
+        prompt = [{"role": "user", "content": "3+4"}]
+        shown, whole = (
+            builder(source, show_reasoning=on).build([(agent, prompt, (turn,))])[0].content for on in (False, True)
+        )
+        assert "7." in str(shown) and "first 3" not in str(shown) and "think" not in str(shown)
+        assert "first 3" in str(whole)
+        assert shown[-1]["role"] == ("assistant" if agent is planner else "user")
+
+
+def test_an_earlier_turn_is_what_the_template_makes_of_it():
+    """A planner's second prompt, token for token as of a conversation that goes through the template."""
+    tokenizer, planner = tiny_tokenizer(), AgentSpec("planner")
+    turns = [Turn("planner", TAGGED, index=0), Turn("solver", "Are you sure?", index=1)]
+    (observation,) = builder(QWEN3).build([(planner, [{"role": "user", "content": "3+4"}], turns)])
+    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": TAGGED}, observation.content[-1]]
+    whole = tokenizer.apply_chat_template(messages, chat_template=QWEN3, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(observation.ids) == tokenizer.decode(
+        tokenizer(whole, add_special_tokens=False)["input_ids"]
+    )
+
+
+def test_a_saved_team_is_shown_what_it_was_trained_with(model_folder, tmp_path):
+    for on in (False, True):
+        folder = tmp_path / str(on)
+        team_trainer(model_folder, folder, settings={"show_reasoning": on}).save_model()
+        assert TeamManifest.load(folder).inference.show_reasoning is on
+        prompts = Team.from_pretrained(folder, model=model_folder)._runner.prompts
+        assert (prompts._reasoning is None) is on
+    assert type(TeamManifest.load(folder).inference)().show_reasoning  # teams of earlier versions were shown it
