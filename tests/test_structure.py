@@ -146,6 +146,28 @@ def test_a_workflow_can_be_written_without_loading_a_model_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("module", ["functional", "_ops", "nn.modules", "optim.adamw", "no_such_module"])
+def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
+    code = f"""if True:
+        import importlib, sys
+        import marft_trl
+        assert "bitsandbytes.nn" not in sys.modules
+        try:
+            loaded = importlib.import_module("bitsandbytes.{module}")
+        except ModuleNotFoundError:
+            assert "{module}" == "no_such_module"
+        else:
+            import bitsandbytes
+            assert sys.modules["bitsandbytes.{module}"] is loaded and loaded.__spec__.origin.endswith(".py")
+            assert importlib.import_module("bitsandbytes.{module}") is loaded
+        import bitsandbytes.functional
+        assert bitsandbytes.nn.modules.QuantState is bitsandbytes.functional.QuantState
+        assert not any("seams" in type(one).__module__ for one in sys.meta_path)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.timeout(600)
 def test_bitsandbytes_and_evaluate_are_loaded_when_they_are_used(tmp_path):
     """`load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -23,7 +24,31 @@ class _Later(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
-        return getattr(importlib.import_module(_NAME), name)
+        value = getattr(importlib.import_module(_NAME), name)
+        if name == "__path__":  # a module of the package is being imported, which the package may have loaded by now
+            sys.meta_path.insert(0, _Loaded())
+        return value
+
+
+class _Loaded:
+    """
+    Finder and loader, for the next import, of a module that its package has loaded while it was looked for. Python
+    (3.13) has looked into `sys.modules` before it asked for the path of the package, and would run the module again.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        sys.meta_path.remove(self)  # type: ignore[arg-type]  # has what is asked of a finder
+        self._module = sys.modules.get(name)
+        if self._module is None or not name.startswith(f"{_NAME}."):
+            return None
+        self._spec = self._module.__spec__
+        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> types.ModuleType | None:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def load_bitsandbytes_when_used() -> None:
