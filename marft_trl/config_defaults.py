@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
-
-from accelerate.logging import get_logger
 
 from .advantages.baselines import BASELINES
 from .advantages.credit_rules import CREDITS
@@ -13,7 +12,7 @@ from .config_checks import has_turn_ratio, uses_candidates
 from .learning.levels import LEVELS
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # that of accelerate needs a state, which comes with the arguments
 CISPO_EPSILON_HIGH = 5.0  # as TRL recommends after ScaleRL (2510.13786)
 
 

@@ -30,18 +30,23 @@ class OtherProcessError(RuntimeError):
     """Raised when another process of the run has failed. The message has its index and its error."""
 
 
-def end_if_forked(pid: int) -> None:
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
     """
-    End this process at once if it is no longer the one with this id: a child that users' code has forked and that has
-    come back from it. It would train and write beside its parent, under the same lock.
+    Context manager around users' code: a child that it has forked, and that comes back from it, ends at once. It would
+    train and write beside its parent, under the same lock.
     """
-    if os.getpid() != pid:
-        message = (
-            f"Process {os.getpid()} was forked from the training process {pid} by a reward, a workflow or a tool, and "
-            "returned from it, so it ends here. End a forked child with `os._exit(0)`.\n"
-        )
-        os.write(2, message.encode())
-        os._exit(70)
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != pid:
+            message = (
+                f"Process {os.getpid()} was forked from the training process {pid} by a reward, a workflow or a tool, "
+                "and returned from it, so it ends here. End a forked child with `os._exit(0)`.\n"
+            )
+            os.write(2, message.encode())
+            os._exit(70)
 
 
 class Processes:
@@ -54,7 +59,6 @@ class Processes:
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
-        self._pid = os.getpid()
         self._agreed: BaseException | None = None
         self._wait: Callable[[], None] = lambda: None
         self._are_stuck: Callable[[], bool] = lambda: False
@@ -83,10 +87,6 @@ class Processes:
     def have_shards(self) -> bool:
         """`True` if the base is, or will be, in shards over the processes."""
         return self._accelerator.is_fsdp2
-
-    def end_if_forked(self) -> None:
-        """[`end_if_forked`] since the run began."""
-        end_if_forked(self._pid)
 
     def before_collectives(self, wait: Callable[[], None], are_stuck: Callable[[], bool]) -> None:
         """

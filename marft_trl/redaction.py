@@ -26,7 +26,7 @@ _CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@:]+@|(?![^\s/@:]*:\d+(?:/|$))[^\s/@
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{10,}|AIza[\w-]{30,}|A[KS]IA[A-Z0-9]{12,}|npm_\w{30,}|pypi-[\w-]{30,}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,})|(?<=Bearer )\S+|(?<=Basic )[A-Za-z0-9+/]{8,}={0,2}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,})|(?<=Bearer )(?=\S*\d)\S{6,}|(?<=Basic )(?=[A-Za-z+/]*[\d=])[\w+/]{8,}={0,2}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
@@ -41,7 +41,7 @@ from .weights.policies import Policies
 from .workflows import Workflow, rebuild
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
 
 # TRL's defaults, for sampling settings that an agent does not set. Manifests of version 0.1 do not contain the
 # trainer's settings.
@@ -472,7 +472,10 @@ def _known_settings(
     """Return the known settings of `generate`. Unknown ones are removed, since the manifest may come from anybody."""
     known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _NOT_OF_A_TEAM
     settings = {name: value for name, value in inference.generation.items() if name in known}
-    return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, **settings}
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    own = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*dict.fromkeys([tokenizer.eos_token_id, *ends])]}
+    return {"do_sample": True, **own, **settings}
 
 
 def _tokenization(

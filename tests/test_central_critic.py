@@ -55,6 +55,21 @@ def test_the_scale_is_no_smaller_than_the_noise_of_a_critic():
     )
 
 
+def test_a_scale_of_an_earlier_version_goes_on_as_if_it_had_been_this_one():
+    """Whose batches had 1,000 times the weight: new ones would have had none for ever."""
+    batches = [[row("one", [value, value + 2.0])] for value in (1.0, 2.0, 3.0, 20.0, 21.0)]
+    whole, earlier, later = (ValueScale(True, ["one"], one_process(), *decay) for decay in ((), (0.99,), ()))
+    for number, batch in enumerate(batches):
+        whole.update(batch)
+        if number < 3:
+            earlier.update(batch)
+    for state in (earlier.state_dict(), earlier.state_dict()["moments"]):
+        later.load_state_dict(state)
+        for batch in batches[3:]:
+            later.update(batch)
+        assert later.of("one") == pytest.approx(whole.of("one"), rel=2e-3)
+
+
 @pytest.mark.parametrize("rise", [0.0, 50.0])
 def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path, rise):
     """Nothing of a batch is clipped before its update, whatever the scale does: rewards of 100 +- 10 that rise."""

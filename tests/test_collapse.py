@@ -1,5 +1,7 @@
 """A run that falls from its best: said, and undone for the agent that has fallen."""
 
+import copy
+import json
 import logging
 from types import SimpleNamespace
 
@@ -364,6 +366,16 @@ def test_the_error_of_a_window_by_hand():
     assert again.state_dict() == state
     again.load_state_dict({name: state[name] for name in ("rewards", "highest", "largest", "steps")})  # of version 0.2
     assert again.best == 0.875 and again.mean == 0.875 and not again.has_fallen()
+
+
+def test_a_remembered_state_is_as_good_as_one_of_a_file(model_folder, tmp_path):
+    """After a failure, the state of the last complete step is loaded as it was, not from JSON."""
+    watch = make(model_folder, tmp_path).parts.collapse
+    watch._best_evaluation, watch._fallen_evaluation, watch._error_of_fallen = (0.9, 0.01), 0.2, 0.03
+    state = watch.state_dict()
+    for kept in (copy.deepcopy(state), json.loads(json.dumps(state))):
+        watch.load_state_dict(kept)
+        assert json.dumps(watch.state_dict()) == json.dumps(state)
 
 
 def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):

@@ -370,7 +370,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     owners["runner"].load_state_dict({"runs": 7})
     owners["own_returns"].load_state_dict({"were_named": True})
     owners["running_baselines"].load_state_dict({"actor/": [0.5, 2]})
-    owners["value_scale"].load_state_dict({"_critic": [0.5, 2.0, 0.1]})
+    owners["value_scale"].load_state_dict({"decay": 0.99999, "moments": {"_critic": [0.5, 2.0, 0.1]}})
     owners["copies"].take(20)
     owners["dynamic_sampling"].load_state_dict({"drawn": 12})
     collapsed = {"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True, "has_restored": True}

@@ -18,6 +18,7 @@ from marft_trl.report import Experiment, cells, load_experiment, report
 from marft_trl.report.arms import arms_of, check_arms
 from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
+from marft_trl.report.settings import differences
 from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
 from marft_trl.tasks import game_seeds
@@ -544,3 +545,11 @@ def test_what_is_known_of_the_embedded_team(tmp_path):
     found = report(made, str(tmp_path), seeds=[0], arms=["emptied:reasoner"])
     assert found["emptied:reasoner"].accuracy.mean <= 0.03 and found["team"].accuracy.mean > 0.3
     assert any(one.startswith("What reasoner says is useful") for one in found.verdicts)
+
+
+def test_fields_that_another_version_did_not_record_are_no_difference():
+    theirs = {"args.learning_rate": 0.1, "args.ddp_timeout": 1800, "model": "a", "agents": ["x"]}
+    ours = {"args.learning_rate": 0.2, "args.show_reasoning": False, "model": "a", "solo": 1}
+    assert differences(theirs, ours) == [
+        "agents was ['x'], is None", "args.learning_rate was 0.1, is 0.2", "solo was None, is 1",
+    ]  # fmt: skip

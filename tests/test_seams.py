@@ -486,6 +486,12 @@ def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
     add_fused_lm_head(plain, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
     check_fused_head(plain, 0.7)
+    low = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    low.lm_head.weight.data *= 30  # logits of 100 and more, which bfloat16 rounds to halves
+    add_fused_lm_head(low, temperature=0.2, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    modes = [module.training for module in low.modules()]
+    check_fused_head(low, 0.2)
+    assert modes == [module.training for module in low.modules()]
     with pytest.raises(ValueError, match="differ by"):
         check_fused_head(plain, 1.0)
 

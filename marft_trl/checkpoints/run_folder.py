@@ -114,9 +114,10 @@ class RunFolder:
         self._release_lock()
         self.probe()
         self._take_lock()
+        what = "" if self.checkpoints() else ", with all checkpoints so far"
         logger.warning(
-            f"{self.path} was removed while the run used it, with all checkpoints so far. The run goes on and saves "
-            "into a new folder of this name."
+            f"{self.path} was removed while the run used it{what}, or its {LOCK_NAME} was. The run goes on and saves "
+            "into the folder that has this name now."
         )
 
     def probe(self) -> None:

@@ -257,6 +257,11 @@ class CriticLearner:
                 self._known[batch] = values[places]
         return list(self._known)
 
+    def _old_outputs(self, row: Row) -> torch.Tensor | None:
+        if row.old_outputs is not None or row.old_values is None or row.critic is None:
+            return row.old_outputs
+        return self._scale.normalized(row.critic, row.old_values)  # not normalized, or of an earlier version
+
     def loss(self, batch: MicroBatch, slice_: Slice, accumulation_steps: int, sums: ValueSums) -> torch.Tensor:
         """
         Loss of the values of a micro-batch. Every value target of a part weighs the same, whichever slice or process
@@ -277,7 +282,7 @@ class CriticLearner:
         if values is None:
             values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
         # As the head put them out: the scale has moved since, and the clip is about how far the head has
-        old = padded([row.old_values if row.old_outputs is None else row.old_outputs for row in batch.rows])
+        old = padded([self._old_outputs(row) for row in batch.rows])
         targets = self._scale.normalized(batch.agent, padded([row.value_targets for row in batch.rows]))
         mask = padded([torch.ones(row.num_value_targets) for row in batch.rows])
         values = values[:, : mask.size(1)]

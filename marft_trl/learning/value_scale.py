@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from .data import Row
 
 
 _SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic
+
+_EARLIER_DECAY = 0.99  # in checkpoints that do not say it
 
 
 class ValueScale:
@@ -41,11 +44,20 @@ class ValueScale:
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
-        return {part: list(its) for part, its in self._moments.items()}
+        return {"decay": self._decay, "moments": {part: list(its) for part, its in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
-        self._moments |= {part: list(its) for part, its in state.items()}
+        moments, decay = state.get("moments", state), state.get("decay", _EARLIER_DECAY)
+        self._moments |= {part: self._rescaled(its, decay) for part, its in moments.items()}
+
+    def _rescaled(self, moments: Sequence[float], decay: float) -> list[float]:
+        """Moments with the weight that as many batches have under the present decay."""
+        weight = moments[2]
+        if decay == self._decay or not 0 < weight < 1:
+            return list(moments)
+        batches = math.log1p(-weight) / math.log(decay)
+        return [its * (1 - self._decay**batches) / weight for its in moments]
 
     def of(self, part: str) -> tuple[float, float]:
         """Mean and standard deviation of the value targets of a part; 0 and 1 before the first."""

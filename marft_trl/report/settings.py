@@ -50,7 +50,9 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Settings that are not the same, as text."""
-    names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+    # Another version has other fields of the configuration
+    both = {name for name in {*theirs, *ours} if not name.startswith("args.") or (name in theirs and name in ours)}
+    names = sorted(name for name in both if theirs.get(name) != ours.get(name))
     return [f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names]
 
 
@@ -58,7 +60,7 @@ def _workflow(workflow: Workflow | None) -> Any:
     """Its description, code and plain attributes: a workflow of one's own need not describe its settings."""
     if workflow is None:
         return None
-    attributes = {name: _value(value) for name, value in vars(workflow).items()}
+    attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
     return {"describes": _value(dict(workflow.describe())), "code": code_of(workflow), "attributes": attributes}
 
 

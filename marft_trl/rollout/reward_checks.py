@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
 from ..event_loop import finished
-from ..processes import end_if_forked
+from ..processes import ending_forks
 from ..watchdog import TookTooLong, progress, time_limit
 from .failures import Failures, OnFailure, call_reward, wait_here
 
@@ -154,13 +153,11 @@ def without_exit(name: str) -> Iterator[None]:
     Context manager: a function that calls `sys.exit` has failed, like one that raises. A child that it has forked ends
     here, if it comes back.
     """
-    pid = os.getpid()
     try:
-        yield
+        with ending_forks():
+            yield
     except SystemExit as error:
         raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
-    finally:
-        end_if_forked(pid)
 
 
 def _too_long(name: str, seconds: float | None, where: str) -> str:

@@ -18,7 +18,7 @@ from ..configs import MARFTConfig
 from ..dataset_checks import check_prompts
 from ..episodes.records import Episode
 from ..event_loop import finished
-from ..processes import Processes
+from ..processes import Processes, ending_forks
 from ..rewards import environment_reward
 from ..run_metrics import Metrics
 from ..seams.trl import TrlRewards
@@ -169,13 +169,12 @@ class Rollouts:
             episodes = self._overlap.episodes(rows)
         else:
             self._runner.publish()
-            with self._processes.together():
+            with self._processes.together(), ending_forks():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
         self._log(episodes)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
-        self._processes.end_if_forked()
         self._check_rewards(per_func, training and not further)
         self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)

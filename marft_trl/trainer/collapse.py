@@ -57,7 +57,7 @@ class Collapse(TrainerCallback):
     Watches the mean reward of the last `collapse_window` generation batches ([`Falls`]), and evaluations of the
     trainer's own set. The team has collapsed when an evaluation is below the best one by more than `collapse_drop` of
     it, and by more than luck explains: five standard errors of its episodes. Where only the batches have fallen, their
-    rows may have become harder, so that is said calmly, and once two windows in a row agree.
+    rows may have become harder, so that is said calmly, and once three windows in a row agree.
 
     With `on_collapse="restore"`, three standard errors are enough for a trial: the team acts on the prompts of the
     batch as it is, with each adapter at its best, and with all of them. If that certainly earns more, the adapter that
@@ -102,6 +102,7 @@ class Collapse(TrainerCallback):
         # From the first one on, copies are those of the best evaluation; with its standard error
         self._best_evaluation: tuple[float, float] | None = None
         self._fallen_evaluation: float | None = None  # below the best; a trial is due
+        self._error_of_fallen = 0.0
         self._was_said = self._has_restored = self._is_training = False
         self._is_of_another_set = False
         self._last_rows: Sequence[dict[str, Any]] = ()
@@ -120,6 +121,7 @@ class Collapse(TrainerCallback):
             "has_restored": self._has_restored,
             "best_evaluation": self._best_evaluation,
             "fallen_evaluation": self._fallen_evaluation,
+            "error_of_fallen": self._error_of_fallen,
             "last_rows": _plain(self._last_rows) if self.restores else [],
         }
 
@@ -129,8 +131,9 @@ class Collapse(TrainerCallback):
         self._best_step = state.get("best_step", 0)
         self._was_said, self._has_restored = state["was_said"], state["has_restored"]
         best = state["best_evaluation"]
-        self._best_evaluation = (best[0], best[1]) if isinstance(best, list) else None
+        self._best_evaluation = (best[0], best[1]) if isinstance(best, (list, tuple)) else None
         self._fallen_evaluation = state.get("fallen_evaluation")
+        self._error_of_fallen = state.get("error_of_fallen", 0.0)
         self._last_rows = state.get("last_rows", [])
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
@@ -200,7 +203,7 @@ class Collapse(TrainerCallback):
             # No batch follows, so nothing is lost by going back; all were evaluated on the same questions
             self._end_with_best(f"evaluation, {best:.4g}, as the last one is {reward:.4g}")
         elif has_fallen:
-            self._fallen_evaluation = reward
+            self._fallen_evaluation, self._error_of_fallen = reward, error
             if not self.restores:
                 self._say()
 
@@ -256,7 +259,7 @@ class Collapse(TrainerCallback):
             if trial.gain <= 0:  # the present adapters are the best
                 self._falls.begin_anew(from_here=True)
                 if evaluation is not None:
-                    self._best_evaluation = (evaluation, self._error_of_evaluation())
+                    self._best_evaluation = (evaluation, self._error_of_fallen)
                 self._take()
             return False
         self._go_back(trial.names)

@@ -76,7 +76,7 @@ class Falls:
 
     @property
     def has_lasted(self) -> bool:
-        """Whether two windows in a row have fallen that have no batch in common."""
+        """Whether three windows in a row have fallen that have no batch in common."""
         return self.low > 2 * self._window
 
     def see(self, rewards: torch.Tensor, group: int) -> bool:

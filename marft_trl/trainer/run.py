@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoints.commit import CheckpointError
 from ..configs import MARFTConfig
-from ..processes import Processes
+from ..processes import Processes, ending_forks
 from .checkpointing import Checkpoints
 
 
@@ -140,7 +140,8 @@ class Run(TrainerCallback):
             checkpoint = self._checkpoints.choose(resume_from_checkpoint)
             stack.enter_context(self._signals.watched())
             try:
-                yield checkpoint
+                with ending_forks():
+                    yield checkpoint
                 self._end_after_all()
             except Exception as error:
                 if self._processes.have_agreed(error):

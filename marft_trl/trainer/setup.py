@@ -274,7 +274,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
         ValueError: it does not, so there would be no such metric.
     """
     metric = args.metric_for_best_model
-    if not isinstance(eval_dataset, dict) or metric is None:
+    if not isinstance(eval_dataset, dict) or not eval_dataset or metric is None:
         return
     names = [f"{name}_" for name in eval_dataset]
     if not metric.removeprefix("eval_").startswith(tuple(names)):

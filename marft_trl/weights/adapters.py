@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from accelerate.logging import get_logger
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -28,7 +28,7 @@ from ..seams.bitsandbytes import without_bitsandbytes
 from ..seams.models import without_adapter_name_warning
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
 
 # With these values of `init_lora_weights`, an adapter starts as the identity and the base does not change. Others,
 # such as "pissa", change the weights of the base, which all agents share.
