@@ -3,11 +3,11 @@ Which slow tests a change runs: those of the rooms that it touches, a fixed core
 
 ```bash
 python tests/selection.py            # files, one a line; on the standard error, what is left out
-python tests/selection.py --vllm     # exit status 0 if tests on a real server are due
+python tests/selection.py --vllm     # exit status 0 if tests on a real server are due, 3 if not
 ```
 
 What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
-last one. `make test-slow` runs all of them.
+last one. All files run where that is not known, and after changes that may break any test. `make test-slow` runs all of them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
 ROOMS = {
     "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
     "checkpoints": ["checkpoints", "failures"],
-    "engine": ["served", "own_server"],
-    "episodes": ["failures", "tools", "programs", "orchestrated"],
+    "engine": ["served"],
+    "episodes": ["failures", "tools", "orchestrated"],
     "functional": ["unbiased", "central_critic"],
-    "learning": ["signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic", "learning"],
+    "learning": ["signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic"],
     "metrics": ["report", "evaluation"],
     "report": ["report", "recipes", "examples"],
     "reporting": ["evaluation", "report", "transcripts"],
     "rewards": ["jail", "rewards"],
-    "rollout": ["tools", "speakers", "programs", "served", "dynamic_sampling", "opponents"],
+    "rollout": ["tools", "speakers", "served", "dynamic_sampling", "opponents"],
     "seams": ["forward", "mixing", "sharding", "critics"],
     "shared_prefix": ["forward", "fitting"],
     "tasks": ["task_families", "tasks"],
@@ -43,22 +43,33 @@ ROOMS = {
     "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
-# Rooms whose changes are tried on a real server
-SERVED = {"engine", "rollout", "weights"}
+# Modules beside the rooms, whose tests are those of rooms that use them
+ROOMS |= dict.fromkeys(("lock_step", "processes"), ["sharding", "failures"])
+ROOMS |= dict.fromkeys(("tools", "agents", "manifest", "team"), ["tools", "secrets", "strangers"])
+ROOMS |= dict.fromkeys(("tiny", "randomness", "watchdog", "event_loop"), ["examples", "failures"])
+ROOMS |= dict.fromkeys(("redaction", "presets", "run_metrics", "anonymity", "hints", "dataset_checks"), ["secrets"])
+# Whose changes may break any test
+ALL_OF_THEM = re.compile(
+    r"marft_trl/(config\w*|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
+)
+# Whose changes are tried on a real server
+SERVED = re.compile(r"marft_trl/(engine|rollout|weights|trainer/engine|config_engine)|tests/(scripts/)?(test_)?vllm")
+NOT_DUE = 3  # exit status; that of an error is 1
 
 
-def git(*arguments: str) -> list[str]:
+def git(*arguments: str) -> list[str] | None:
+    """Lines of the output; `None` if it failed."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
-def changed() -> list[str]:
-    """Files that differ from the commit before the change; all of them where that is not known."""
+def changed() -> list[str] | None:
+    """Files that differ from the commit before the change; `None` where that is not known."""
     since = os.environ.get("MARFT_CHANGED_SINCE")
     if not since:
-        last = int((git("log", "-1", "--format=%ct") or ["0"])[0])
-        since = next(iter(git("log", "-1", "--format=%H", f"--before={last - 24 * 3600}")), None)
-    return git("diff", "--name-only", since) if since else git("ls-files")
+        last = (git("log", "-1", "--format=%ct") or ["0"])[0]
+        since = next(iter(git("log", "-1", "--format=%H", f"--before={int(last) - 24 * 3600}") or []), None)
+    return git("diff", "--name-only", since) if since else None
 
 
 def slow_files() -> set[str]:
@@ -72,9 +83,11 @@ def rooms_of(paths: list[str]) -> set[str]:
     return {path.split("/")[1].removesuffix(".py") for path in paths if path.startswith("marft_trl/")}
 
 
-def chosen(paths: list[str], day: int) -> set[str]:
-    """Names of the test files that run."""
+def chosen(paths: list[str] | None, day: int) -> set[str]:
+    """Names of the test files that run; all of them if nobody knows what has changed."""
     every = slow_files()
+    if paths is None or any(map(ALL_OF_THEM.match, paths)):
+        return every
     names = set(CORE) | {name for room in rooms_of(paths) for name in ROOMS.get(room, [])}
     names |= {path.split("test_")[-1].removesuffix(".py") for path in paths if path.startswith("tests/test_")}
     rest = sorted(every - names)
@@ -84,7 +97,7 @@ def chosen(paths: list[str], day: int) -> set[str]:
 def main() -> None:
     paths = changed()
     if "--vllm" in sys.argv:
-        sys.exit(0 if SERVED & rooms_of(paths) else 1)
+        sys.exit(0 if paths is None or any(map(SERVED.match, paths)) else NOT_DUE)
     names = chosen(paths, datetime.date.today().timetuple().tm_yday)
     left_out = sorted(slow_files() - names)
     print("slow tests left out:", ", ".join(left_out) or "none", file=sys.stderr)

@@ -386,14 +386,27 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     from . import selection
 
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-    assert rooms == set(selection.ROOMS)
-    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
-    assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= files
+    modules = {path.stem for path in PACKAGE.glob("*.py") if not selection.ALL_OF_THEM.match(f"marft_trl/{path.name}")}
+    assert rooms | modules == set(selection.ROOMS)
     every = selection.slow_files()
+    assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= every
     nothing = [selection.chosen([], day) for day in range(4)]
     assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
     one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/tasks.md"], 0)
     assert {"task_families", *selection.CORE} & every <= one
+    for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
+        assert selection.chosen([path], 0) == every, path
+    assert selection.chosen(None, 0) == every
+    due = ("marft_trl/rollout/runner.py", "tests/test_vllm.py", "tests/scripts/vllm_cpu.sh", "tests/vllm_server.py")
+    assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match("marft_trl/tasks/seeds.py")
+
+
+def test_an_unknown_change_leaves_nothing_out():
+    command = [sys.executable, str(ROOT / "tests" / "selection.py")]
+    environment = {**os.environ, "MARFT_CHANGED_SINCE": "no-such-commit"}
+    assert subprocess.run([*command, "--vllm"], env=environment, capture_output=True).returncode == 0
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "slow tests left out: none" in listed.stderr and "tests/test_kills.py" in listed.stdout
 
 
 # ---- What docstrings say ----
