@@ -7,7 +7,7 @@ python tests/selection.py --vllm     # exit status 0 if tests on a real server a
 ```
 
 What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
-last one. All files run where that is not known, and after changes that may break any test. `make test-slow` runs all of them.
+last one. All files run where that is not known, and after changes that may break any test. `make test-slow` runs all.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ ROOMS = {
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
-ROOMS |= dict.fromkeys(("lock_step", "processes"), ["sharding", "failures"])
-ROOMS |= dict.fromkeys(("tools", "agents", "manifest", "team"), ["tools", "secrets", "strangers"])
-ROOMS |= dict.fromkeys(("tiny", "randomness", "watchdog", "event_loop"), ["examples", "failures"])
-ROOMS |= dict.fromkeys(("redaction", "presets", "run_metrics", "anonymity", "hints", "dataset_checks"), ["secrets"])
+for modules, its in {
+    ("lock_step", "processes"): ["sharding", "failures"],
+    ("tools", "agents", "manifest", "team"): ["tools", "secrets", "strangers"],
+    ("tiny", "randomness", "watchdog", "event_loop"): ["examples", "failures"],
+    ("redaction", "presets", "run_metrics", "anonymity", "hints", "dataset_checks"): ["secrets"],
+}.items():
+    ROOMS |= dict.fromkeys(modules, its)
 # Whose changes may break any test
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config\w*|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
