@@ -158,8 +158,7 @@ def test_intervals_cover_the_true_share(share, questions, seeds):
     assert covered >= 180
 
 
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.95])
-@pytest.mark.parametrize(("samples", "questions"), [(4, 30), (8, 50)])
+@pytest.mark.parametrize(("share", "samples", "questions"), [(0.02, 4, 30), (0.05, 4, 30), (0.95, 8, 50)])
 def test_intervals_of_questions_with_several_samples_cover_the_true_share(share, samples, questions):
     """`benchmarks/interval_coverage.py` has more."""
     draws = np.random.default_rng(0)
