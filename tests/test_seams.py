@@ -1,6 +1,7 @@
 """What we override, call or rely on in TRL and transformers: the next version is one red test and not a mystery."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -475,6 +476,28 @@ def test_check_fused_head_knows_heads_that_scale_or_cap(model_folder, tokenizer,
     with torch.no_grad():
         expected = model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+HEADS = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+HEADS |= {"intermediate_size": 64, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "is_known"),
+    [
+        ("roberta", {"is_decoder": True}, False), ("bert", {"is_decoder": True}, False),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, True),  # calls a part of its backbone; has dropout
+        ("mamba", {}, True), ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, True),
+    ],
+)  # fmt: skip
+def test_check_fused_head_tells_heads_of_families_apart(family, settings, is_known):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **HEADS, **settings)).float().train()
+    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    modes = [module.training for module in model.modules()]
+    with contextlib.nullcontext() if is_known else pytest.raises(ValueError, match="does more than GRPOTrainer"):
+        check_fused_head(model, 0.7)
+    assert modes == [module.training for module in model.modules()]
 
 
 def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder, tmp_path):

@@ -20,7 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
 from .swapping import swapped
@@ -83,11 +83,42 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
         hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """
-    backbone = model.base_model
-    known = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-    bent = {"forward": lambda *args, **kwargs: known, "_forward_pre_hooks": {}}
-    with swapped(backbone, bent):
+    with _with_states(model, hidden):
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
+
+
+class _States(BaseModelOutputWithPast):
+    """Hidden states `(1, N, H)` as the output of any backbone, which heads may ask for more: it has nothing else."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[None]]:
+    """Context manager: the backbone returns these hidden states. Gives an entry for each time that it was asked."""
+    known = _States(last_hidden_state=hidden.unsqueeze(0))
+    asked: list[None] = []
+
+    def forward(*args: Any, **kwargs: Any) -> _States:
+        asked.append(None)
+        return known
+
+    with swapped(model.base_model, {"forward": forward, "_forward_pre_hooks": {}}):
+        yield asked
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Context manager: all modules are in evaluation mode, and each in its own again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @torch.no_grad()
@@ -111,14 +142,13 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     ids = torch.arange(8, device=weight.device) * 7 % weight.size(0)
-    known = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
-    bent = {"forward": lambda *args, **kwargs: known, "_forward_pre_hooks": {}}
-    try:
-        with swapped(model.base_model, bent):
+    with _with_states(model, hidden) as asked:
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
+    if not asked:  # the model calls a part of its backbone (OPT), so this was a whole pass
+        with _evaluated(model):
+            hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
             logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
-        found = fused_head(model, hidden, ids).log_probs[0].float()
-    except AttributeError:  # a head that reads more of its backbone than hidden states
-        return
+    found = fused_head(model, hidden, ids).log_probs[0].float()
     expected = (logits / temperature).log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
     gap = (found - expected).abs().max().item() * temperature
     if not gap <= (1e-3 if weight.dtype == torch.float32 else 0.25):
