@@ -119,6 +119,8 @@ REWARDS = {
     "Student's t, 1.2 degrees": lambda draws, batch: draws.standard_t(1.2, (4, 8)),
     "Pareto, 1.2": lambda draws, batch: draws.pareto(1.2, (4, 8)),
     "log-normal by prompt": lambda draws, batch: np.exp(2 * draws.normal(size=(4, 1))) * draws.random((4, 8)),
+    "1 of 300 loses 10": lambda draws, batch: np.where(draws.random((32, 1)) < 0.003, -10.0, 0.0),
+    "one prompt of 8 episodes": lambda draws, batch: draws.random((1, 8)) < draws.random(),
     "half right": chance(0.5),
     "dense": lambda draws, batch: draws.normal(0.5, 0.1, (4, 8)),
     "two tasks, 8 batches each in turns": chance(lambda batch: 0.8 if batch // 8 % 2 else 0.2),

@@ -21,6 +21,7 @@ from marft_trl.checkpoints.changes import ResumeChanges, check_structure, tunabl
 from marft_trl.checkpoints.commit import CheckpointError, DamagedCheckpoint
 from marft_trl.checkpoints.run_folder import LOCK_NAME, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
+from marft_trl.workflows import Sequential
 
 from .exactness import differences
 from .helpers import StopAt, began_at, moved, team_trainer, varied_reward, weights
@@ -250,22 +251,53 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(small_model, tmp_path
     other.release()
 
 
-def test_a_forked_child_that_returns_from_a_reward_ends(small_model, tmp_path, capfd):
+def forked(children):
+    child = os.fork()
+    children.append(child)
+    if not child:
+        signal.alarm(30)  # it would run the tests beside this process
+
+
+class Forking(Sequential):
+    """A workflow that forks in its first episode."""
+
+    def __init__(self, children):
+        super().__init__()
+        self.children = children
+
+    async def run(self, episode):
+        if not self.children:
+            forked(self.children)
+        await super().run(episode)
+
+
+class ForkingCallback(TrainerCallback):
+    def __init__(self, children):
+        self.children = children
+
+    def on_step_end(self, args, state, control, **kwargs):
+        forked(self.children)
+        if not self.children[0]:
+            raise RuntimeError("in the child")
+
+
+@pytest.mark.parametrize("where", ["reward", "workflow", "callback"])
+def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, where):
     parent, children = os.getpid(), []
 
-    def forking(completions, **kwargs):
-        child = os.fork()
-        children.append(child)
-        if not child:
-            signal.alarm(30)  # it would run the tests beside this process
+    def reward(completions, **kwargs):
+        if where == "reward" and not children:
+            forked(children)
         return [float(index % 2) for index in range(len(completions))]
 
-    trainer = trainer_in(tmp_path, small_model, [StopAt(1)], reward_funcs=forking)
-    trainer.train()
+    given = {"workflow": Forking(children)} if where == "workflow" else {}
+    callbacks = [StopAt(1), *([ForkingCallback(children)] if where == "callback" else [])]
+    trainer_in(tmp_path, small_model, callbacks, reward_funcs=reward, **given).train()
     assert os.getpid() == parent and len(children) == 1
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 70
     assert "was forked from the training process" in capfd.readouterr().err
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1"}
 
 
 @pytest.mark.parametrize("resume", [None, True])

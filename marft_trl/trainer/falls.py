@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-# Batches whose errors are remembered
+# Differences of successive batches that are remembered
 _REMEMBERED = 256
 
 
@@ -20,11 +20,10 @@ class Falls:
     Compares the mean reward of the last generation batches with the best that it has been.
 
     It has fallen when it is below the best by more than a share of the largest size that it has had, and by more than
-    luck explains: some standard errors of the difference. The error of a batch is the largest of three, because each
-    is too small somewhere: from the spread between its prompts, which knows rare successes and heavy tails; the mean
-    of these over batches, which knows what a window without any success hides; and from the differences of successive
-    batches, which knows what the prompts of a batch have in common. The largest quarter of the differences is left
-    out: it may be the fall.
+    luck explains: some standard errors of the difference. The error of a window is the larger of two, because each is
+    too small somewhere: from the spread between the prompts of its batches, which knows rare outcomes and heavy tails;
+    and from the differences of successive batches, which knows what the prompts of a batch have in common. The largest
+    quarter of the differences is left out: it may be the fall.
 
     Args:
         window (`int`): number of batches.
@@ -37,7 +36,6 @@ class Falls:
         self._means: deque[float] = deque(maxlen=window)
         self._variances: deque[float] = deque(maxlen=window)  # squared errors of these means
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)  # differences of successive means
-        self._known: deque[float] = deque(maxlen=_REMEMBERED)  # squared errors of all means
         self.best, self._variance_of_best, self._largest = -math.inf, 0.0, 0.0
         self.low = 0  # batches in a row after which the mean had fallen
 
@@ -51,7 +49,6 @@ class Falls:
             "largest": self._largest,
             "low": self.low,
             "steps": list(self._steps),
-            "known": list(self._known),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -62,7 +59,6 @@ class Falls:
         self._variance_of_best, self._largest = state.get("variance_of_best", 0.0), state["largest"]
         self.low = state.get("low", 0)
         self._steps = deque(state.get("steps", ()), maxlen=_REMEMBERED)
-        self._known = deque(state.get("known", ()), maxlen=_REMEMBERED)
 
     @property
     def mean(self) -> float:
@@ -92,7 +88,6 @@ class Falls:
             self._steps.append(abs(mean - self._means[-1]))
         self._means.append(mean)
         self._variances.append(variance)
-        self._known.append(variance)
         if not self.is_full:
             return False
         self._largest = max(self._largest, abs(self.mean))
@@ -106,7 +101,7 @@ class Falls:
         """Whether the mean is so far below the best that neither the setting nor luck explains it."""
         if not self._means:
             return False
-        usual = max(sum(self._known) / max(len(self._known), 1), _deviation(self._steps) ** 2 / 2)
+        usual = _deviation(self._steps) ** 2 / 2  # of a batch
         now = max(self._variance(), usual / len(self._means))
         luck = self._errors * math.sqrt(now + max(self._variance_of_best, usual / self._window))
         return self.best - self.mean > max(self._drop * self._largest, luck)
