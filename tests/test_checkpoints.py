@@ -290,13 +290,19 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, where
             forked(children)
         return [float(index % 2) for index in range(len(completions))]
 
+    class Steps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with open(tmp_path / "steps", "a") as file:
+                file.write(f"{os.getpid()}\n")
+
     given = {"workflow": Forking(children)} if where == "workflow" else {}
-    callbacks = [StopAt(1), *([ForkingCallback(children)] if where == "callback" else [])]
+    callbacks = [StopAt(1), Steps(), *([ForkingCallback(children)] if where == "callback" else [])]
     trainer_in(tmp_path, small_model, callbacks, reward_funcs=reward, **given).train()
     assert os.getpid() == parent and len(children) == 1
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 70
     assert "was forked from the training process" in capfd.readouterr().err
+    assert (tmp_path / "steps").read_text() == f"{parent}\n"
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1"}
 
 

@@ -322,6 +322,7 @@ STILL = {
     "half": lambda draws, batch: draws.random((4, 8)) < 0.5,
     "dense": lambda draws, batch: draws.normal(0.5, 0.1, (4, 8)),
     "rare failures": lambda draws, batch: np.where(draws.random((32, 1)) < 0.003, -10.0, 0.0),
+    "batches of many difficulties": lambda draws, batch: draws.random((32, 1)) < 0.5 + 0.2 * draws.normal(),
     "one prompt": lambda draws, batch: draws.random((1, 8)) < draws.random(),
 }
 FALLS = {
