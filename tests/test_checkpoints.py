@@ -1,5 +1,6 @@
 """Checkpoints that count only when they are complete, and the folder that a run has for itself."""
 
+import contextlib
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from marft_trl.checkpoints import commit as commits
 from marft_trl.checkpoints.changes import ResumeChanges, check_structure, tunables
 from marft_trl.checkpoints.commit import CheckpointError, DamagedCheckpoint
 from marft_trl.checkpoints.run_folder import LOCK_NAME, RunFolder
+from marft_trl.processes import Processes
 from marft_trl.seams.runs import save_checkpoint_now
 from marft_trl.workflows import Sequential
 
@@ -282,8 +284,20 @@ class ForkingCallback(TrainerCallback):
 
 
 @pytest.mark.parametrize("where", ["reward", "workflow", "callback"])
-def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, where):
+def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monkeypatch, where):
+    """Before it takes a step, and before it takes the place of its parent among the processes."""
     parent, children = os.getpid(), []
+    together = Processes.together
+
+    @contextlib.contextmanager
+    def noted(processes):
+        with together(processes):
+            try:
+                yield
+            finally:
+                assert where == "callback" or os.getpid() == parent or os._exit(71)
+
+    monkeypatch.setattr(Processes, "together", noted)
 
     def reward(completions, **kwargs):
         if where == "reward" and not children:
