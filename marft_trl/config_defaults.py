@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
+
+import torch
 
 from .advantages.baselines import BASELINES
 from .advantages.credit_rules import CREDITS
@@ -18,6 +21,10 @@ CISPO_EPSILON_HIGH = 5.0  # as TRL recommends after ScaleRL (2510.13786)
 
 def resolve(config: Any) -> None:
     """Set what is `None` and depends on other settings of a [`MARFTConfig`], in place."""
+    if config.ddp_backend is not None and not _is_launched(config.use_cpu):
+        # accelerate would look for a process group that nobody has made
+        logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect on one process.")
+        config.ddp_backend = None
     if config.loss_type is None:
         config.loss_type = LEVELS[config.level].loss_type if config.level in LEVELS else "dapo"
     if config.loss_type == "cispo" and config.epsilon_high is None:
@@ -33,3 +40,12 @@ def resolve(config: Any) -> None:
         config.skip_rows_without_signal = config.share_prefixes
     if config.continue_from is None and uses_candidates(config):
         config.continue_from = BASELINES[config.advantage].goes_on
+
+
+def _is_launched(on_cpu: bool) -> bool:
+    """Whether a launcher has started this process, by the variables that accelerate reads."""
+    if torch.distributed.is_initialized():
+        return True
+    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    several = any(int(os.environ.get(name, 1)) > 1 for name in sizes)
+    return several or (not on_cpu and "LOCAL_RANK" in os.environ)

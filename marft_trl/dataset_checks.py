@@ -98,6 +98,11 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     check_prompts(rows, what, start=0)
 
 
+def has_other_content(message: Mapping[str, Any]) -> bool:
+    """Whether a message without text says something: an assistant's that calls tools, or reasons alone."""
+    return message["role"] == "assistant" and any(message.get(name) for name in ("tool_calls", "reasoning_content"))
+
+
 def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
     """Names of the columns, or `None` for an empty stream."""
     if dataset.column_names is not None:
@@ -159,7 +164,9 @@ def _kind_of(prompt: object, where: str) -> str:
     for message in prompt:
         if not isinstance(message["role"], str) or not message["role"]:
             raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a text.")
-        if message["content"] is None or (message["content"] == "" and prompt != PLACEHOLDER):
+        if message["content"] in (None, ""):
+            if has_other_content(message) or prompt == PLACEHOLDER:
+                continue
             raise ValueError(f"The prompt in {where} has a {message['role']!r} message without content.")
         if not isinstance(message["content"], str):
             raise ValueError(

@@ -8,6 +8,7 @@ from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Turn
+from marft_trl.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
@@ -15,6 +16,7 @@ from marft_trl.rollout.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
 
 from .helpers import team_trainer
+from .tokenizers_and_templates import chat_template
 
 
 CONTROL = [
@@ -115,6 +117,23 @@ def test_pieces_give_the_template_back():
     turns = [Turn("reasoner", "7+3=10;10-2=8", 0)]
     (observation,) = builder(tokenizer).build([(AgentSpec("actor", system_prompt="Act."), "How many?", turns)])
     whole = tokenizer.apply_chat_template(observation.content, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(observation.ids) == whole
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gemma4", "glm4moe", "gptoss", "phi3", "lfm2"])
+def test_messages_that_only_call_tools_or_reason_are_shown_as_the_template_shows_them(family):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template(family)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "Add.", "tool_calls": [call]}
+    prompt = [
+        {"role": "user", "content": "1 + 1?"},
+        *(calling, {"role": "tool", "name": "add", "content": "2"}, {"role": "assistant", "content": "2"}),
+        {"role": "user", "content": "Sure?"},
+    ]
+    check_prompts([{"prompt": prompt}], "train_dataset")
+    (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
+    whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(observation.ids) == whole
 
 

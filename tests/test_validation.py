@@ -14,7 +14,12 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HfArgumentParser
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    HfArgumentParser,
+    TrainerCallback,
+)
 from trl import GRPOConfig
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
@@ -65,6 +70,7 @@ CHAT = [{"role": "user", "content": "How many?"}]
         (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
         (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
         (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
+        (rows([CHAT, [*CHAT, {"role": "assistant", "content": ""}, *CHAT]]), ValueError, "'assistant' message without"),
         (rows([CHAT, [{"role": None, "content": "x"}]]), ValueError, "row 1 .*the role None"),
         (rows([CHAT, [*CHAT, {"role": "assistant", "content": "2"}]]), ValueError, "row 1 .*ends with an assistant"),
         (rows(GOOD, image=GOOD), ValueError, "the column 'image'.*vision-language"),
@@ -641,6 +647,23 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     assert "has no effect" not in caplog.text  # it has one there
     assert table() in (Path(__file__).parent.parent / "docs" / "trainer.md").read_text()
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
+
+
+def test_a_backend_of_processes_on_one_process_is_left_out(tmp_path, caplog):
+    assert config(tmp_path, ddp_backend="gloo").ddp_backend is None
+    assert "`ddp_backend='gloo'` has no effect on one process" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["steps_per_generation", "num_generations"])
+def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path, name):
+    class Changes(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                setattr(args, name, 8)
+
+    trainer = team_trainer(model_folder, tmp_path, callbacks=[Changes()])
+    with pytest.raises(RuntimeError, match=f"`{name}` was changed from [124] to 8"):
+        trainer.train()
 
 
 def test_a_head_that_is_the_embedding_is_not_cast_alone(model_folder, tmp_path):

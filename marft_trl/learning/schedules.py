@@ -11,6 +11,13 @@ import torch
 from ..configs import MARFTConfig
 
 
+# What a generation batch is. The data loader and the schedule are made for it.
+_OF_BATCHES = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+    "num_generations",
+)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """
@@ -29,6 +36,7 @@ class Schedule:
         warmup (`int`, *optional*, defaults to `0`): number of first optimizer steps in which no adapter learns.
         seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
         critics (`tuple[str, ...]`): parts of the critic.
+        batches (`tuple[int, ...]`): settings of a generation batch, which do not change during a run.
     """
 
     adapters: tuple[str, ...]
@@ -38,6 +46,7 @@ class Schedule:
     warmup: int = 0
     seed: int = 0
     critics: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
@@ -60,7 +69,21 @@ class Schedule:
             order=args.update_order,
             warmup=args.critic_warmup_steps,
             seed=args.seed,
+            batches=tuple(getattr(args, name) for name in _OF_BATCHES),
         )
+
+    def check(self, args: MARFTConfig) -> None:
+        """
+        Raises:
+            RuntimeError: a callback has changed what a generation batch is.
+        """
+        for name, value in zip(_OF_BATCHES, self.batches, strict=True):
+            if getattr(args, name) != value:
+                raise RuntimeError(
+                    f"`{name}` was changed from {value} to {getattr(args, name)} during training, where the data "
+                    "loader and the schedule keep the first value. Leave it as it is; for other batches, end the run "
+                    "and train on with another trainer (`MARFTTrainer(model=load_adapters(...))`)."
+                )
 
     def with_critic(self, parts: Sequence[str]) -> Schedule:
         """The schedule with a critic of these parts."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from ..dataset_checks import has_other_content
 from ..episodes.records import Messages
 
 
@@ -48,7 +49,7 @@ class ChatTemplate:
         """
         mark, hollow = _hollow(messages)
         pieces = re.split(f"{mark}(\\d+){mark}", self.render(hollow, functions))
-        if not _are_whole(pieces, len(messages), mark):
+        if not _are_whole(pieces, messages, mark):
             raise ValueError(
                 "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
                 f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
@@ -75,7 +76,7 @@ class ChatTemplate:
         if end and end in before:  # templates add a line break after it, which was not sampled
             before = before[: before.rindex(end) + len(end)]
         pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
-        if not whole.startswith(before) or not _are_whole(pieces, len(results), mark):
+        if not whole.startswith(before) or not _are_whole(pieces, results, mark):
             raise ValueError(
                 "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
                 f"cannot go on from its call of {results[0]['name']!r}. Use a template that keeps earlier messages as "
@@ -163,9 +164,18 @@ def _hollow(messages: Messages) -> tuple[str, Messages]:
     """Return a random mark, and the messages with their contents replaced by their numbers between two marks."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
-    return mark, [{**message, "content": f"{mark}{i}{mark}"} for i, message in enumerate(messages)]
+    return mark, [
+        message if _is_without_text(message) else {**message, "content": f"{mark}{i}{mark}"}
+        for i, message in enumerate(messages)
+    ]
 
 
-def _are_whole(pieces: Sequence[str], count: int, mark: str) -> bool:
-    """Return `True` if each message occurs exactly once and every mark is complete."""
-    return sorted(pieces[1::2], key=int) == [str(i) for i in range(count)] and not any(mark in p for p in pieces[::2])
+def _is_without_text(message: dict[str, Any]) -> bool:
+    """Whether a template shows a message by its other fields. Many have a line break before a content, if any."""
+    return not message.get("content") and has_other_content(message)
+
+
+def _are_whole(pieces: Sequence[str], messages: Messages, mark: str) -> bool:
+    """Return `True` if each content occurs exactly once and every mark is complete."""
+    expected = [str(i) for i, message in enumerate(messages) if not _is_without_text(message)]
+    return sorted(pieces[1::2], key=int) == expected and not any(mark in p for p in pieces[::2])

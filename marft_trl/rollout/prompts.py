@@ -254,7 +254,7 @@ class PromptBuilder:
         agent, seen = renamed(query.agent, shown, self._aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
-            messages = merge_neighbours([_without_role(message) for message in messages])
+            messages = merge_neighbours(_without_roles(messages))
         if self._plain and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
@@ -367,8 +367,14 @@ def _as_text(message: dict[str, Any], name: str) -> str:
     return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content
 
 
-def _without_role(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool result to a user message, for templates that only render it directly after its call."""
-    if message["role"] != "tool":
-        return message
-    return {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
+def _without_roles(messages: Messages) -> Messages:
+    """Convert results of tools to user messages, for templates that only render them after a message with calls."""
+    shown: Messages = []
+    follows_calls = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
+        if is_result and not follows_calls:
+            message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
+        shown.append(message)
+    return shown

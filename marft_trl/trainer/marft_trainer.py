@@ -266,13 +266,14 @@ class MARFTTrainer(GRPOTrainer):
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
         state.slices = self.parts.sequential.after_update(state.slices, self.schedule.just_updated(state.micro_step))
-        return state.slices[state.micro_step % self.args.steps_per_generation]
+        return state.slices[state.micro_step % len(state.slices)]
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         ahead = self.parts.look_ahead
         return super().get_batch_samples(ahead.over(epoch_iterator) if ahead else epoch_iterator, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> list[Slice]:
+        self.schedule.check(self.args)
         return self.parts.experience.for_training(inputs)
 
     def training_step(self, model: nn.Module, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -285,6 +286,7 @@ class MARFTTrainer(GRPOTrainer):
     def compute_loss(self, model, inputs: Slice, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:
         if return_outputs:
             raise ValueError("MARFTTrainer does not support returning outputs.")
+        self.schedule.check(self.args)
         learning = self.schedule.learning(self.parts.state.micro_step, self.state.global_step)
         return self.parts.loss.of_slice(model, inputs, learning, self.accelerator.backward)
 
