@@ -536,6 +536,7 @@ def check_supported(args: Any) -> None:
             args.use_transformers_continuous_batching,
             "it keeps one policy for all requests. Set it to False.",
         ),
+        "include_for_metrics": (args.include_for_metrics, "evaluations have no predictions. Leave it out."),
         "neftune_noise_alpha": (
             args.neftune_noise_alpha,
             "turns are sampled with the noise too, and scored with another one. Leave it out.",

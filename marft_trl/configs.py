@@ -36,6 +36,7 @@ from .config_defaults import resolve
 from .config_engine import EngineSettings, check_vllm
 from .config_evaluation import EvaluationSettings, check_evaluation
 from .config_limits import LimitSettings
+from .config_unused import say_unused
 from .learning.critic import CRITICS
 from .learning.levels import LEVELS
 from .presets import PRESETS
@@ -487,7 +488,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         check_vllm(self)
         check_evaluation(self)
         check_collapse(self)
-        self.enable_jit_checkpoint = False  # SIGTERM saves after the step; upstream's way saves within it
+        if self.enable_jit_checkpoint:  # type: ignore[has-type]
+            say_unused("enable_jit_checkpoint", True)
+            self.enable_jit_checkpoint = False  # upstream's way saves within a step
 
     @classmethod
     def of(cls, args: GRPOConfig) -> MARFTConfig:

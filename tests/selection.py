@@ -39,7 +39,7 @@ ROOMS = {
     "seams": ["forward", "mixing", "sharding", "critics"],
     "shared_prefix": ["forward", "fitting"],
     "tasks": ["task_families", "tasks"],
-    "trainer": ["collapse", "evaluation", "failures", "served", "workflow_learning"],
+    "trainer": ["collapse", "settings", "evaluation", "failures", "served", "workflow_learning"],
     "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }

@@ -70,7 +70,11 @@ CHAT = [{"role": "user", "content": "How many?"}]
         (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
         (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
         (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
-        (rows([CHAT, [*CHAT, {"role": "assistant", "content": ""}, *CHAT]]), ValueError, "'assistant' message without"),
+        (
+            rows([CHAT, [*CHAT, {"role": "assistant", "content": ""}, *CHAT]]),
+            ValueError,
+            "'assistant' message without",
+        ),
         (rows([CHAT, [{"role": None, "content": "x"}]]), ValueError, "row 1 .*the role None"),
         (rows([CHAT, [*CHAT, {"role": "assistant", "content": "2"}]]), ValueError, "row 1 .*ends with an assistant"),
         (rows(GOOD, image=GOOD), ValueError, "the column 'image'.*vision-language"),
@@ -646,7 +650,7 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     team_trainer(model_folder, tmp_path, settings={"pad_to_multiple_of": 16, "share_prefixes": False})
     assert "has no effect" not in caplog.text  # it has one there
     assert table() in (Path(__file__).parent.parent / "docs" / "trainer.md").read_text()
-    assert UNUSED.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert UNUSED.keys() <= {field.name for field in dataclasses.fields(MARFTConfig)}
 
 
 def test_a_backend_of_processes_on_one_process_is_left_out(tmp_path, caplog):

@@ -20,7 +20,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from ..agents import AgentSpec
-from ..config_unused import UNUSED
+from ..config_unused import ALWAYS_UNUSED
 from ..configs import MARFTConfig
 from ..learning.critic import Critic
 from ..manifest import BaseModel
@@ -75,7 +75,7 @@ OF_MACHINES = frozenset(
         *("vllm_max_inflight", "vllm_adapter_dir"),
     }
 )
-_NOT_RECORDED = OF_FILES_AND_LOGS | OF_EVALUATIONS | OF_MACHINES | UNUSED.keys()
+_NOT_RECORDED = OF_FILES_AND_LOGS | OF_EVALUATIONS | OF_MACHINES | ALWAYS_UNUSED
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
 _SAMPLED_ROWS = 20_000
 _OF_LORA = (

@@ -1,0 +1,334 @@
+"""Every setting acts, is refused, or stands in the table of settings without effect."""
+
+import dataclasses
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.config_unused import UNUSED
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
+from .helpers import lora, team_trainer, varied_reward, weights
+
+
+CRITIC = {"advantage": "gae", "critic": "shared"}
+MOVED = {"num_iterations": 2, "learning_rate": 0.05}  # ratios far from 1
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 8}
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True, "max_steps": 4, "metric_for_best_model": "reward"}
+ONE_PASS = {"max_steps": -1, "num_train_epochs": 1}
+REFERENCE = {"beta": 0.5, "learning_rate": 0.05, "max_steps": 3}
+SYNCED = {**REFERENCE, "sync_ref_model": True, "ref_model_sync_steps": 1}
+ENTROPY = {"use_adaptive_entropy": True, "max_steps": 4, "entropy_target": 9.0}
+CANDIDATES = {"advantage": "turn"}
+WORKERS = {"dataloader_num_workers": 1}
+# Each setting whose effect one process on the CPU shows: a value, and the settings that it needs
+ACTS = {
+    "output_dir": ("elsewhere", {}),
+    "per_device_train_batch_size": (4, {}),
+    "num_train_epochs": (2, {"max_steps": -1, "per_device_train_batch_size": 64}),
+    "max_steps": (3, {}),
+    "learning_rate": (1e-2, {}),
+    "lr_scheduler_type": ("constant", {}),
+    "lr_scheduler_kwargs": ({"num_cycles": 2}, {"lr_scheduler_type": "cosine_with_restarts", "max_steps": 4}),
+    "warmup_steps": (1, {}),
+    "optim": ("sgd", {}),
+    "optim_args": ("momentum=0.5", {"optim": "sgd"}),
+    "weight_decay": (0.5, {}),
+    "adam_beta1": (0.5, {}),
+    "adam_beta2": (0.5, {}),
+    "adam_epsilon": (1e-2, {}),
+    "gradient_accumulation_steps": (2, {}),
+    "max_grad_norm": (0.01, {"optim": "sgd"}),
+    "bf16": (True, {"use_cpu": True}),
+    "activation_checkpointing": (True, {}),
+    "activation_checkpointing_kwargs": ({"use_reentrant": True}, {"activation_checkpointing": True}),
+    "gradient_checkpointing": (True, {}),
+    "gradient_checkpointing_kwargs": ({"use_reentrant": True}, {"gradient_checkpointing": True}),
+    "logging_strategy": ("no", {}),
+    "logging_steps": (2, {}),
+    "logging_first_step": (True, {"logging_steps": 2}),
+    "include_num_input_tokens_seen": ("all", {}),
+    "log_level": ("debug", {}),
+    "disable_tqdm": (False, {}),
+    "eval_strategy": ("steps", {"eval_steps": 1}),
+    "eval_steps": (2, EVALUATED),
+    "eval_delay": (2, EVALUATED),
+    "per_device_eval_batch_size": (4, EVALUATED),
+    "eval_on_start": (True, EVALUATED),
+    "save_strategy": ("epoch", {**ONE_PASS, "per_device_train_batch_size": 64}),
+    "save_steps": (2, SAVED),
+    "save_total_limit": (1, SAVED),
+    "load_best_model_at_end": (True, {**BEST, "load_best_model_at_end": False}),
+    "metric_for_best_model": ("eval_agents/actor/completions/mean_length", BEST),
+    "greater_is_better": (False, BEST),
+    "full_determinism": (True, {}),
+    "seed": (1, {}),
+    "accelerator_config": ({"even_batches": False}, {}),
+    "dataloader_num_workers": (1, {}),
+    "dataloader_pin_memory": (False, {}),
+    "dataloader_persistent_workers": (True, WORKERS),
+    "dataloader_prefetch_factor": (3, WORKERS),
+    "dataloader_multiprocessing_context": ("spawn", WORKERS),
+    "dataloader_in_order": (False, WORKERS),
+    "skip_memory_metrics": (False, {}),
+    "use_cache": (True, {}),
+    "model_init_kwargs": ({"dtype": "bfloat16"}, {}),
+    "disable_dropout": (True, {}),
+    "num_generations": (8, {}),
+    "num_generations_eval": (4, EVALUATED),
+    "max_completion_length": (4, {}),
+    "shuffle_dataset": (False, {}),
+    "generation_batch_size": (16, {}),
+    "steps_per_generation": (2, {}),
+    "temperature": (0.5, {}),
+    "top_p": (0.5, {}),
+    "top_k": (2, {}),
+    "min_p": (0.5, {}),
+    "generation_kwargs": ({"top_k": 2}, {}),
+    "repetition_penalty": (2.0, {}),
+    "cache_implementation": ("static", {}),
+    "beta": (0.5, {"learning_rate": 0.05}),
+    "num_iterations": (2, {}),
+    "epsilon": (0.01, MOVED),
+    "delta": (1.01, MOVED),
+    "epsilon_high": (0.9, MOVED),
+    "sapo_temperature_neg": (3.0, {**MOVED, "loss_type": "sapo"}),
+    "sapo_temperature_pos": (3.0, {**MOVED, "loss_type": "sapo"}),
+    "vespo_k_pos": (4.0, {**MOVED, "loss_type": "vespo"}),
+    "vespo_lambda_pos": (4.0, {**MOVED, "loss_type": "vespo"}),
+    "vespo_k_neg": (4.0, {**MOVED, "loss_type": "vespo"}),
+    "vespo_lambda_neg": (4.0, {**MOVED, "loss_type": "vespo"}),
+    "importance_sampling_level": ("sequence", MOVED),
+    "reward_weights": ([2.0], {"scale_rewards": "none"}),
+    "multi_objective_aggregation": ("normalize_then_sum", {"reward_weights": [1.0, 3.0]}),
+    "scale_rewards": ("none", {}),
+    "loss_type": ("grpo", {}),
+    "mask_truncated_completions": (True, {"max_completion_length": 6}),
+    "sync_ref_model": (True, {**REFERENCE, "ref_model_sync_steps": 1}),
+    "ref_model_mixup_alpha": (0.1, SYNCED),
+    "ref_model_sync_steps": (2, SYNCED),
+    "top_entropy_quantile": (0.5, {}),
+    "entropy_coef": (0.5, {}),
+    "use_adaptive_entropy": (True, {"max_steps": 4, "entropy_target": 9.0}),
+    "entropy_coef_min": (0.5, {**ENTROPY, "entropy_target": 0.2, "entropy_coef": 1.0, "entropy_coef_delta": 1.0}),
+    "entropy_coef_max": (0.001, ENTROPY),
+    "entropy_coef_delta": (0.5, ENTROPY),
+    "entropy_target": (0.2, ENTROPY),
+    "off_policy_mask_threshold": (0.001, MOVED),
+    "use_bias_correction_kl": (False, {**MOVED, "beta": 0.5}),
+    "log_completions": (True, {}),
+    "num_completions_to_print": (1, {"log_completions": True}),
+    "eval_sampling": ({"temperature": 0.1}, EVALUATED),
+    "eval_k": ([1, 2], EVALUATED),
+    "preset": ("dr-mas", {}),
+    "advantage": ("leave_one_out", {}),
+    "returns": ("agent", {}),
+    "rae_decay": (0.1, {"advantage": "rae", "max_steps": 4}),
+    "rae_column": ("source", {"advantage": "rae", "max_steps": 4}),
+    "level": ("action", {}),
+    "action_logprob": ("token", {**MOVED, "level": "action"}),
+    "use_policy_ratio": (False, MOVED),
+    "critic": ("multi_head", CRITIC),
+    "normalize_values": (True, CRITIC),
+    "gamma": (0.5, CRITIC),
+    "gae_lambda": (0.1, CRITIC),
+    "token_gamma": (0.5, CRITIC),
+    "token_gae_lambda": (0.1, CRITIC),
+    "normalize_advantages": ("none", CRITIC),
+    "critic_learning_rate": (0.1, CRITIC),
+    "critic_max_grad_norm": (0.001, CRITIC),
+    "critic_warmup_steps": (1, CRITIC),
+    "value_clip": (0.001, {**CRITIC, "num_iterations": 2, "critic_learning_rate": 0.1}),
+    "value_loss": ("squared", {**CRITIC, "reward_weights": [30.0]}),
+    "credit": ("step_discount", {}),
+    "credit_discount": (0.1, {"credit": "step_discount"}),
+    "credit_kind": ("returns", {**CRITIC, "credit": "step_discount"}),
+    "own_reward_weight": (0.1, {"credit": "per_step"}),
+    "counterfactual_samples": (2, {"credit": "counterfactual"}),
+    "turn_candidates": (2, CANDIDATES),
+    "candidate_samples": (2, CANDIDATES),
+    "dynamic_sampling": (True, {}),
+    "dynamic_sampling_limit": (1.0, {"dynamic_sampling": True}),
+    "target_kl": (1e-6, MOVED),
+    "agent_weight": ("equal", {}),
+    "agent_iteration_interval": (1, {}),
+    "update_order": ("sequential", {}),
+    "sequential_clip": (0.01, {"update_order": "sequential", "learning_rate": 0.05}),
+    "max_tokens_per_micro_batch": (64, {}),
+    "share_prefixes": (False, {}),
+    "mixed_passes": (True, {}),
+    "skip_rows_without_signal": (False, {}),
+}
+# Settings that are refused whatever else is set, or whose refusal names what is missing here
+REFUSED = {
+    "auto_find_batch_size": (True, "not supported"),
+    "save_only_model": (True, "could not go on"),
+    "ignore_data_skip": (True, "other rows"),
+    "include_for_metrics": (["inputs"], "no predictions"),
+    "neftune_noise_alpha": (5.0, "scored with another one"),
+    "use_transformers_continuous_batching": (True, "one policy"),
+    "use_transformers_paged": (True, "one policy"),
+    "cast_lm_head_to_fp32": (True, "is its embedding"),
+    "router_aux_loss_coef": (0.1, "not a Mixture-of-Experts model"),
+    "fsdp": ("full_shard", "no device that accelerate shards"),
+    "max_staleness": (1, "use_vllm=True"),
+    "log_completions_hub_repo": ("me/logs", "log_completions"),
+}
+
+
+# Settings whose effect is asserted in other files
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_always_push"), "test_persistence.py"
+    ),
+    **dict.fromkeys(("resume_from_checkpoint", "resume_changes"), "test_resume.py"),
+    **dict.fromkeys(("parallelism_config",), "test_sharding.py"),
+    **dict.fromkeys(("ddp_timeout", "tool_timeout", "workflow_timeout", "reward_timeout"), "test_failures.py"),
+    **dict.fromkeys(("on_episode_error", "max_episode_retries", "max_skipped_share"), "test_failures.py"),
+    **dict.fromkeys(("on_collapse", "collapse_drop", "collapse_window"), "test_collapse.py"),
+    **dict.fromkeys(("eval_right_at", "eval_right_by"), "test_samples.py"),
+    **dict.fromkeys(("ddp_backend", "remove_unused_columns", "trust_remote_code"), "test_validation.py"),
+    **dict.fromkeys(("max_tool_calls", "max_tool_calling_iterations"), "test_tools.py"),
+    **dict.fromkeys(("max_tool_output_length", "max_parallel_tools"), "test_tools.py"),
+    **dict.fromkeys(("candidate_reward",), "test_fidelity.py"),
+    "continue_from": "test_own_credit.py",
+    "chat_template_kwargs": "test_persistence.py",
+    "critic_sees": "test_central_critic.py",
+    "max_episode_turns": "test_failures.py",
+    "max_unscored_batches": "test_validation.py",
+    "context_overflow": "test_tools.py",
+    "eval_reference_column": "test_evaluation.py",
+    "show_reasoning": "test_reasoning.py",
+    "use_vllm": "test_vllm.py",
+}
+# Settings that act where these tests are not, and what reads them
+OUTSIDE = {
+    **dict.fromkeys(
+        ("fp16", "fp16_full_eval", "bf16_full_eval", "tf32", "use_cpu", "torch_empty_cache_steps"), "a GPU"
+    ),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config", "optim_target_modules", "deepspeed"), "packages for GPUs"
+    ),
+    **dict.fromkeys(("save_on_each_node", "log_on_each_node", "log_level_replica"), "several machines"),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "several processes",
+    ),
+    "fsdp_config": "FSDP2 on GPUs",
+    **dict.fromkeys(("report_to", "run_name", "project", "log_unique_prompts"), "trackers"),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "trackers"),
+    **dict.fromkeys(("hub_private_repo", "hub_revision"), "the Hub"),
+    "restore_callback_states_from_checkpoint": "callbacks with a state of their own",
+    **dict.fromkeys(("debug", "logging_nan_inf_filter"), "numbers that overflow"),
+}
+_TIMES = re.compile(r"time|per_second|_memory|_mem_")
+_TIMES_SAID = re.compile(r"[\d.]+ (s|min)\b")
+
+
+def test_no_setting_is_left_out():
+    kinds = [ACTS.keys(), REFUSED.keys(), UNUSED.keys(), ELSEWHERE.keys(), OUTSIDE.keys()]
+    names = [field.name for field in dataclasses.fields(MARFTConfig)]
+    assert sorted(name for kind in kinds for name in kind) == sorted(names)
+    for name, file in ELSEWHERE.items():
+        assert re.search(rf"\b{name}\b", (Path(__file__).parent / file).read_text()), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_refused(model_folder, tmp_path, name):
+    value, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        team_trainer(model_folder, tmp_path, settings={name: value})
+
+
+def _rare(completions, **kwargs):
+    return [float(sum(map(ord, str(completion))) % 5 == 0) for completion in completions]
+
+
+def _length(completions, **kwargs):
+    return [float(len(str(completion))) for completion in completions]
+
+
+def look(place: str) -> str:
+    """
+    Look at a place.
+
+    Args:
+        place: The place.
+
+    Returns:
+        What is seen.
+    """
+    return place
+
+
+def _arguments(name: str, settings: dict) -> dict:
+    """What the trainer needs beside its settings, so that a setting can act."""
+    agents, arguments = tiny_agents(), {}
+    if "multi_objective" in name or "reward_weights" in settings:
+        arguments["reward_funcs"] = [varied_reward, _length][: len(settings.get("reward_weights", [1.0, 1.0]))]
+    if name.startswith("dynamic") or name == "skip_rows_without_signal":
+        arguments["reward_funcs"] = _rare
+    if settings.get("credit") == "per_step":
+        agents = [dataclasses.replace(agent, reward_funcs=_length) for agent in agents]
+    if name == "agent_weight":
+        agents = [dataclasses.replace(agent, adapter="both") for agent in agents]
+    if "max_completion_length" in (name, *settings):
+        agents = [AgentSpec("reasoner"), AgentSpec("actor")]
+    if name == "disable_dropout":
+        arguments["peft_config"] = lora(lora_dropout=0.5)
+    if "eval_strategy" in (name, *settings):
+        arguments["eval_dataset"] = tiny_dataset(8)
+    rows = tiny_dataset(64)
+    return {**arguments, "agents": agents, "train_dataset": rows.add_column("source", ["a", "b"] * 32)}
+
+
+def _course(model: str, folder: Path, name: str, settings: dict) -> dict:
+    """What a run computes, logs and leaves, without its times."""
+    transformers_logging.set_verbosity_warning()
+    torch.use_deterministic_algorithms(False)
+    trainer = team_trainer(model, folder, settings=settings, **_arguments(name, settings))
+    trainer.train()
+    loader, optimizer = trainer.get_train_dataloader(), trainer.optimizer.optimizer
+    base = next(its for own, its in trainer.model.named_parameters() if "lora" not in own)
+    own = b"".join(tensor.float().numpy().tobytes() for _, tensor in sorted(weights(trainer).items()))
+    context = getattr(loader, "multiprocessing_context", None)
+    functions = [getattr(its, "_gradient_checkpointing_func", None) for its in trainer.model.modules()]
+    return {
+        "weights": hashlib.sha256(own).hexdigest(),
+        "logs": [{key: it for key, it in row.items() if not _TIMES.search(key)} for row in trainer.state.log_history],
+        "memory": sorted({key for row in trainer.state.log_history for key in row if "_mem_" in key}),
+        "files": sorted(str(path) for path in folder.parent.rglob("*") if path.is_file()),
+        "optimizer": str([{**group, "params": len(group["params"])} for group in optimizer.param_groups]),
+        "loader": [getattr(loader, key, None) for key in ("num_workers", "prefetch_factor", "persistent_workers")],
+        "workers": (getattr(loader, "in_order", None), loader.pin_memory, context and context.get_start_method()),
+        "accelerator": f"{trainer.accelerator.dataloader_config} {trainer.accelerator.mixed_precision}",
+        "model": (base.dtype, trainer.model.is_gradient_checkpointing, trainer.model.config.use_cache),
+        "checkpointing": str([its.keywords for its in functions if its is not None]),
+        "process": (torch.are_deterministic_algorithms_enabled(), transformers_logging.get_verbosity()),
+        "callbacks": [type(callback).__name__ for callback in trainer.callback_handler.callbacks],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ACTS, "nothing"])
+def test_every_setting_acts(model_folder, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    value, needed = ACTS.get(name, (None, BEST))
+    courses = []
+    for settings in ({**needed}, {**needed, name: value} if name in ACTS else {**needed}):
+        folder = tmp_path / settings.pop("output_dir", "run")
+        folder.mkdir()
+        course = _course(model_folder, folder, name, settings)
+        courses.append({**course, "said": _TIMES_SAID.sub("", capsys.readouterr().out)})
+        shutil.rmtree(folder)
+    torch.use_deterministic_algorithms(False)
+    transformers_logging.set_verbosity_warning()
+    acts = courses[0] != courses[1]
+    assert acts == (name in ACTS), f"`{name}={value!r}` has no effect" if name in ACTS else "two runs differ"
