@@ -97,7 +97,9 @@ class AgentSpec:
         trainable (`bool`, *optional*, defaults to `True`):
             Whether to train the agent's adapter. A frozen agent still generates turns, but is not updated.
         learning_rate (`float`, *optional*):
-            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`.
+            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`. A schedule is a factor
+            of time, the same for all agents: a lowest rate (`min_lr`, `lr_end`) is that of the trainer's
+            `learning_rate`, and this agent's is as much higher or lower as its peak.
         max_completion_length (`int`, *optional*):
             Maximum number of tokens to generate per turn.
         temperature (`float`, *optional*):

@@ -89,6 +89,15 @@ def test_updates_are_those_of_the_full_pass(model_folder, tmp_path, settings):
         assert 0 < ours["frac_rows_without_signal"] < 1 and theirs["frac_rows_without_signal"] == 0
 
 
+def test_clip_ratios_of_turns_are_shares_of_all_turns_also_of_those_that_take_no_pass(model_folder, tmp_path):
+    settings = {"importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 0.05, "epsilon": 0.01}
+    _, logs, rows = run(model_folder, tmp_path, **settings)
+    _, all_logs, all_rows = run(model_folder, tmp_path, skip_rows_without_signal=False, **settings)
+    assert rows < all_rows
+    for name in ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"):
+        assert logs[-1][name] == pytest.approx(all_logs[-1][name], abs=1e-6) and all_logs[-1][name] > 0, name
+
+
 @pytest.mark.parametrize("name", ["group", "agent", "turn", "c3", "leave_one_out", "batch"])
 @pytest.mark.parametrize("value", [0.3, -1.1, 1e6 / 3])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

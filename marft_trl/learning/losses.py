@@ -104,6 +104,8 @@ class TeamLoss:
         self.mixing = mixing
         self._settings, self._signal = settings, Signal(args, settings, state)
         self._notes = Notes(self._agents, updates.divergence)
+        has_one_ratio = (level.ratio or args.importance_sampling_level) == "sequence"
+        self._of_rows = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_one_ratio else ())}
 
     def of_slice(
         self,
@@ -233,7 +235,7 @@ class TeamLoss:
             return
         for agent in dict.fromkeys(row.agent for row in others):
             its = MicroBatch(agent, [row for row in others if row.agent == agent])
-            notes.metrics.add(agent, KNOWN_METRICS, self._level.weight(its))
+            self._note(notes, its, KNOWN_METRICS)
 
     def _of_batch(
         self, model: nn.Module, batch: MicroBatch, slice_: Slice, threshold: torch.Tensor | None, notes: Notes
@@ -254,8 +256,15 @@ class TeamLoss:
                 max_completion_length=self._samplings[batch.agent].max_completion_length,
                 entropy_mask=None if threshold is None else functools.partial(_mask_above, threshold),
             )
-        notes.metrics.add(batch.agent, metrics, self._level.weight(batch))
+        self._note(notes, batch, metrics)
         return loss * weights.loss
+
+    def _note(self, notes: Notes, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
+        """Take note of metrics with the weight of what TRL's loss has averaged: rows, or tokens and turns."""
+        by_rows = {name: values for name, values in metrics.items() if name in self._of_rows}
+        others = {name: values for name, values in metrics.items() if name not in self._of_rows}
+        notes.metrics.add(batch.agent, by_rows, len(batch.rows))
+        notes.metrics.add(batch.agent, others, self._level.weight(batch))
 
     def _seen_by_trl(
         self,
