@@ -64,8 +64,17 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
     loop = getattr(_OWN, "loop", None)
     if loop is None or loop.is_closed():
         loop = _OWN.loop = asyncio.new_event_loop()
+    main = loop.create_task(function(*arguments))
     try:
-        return loop.run_until_complete(function(*arguments))
+        return loop.run_until_complete(main)
+    except (asyncio.CancelledError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and main.done():
+            raise
+        did = "stopped the event loop" if isinstance(error, RuntimeError) else "cancelled tasks that it did not start"
+        raise RuntimeError(
+            f"A workflow, a tool or an asynchronous reward function has {did}. The trainer's own tasks run in the "
+            "same loop: `asyncio.all_tasks()` has them too. Cancel only your own tasks, and end by returning."
+        ) from error
     finally:
         _cancel_the_rest(loop)
 

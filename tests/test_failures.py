@@ -18,9 +18,10 @@ from marft_trl.checkpoints.run_folder import RunFolder
 from marft_trl.config_checks import check_timeouts
 from marft_trl.episodes import collector
 from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.live import Setting
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
-from marft_trl.rollout.reward_checks import checked_reward
+from marft_trl.rollout.reward_checks import check_scores, checked_reward
 from marft_trl.rollout.user_state import UserState
 from marft_trl.seams.runs import timeout_also_on_cpu
 from marft_trl.trainer.run import RunInterrupted
@@ -71,9 +72,9 @@ def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(sm
     cut = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(3, boom), settings=settings)
     with pytest.raises(ZeroDivisionError) as raised:
         cut.train()
-    if sys.version_info >= (3, 11):
-        (note,) = raised.value.__notes__
-        assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` goes on from it", note)
+    by, note = raised.value.__notes__
+    assert by == "Raised by the reward function `scores`."
+    assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` goes on from it", note)
     again = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(), settings=settings)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
@@ -463,6 +464,112 @@ def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
 def test_a_turn_that_is_not_awaited_is_an_error():
     with pytest.raises(EpisodeError, match=r"requested 1 turns in episode 0 that it did not wait for.*`await episode"):
         collect(Forgetful(), [{"prompt": "q"}], ["a"], echo())
+
+
+class Leaves(Workflow):
+    """Starts a task that it does not wait for."""
+
+    def __init__(self, task):
+        self.task = task
+
+    async def run(self, episode):
+        await episode.turn("a")
+        self.started = asyncio.ensure_future(self.task(episode))
+        await asyncio.sleep(0)
+        if episode.index == 1:  # the others have ended
+            await asyncio.sleep(0.2)
+
+
+async def _late(episode):
+    if episode.index == 0:
+        await asyncio.sleep(0.05)
+        await episode.turn("a")
+
+
+@pytest.mark.parametrize("failures", [None, {}])
+def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error(failures):
+    words = "asked for 1 turns after episode 0 had ended.*Await the task"
+    if failures is None:
+        with pytest.raises(EpisodeError, match=words):
+            collect(Leaves(_late), [{"prompt": "q"}] * 2, ["a"], echo())
+    else:
+        setting = Setting(("a",))
+        collector.collect(Leaves(_late), [{"prompt": "q"}] * 2, setting, echo(), failures=failures)
+        assert failures.keys() == {0} and re.search(words, str(failures[0]))
+
+
+def test_a_turn_that_is_under_way_when_its_workflow_returns_is_an_error():
+    with pytest.raises(EpisodeError, match="requested 1 turns in episode 0 that it did not wait for"):
+        collect(Leaves(lambda episode: episode.turn("a")), [{"prompt": "q"}], ["a"], echo())
+
+
+def test_tasks_that_are_left_are_named(caplog):
+    async def idles(episode):
+        await asyncio.sleep(60)
+
+    collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
+    assert re.search("workflow `Leaves` started.*are cancelled when.*idles. Await them", caplog.text)
+
+
+async def _cancel_all(*_, **__):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+async def _stop(episode):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(("task", "did"), [(_cancel_all, "cancelled tasks that"), (_stop, "stopped the event loop")])
+def test_a_workflow_that_ends_the_trainers_loop_is_told_so(task, did):
+    class Ends(Workflow):
+        async def run(self, episode):
+            await task(episode)
+
+    with pytest.raises(RuntimeError, match=f"has {did}"):
+        collect(Ends(), [{"prompt": "q"}], ["a"], echo())
+    assert len(collect(Leaves(asyncio.sleep), [{"prompt": "q"}], ["a"], echo())) == 1  # and the next batch runs
+
+
+def _raises(error):
+    def fails(completions, **kwargs):
+        raise error
+
+    return fails
+
+
+def _later(error):
+    async def fails(completions, **kwargs):
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("make", [_raises, _later])
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration(), StopAsyncIteration(), GeneratorExit(), MemoryError(), asyncio.CancelledError(), OSError()],
+)
+def test_whatever_a_reward_raises_has_its_name(small_model, tmp_path, make, error):
+    trainer = team_trainer(small_model, tmp_path, reward_funcs=make(error))
+    with pytest.raises(Exception) as caught:
+        trainer.train()
+    words = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert any("The reward function `fails` raised" in one or "by the reward function `fails`" in one for one in words)
+
+
+def test_a_reward_that_cancels_the_trainers_tasks_is_told_so(small_model, tmp_path):
+    trainer = team_trainer(small_model, tmp_path, reward_funcs=_cancel_all)
+    with pytest.raises(RuntimeError, match="reward function has cancelled tasks that it did not start"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()])
+def test_scores_that_cannot_be_read(scores):
+    with pytest.raises(TypeError, match="`f` returned a tensor whose numbers cannot be read"):
+        check_scores(scores, "f", 2)
 
 
 def test_a_workflow_that_exits_has_failed():

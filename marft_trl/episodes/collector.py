@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -18,6 +19,9 @@ from ..watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
 from .rerun import Found, Rerun
+
+
+logger = logging.getLogger(__name__)
 
 
 # Number of rounds of the event loop without a new request after which no episode can continue on its own. A coroutine
@@ -305,7 +309,7 @@ class _Collection:
             herds (`Sequence[Sequence[int]]`): positions of episodes. The episodes of a herd wait for one another, and
                 their requests are answered together.
         """
-        is_over = asyncio.Event()
+        is_over, others = asyncio.Event(), asyncio.all_tasks()
         self._tasks = [asyncio.ensure_future(self._surrounded(one, is_over)) for one in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(herd)) for herd in herds]
         try:
@@ -322,11 +326,32 @@ class _Collection:
                 await asyncio.wait(tasks, timeout=_LAST_WORDS)
             for task in tasks:
                 _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
+        self._check_tasks(asyncio.all_tasks() - others - {*tasks})
         failed = self._failures or {}
         return [
             Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
             for index, one in enumerate(self._episodes)
         ]
+
+    def _check_tasks(self, left: set[asyncio.Task]) -> None:
+        """What tasks did that users' code has started, and that nobody has waited for."""
+        name = type(self._workflow).__name__
+        for episode in self._episodes:
+            if episode.num_late:
+                error = EpisodeError(
+                    f"A task that the workflow `{name}` started asked for {episode.num_late} turns after episode "
+                    f"{episode.index} had ended, on the prompt {_brief(episode.prompt)}. Await the task in `run`.",
+                    episode.index,
+                )
+                if self._failures is None:
+                    raise error
+                self._failures.setdefault(episode.index, error)
+        if left:
+            started = sorted({getattr(task.get_coro(), "__qualname__", repr(task)) for task in left})
+            _say_once(
+                f"Tasks that the workflow `{name}` started, and that nobody has waited for, are cancelled when its "
+                f"episodes have ended: {', '.join(started)}. Await them in `run`."
+            )
 
     def _surrounded(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         coroutine = _run_one(self._workflow, episode, is_over)
@@ -452,7 +477,9 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
             f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}",
             episode.index,
         ) from error
-    if (count := episode.forgotten()) > 0:
+    finally:
+        episode.has_ended = True
+    if (count := await episode.forgotten()) > 0:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
             f"not wait for, on the prompt {_brief(episode.prompt)}. Write `await episode.turn(...)`.",
@@ -516,6 +543,11 @@ class _Watch:
                     "a larger `workflow_timeout`.",
                     episode.index,
                 )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _brief(prompt: str | Messages, limit: int = 80) -> str:

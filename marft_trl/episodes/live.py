@@ -132,6 +132,7 @@ class LiveEpisode:
         self.around: Around = contextlib.nullcontext
         self.limits, self._max_turns = setting.limits, setting.max_turns
         self._requested: list[Coroutine[Any, Any, Turn]] = []
+        self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
         self._asked: list[tuple[Seen, ...]] = []
         self.history: list[Seen] = []
@@ -206,17 +207,24 @@ class LiveEpisode:
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
             RuntimeError: The episode has `max_episode_turns` turns already.
         """
+        if self.has_ended:
+            self.num_late += 1
+            raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
         requested = self._take_turn(agent, sees, tools, rounds)
         waiting = [one for one in self._requested if inspect.getcoroutinestate(one) != inspect.CORO_CLOSED]
         self._requested = [*waiting, requested]
         return requested
 
-    def forgotten(self) -> int:
-        """Number of turns that were requested and never awaited. They are given up."""
-        never = [one for one in self._requested if inspect.getcoroutinestate(one) == inspect.CORO_CREATED]
-        for one in never:
-            one.close()
-        return len(never)
+    async def forgotten(self) -> int:
+        """Number of turns that were requested and that nobody has waited for. They are given up."""
+        states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
+        if any(inspect.getcoroutinestate(one) == inspect.CORO_SUSPENDED for one in self._requested):
+            await asyncio.sleep(0)  # a task that has just been cancelled ends
+        left = [one for one in self._requested if inspect.getcoroutinestate(one) in states]
+        for one in left:
+            if inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
+                one.close()
+        return len(left)
 
     async def _take_turn(
         self, agent: str, sees: Sequence[Seen] | None, tools: Sequence[Callable] | None, rounds: int | None

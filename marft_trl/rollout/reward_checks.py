@@ -121,7 +121,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
             start = time.monotonic()
             progress()
             try:
-                with without_exit(name):
+                with named(name):
                     scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
                 if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
@@ -135,7 +135,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 
     def now(**kwargs):
         async def call(positions):
-            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)), without_exit(name):
+            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)), named(name):
                 scores = func(**_arguments(kwargs, positions))
             return check_scores(scores, name, len(positions))
 
@@ -148,16 +148,33 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 
 
 @contextlib.contextmanager
-def without_exit(name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
     """
-    Context manager: a function that calls `sys.exit` has failed, like one that raises. A child that it has forked ends
-    here, if it comes back.
+    Context manager: errors of a reward function have its name. One that calls `sys.exit`, or raises what ends an
+    iterator or a task, has failed like one that raises. A child that it has forked ends here, if it comes back.
     """
     try:
         with ending_forks():
             yield
     except SystemExit as error:
         raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
+    except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+        # `from None`, since a `StopIteration` as the cause is what `contextlib` lets through
+        raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from None
+    except asyncio.CancelledError as error:
+        if _is_being_cancelled():
+            raise
+        raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from error
+    except Exception as error:
+        error.add_note(f"Raised by the reward function `{name}`.")
+        raise
+
+
+def _is_being_cancelled() -> bool:
+    with contextlib.suppress(RuntimeError):  # no event loop runs
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False
 
 
 def _too_long(name: str, seconds: float | None, where: str) -> str:
@@ -235,7 +252,14 @@ def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
                 f"The reward function `{name}` returned a {type(scores).__name__} of shape {tuple(scores.shape)}; it "
                 f"must have one dimension, one score for each of the {expected} completions."
             )
-        scores = scores.tolist()
+        try:
+            scores = scores.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # sparse, or on the meta device
+            layout = f"{scores.layout}, on {scores.device}" if isinstance(scores, torch.Tensor) else scores.dtype
+            raise TypeError(
+                f"The reward function `{name}` returned a tensor whose numbers cannot be read ({layout}). Return a "
+                "dense one, or a list of numbers."
+            ) from error
     if not isinstance(scores, (list, tuple)):
         raise TypeError(
             f"The reward function `{name}` returned a {type(scores).__name__} ({str(scores)[:60]}); it must return a "

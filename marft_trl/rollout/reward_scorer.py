@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +144,13 @@ class RewardScorer:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         total = None if self._policy.timeout is None else self._policy.timeout + _LATER
         with self._randomness.theirs(), time_limit(total, functools.partial(_blocked, total)):
-            return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
+            try:
+                return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
+            except concurrent.futures.CancelledError as error:
+                raise RuntimeError(
+                    "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
+                    "`asyncio.all_tasks()` has those of the trainer too."
+                ) from error
 
 
 def as_row(episode: Episode) -> dict[str, Any]:
