@@ -1,6 +1,7 @@
 """The sandbox: what programs cannot do, what they may do, what is left of them."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -270,7 +271,7 @@ def _until(condition, seconds=30.0):
         "pass",
         "for _ in range(22): os.mkdir('d' * 250); os.chdir('d' * 250)",  # a path too long to look there
         "os.mkdir('d', 0o300); os.chdir('d')",  # nobody but the superuser may look
-        "keep = []\ndef after(f): keep.append(mmap.mmap(f.fileno(), 4096)); os.unlink(f.name)",  # deleted
+        "keep = []\ndef after(f): keep.append(mmap.mmap(f.fileno(), 4096, mmap.MAP_PRIVATE)); os.unlink(f.name)",
     ],
 )
 def test_programs_cannot_fill_the_disk(walls, where):
@@ -283,6 +284,27 @@ def test_programs_cannot_fill_the_disk(walls, where):
         assert outcome.status == "error" and "No space left" in outcome.stderr
     else:
         assert outcome.status == "killed" and outcome.stderr.endswith("has written over 1000 files or 8388608 bytes.")
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_space_that_no_write_counts_cannot_be_taken(walls, deleted):
+    program = (
+        "import mmap, os\nfile = open('f', 'w+b')\nfile.truncate(1 << 20)\n"
+        f"if {deleted}: os.unlink('f')\nshared = mmap.mmap(file.fileno(), 1 << 20)\nshared[:] = bytes(1 << 20)"
+    )
+    outcome = run_python(program, limits=Limits(seconds=5))
+    assert outcome.status == "error" and "Operation not permitted" in outcome.stderr
+    assert run_python("import mmap; m = mmap.mmap(-1, 99); m[0] = 1; print(m[0])").stdout == "1\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENAMETOOLONG, "too long"), PermissionError()])
+def test_what_cannot_be_looked_at_is_over_the_limit(tmp_path, monkeypatch, error):
+    def refuses(path):
+        raise error
+
+    assert jail_module._is_within(tmp_path, Limits())
+    monkeypatch.setattr(jail_module.os, "scandir", refuses)
+    assert not jail_module._is_within(tmp_path, Limits())
 
 
 def test_what_exceeds_a_limit_is_said(monkeypatch):
@@ -345,7 +367,7 @@ from marft_trl.rewards import jail
 if not walls:
     jail._working_bubblewrap = lambda: ()
 for program in programs:
-    assert jail.run_python(program, limits=jail.Limits(entries=5000)).status == "ok", program
+    assert jail.run_python(program, limits=jail.Limits(entries=5000)).status in ("ok", "killed"), program
 """
 
 

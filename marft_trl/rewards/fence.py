@@ -37,7 +37,7 @@ _ALLOWED = """
     stat fstat lstat statx newfstatat statfs fstatfs access faccessat faccessat2 getdents getdents64 getcwd chdir
     fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 symlink symlinkat link
     linkat
-    mmap mprotect munmap mremap madvise brk membarrier get_mempolicy
+    mprotect munmap mremap madvise brk membarrier get_mempolicy
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack pause signalfd4
     restart_syscall getitimer setitimer alarm nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time
     times select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
@@ -53,6 +53,7 @@ _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # what a terminal is, bytes to read, blocking, inheritance
 _PRCTL = (15, 16)  # names of threads
 _CLONE_THREAD = 0x10000
+_MAP_TYPE, _MAP_PRIVATE, _MAP_ANONYMOUS = 0xF, 0x2, 0x20
 _AF_UNIX, _SOCK_STREAM, _SOCK_KIND = 1, 1, 0xF
 # libseccomp: actions, operators of comparisons, attributes
 _ALLOW, _ERRNO, _EQUAL, _MASKED = 0x7FFF0000, 0x00050000, 4, 7
@@ -135,6 +136,9 @@ def _allowed_with() -> list:
     truncates, how = os.O_TRUNC, os.O_ACCMODE
     rules = [
         ("clone", (0, _MASKED, _CLONE_THREAD, _CLONE_THREAD)),  # threads, no processes
+        # What is written into a shared mapping of a file takes space that nobody counts
+        ("mmap", (3, _MASKED, _MAP_TYPE, _MAP_PRIVATE)),
+        ("mmap", (3, _MASKED, _MAP_ANONYMOUS, _MAP_ANONYMOUS)),
         ("socketpair", (0, _EQUAL, _AF_UNIX, 0), (1, _MASKED, _SOCK_KIND, _SOCK_STREAM)),  # reaches itself alone
         ("prlimit64", (0, _EQUAL, 0, 0)),
         *((name, (0, _EQUAL, own, 0)) for name in ("kill", "tgkill")),

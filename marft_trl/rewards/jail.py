@@ -292,7 +292,7 @@ def _written(pid: int) -> int:
 
 
 def _is_within(folder: Path, limits: Limits) -> bool:
-    """`False` if a folder holds more than its limits. What cannot be looked at is not counted."""
+    """`False` if a folder holds more than its limits, or something that cannot be looked at."""
     entries, size, folders = 0, 0, [str(folder)]
     while folders:
         try:
@@ -304,8 +304,10 @@ def _is_within(folder: Path, limits: Limits) -> bool:
                         return False
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
             continue
+        except OSError:  # a path that is too long, or that nobody may list
+            return False
     return True
 
 
