@@ -148,9 +148,7 @@ class Team:
         views = _views(inference, view)
         agents = _with_replies(_with_functions(manifest.agents, inference, tools, views), inference, replies or {})
         workflow.check([agent.name for agent in agents])
-        tokenizer = processing_class or AutoTokenizer.from_pretrained(
-            folder, padding_side="left", truncation_side="left", trust_remote_code=False
-        )
+        tokenizer = processing_class or _load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
         base = _load_base(manifest, folder, model, quantization_config)
@@ -334,6 +332,22 @@ def _with_replies(
         dataclasses.replace(agent, reply=replies[agent.name], **none) if agent.name in replies else agent
         for agent in agents
     ]
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, padding_side="left", truncation_side="left", trust_remote_code=False
+        )
+        tokenizer("x")
+        str(tokenizer.chat_template).encode()  # no text may have halves of characters
+        return tokenizer
+    except Exception as error:  # a broken file can raise any
+        raise ValueError(
+            f"The tokenizer of the team in {folder} cannot be loaded, {type(error).__name__}: {error}. Its files are "
+            "`tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Pass `processing_class=` to use "
+            "another one."
+        ) from error
 
 
 def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any) -> PreTrainedModel:

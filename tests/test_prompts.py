@@ -225,5 +225,6 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
 def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(SecurityError):
+    with pytest.raises(ValueError, match="SecurityError") as raised:
         builder(tokenizer).build([(AgentSpec("solo"), "q", ())])
+    assert isinstance(raised.value.__cause__, SecurityError)

@@ -116,6 +116,35 @@ def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tm
     assert {"peft_version", "alpha_pattern", "base_model_name_or_path"} <= set(loaded)
 
 
+BROKEN = [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe", b"[" * 100_000]
+TEMPLATES = [
+    *(
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5].content }}",
+        "{% for m in messages %}",
+        "{% include 'x' %}",
+    ),
+    *("", "{{ none + 1 }}", "{{ ''.__class__.__mro__ }}", "{{ messages[0].content }}\ud800"),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *((file, content) for file in ("tokenizer.json", "tokenizer_config.json") for content in BROKEN),
+        *(("actor/adapter_config.json", content) for content in BROKEN),
+        *(("chat_template.jinja", template.encode(errors="surrogatepass")) for template in TEMPLATES),
+    ],
+)
+def test_what_is_broken_in_a_folder_is_named(model_folder, saved, tmp_path, file, content):
+    shutil.copytree(saved, tmp_path / "team")
+    (tmp_path / "team" / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'team'}") as raised:
+        Team.from_pretrained(tmp_path / "team", model=model_folder).run(["How many?"])
+    assert str(file) in str(raised.value) or "chat template" in str(raised.value)
+
+
 @pytest.mark.parametrize("file", ["actor/adapter_config.json", "actor/adapter_model.safetensors", "tokenizer.json"])
 def test_what_a_folder_lacks_is_not_looked_for_on_the_hub(model_folder, saved, tmp_path, monkeypatch, file):
     calls = []

@@ -7,9 +7,10 @@ import contextlib
 import functools
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ..dataset_checks import has_other_content
@@ -88,14 +89,16 @@ class ChatTemplate:
         self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation."""
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=self.schemas(functions) or None,
-            chat_template=self.source,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self._options,
-        )
+        schemas = self.schemas(functions) or None
+        with naming_templates(self._tokenizer, messages):
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=schemas,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._options,
+            )
 
     def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
         """The JSON schemas of functions, which the model is shown."""
@@ -153,6 +156,21 @@ class ChatTemplate:
             return self.pieces(messages)
         except Exception:  # templates can raise any error
             return None
+
+
+@contextlib.contextmanager
+def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[None]:
+    """Context manager: errors of a chat template, which can raise any, say whose it is and what it was to render."""
+    try:
+        yield
+    except (TimeoutError, MemoryError):  # limits of time, and of the machine
+        raise
+    except Exception as error:
+        roles = [message.get("role") for message in messages]
+        raise ValueError(
+            f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
+            f"{roles}, {type(error).__name__}: {error}. Use a template that does (`tokenizer.chat_template = ...`)."
+        ) from error
 
 
 def unbound(function: Callable) -> Callable:

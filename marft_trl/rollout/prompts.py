@@ -9,6 +9,7 @@ token ids are joined.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from ..agents import AgentSpec
 from ..anonymity import renamed
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
-from .chat_template import ChatTemplate, unbound
+from .chat_template import ChatTemplate, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
@@ -158,7 +159,10 @@ class PromptBuilder:
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
             functions = asked[indices[0]].functions
-            tokenized = self._tokenize([contents[index] for index in indices], *([functions] if functions else []))
+            batch = [contents[index] for index in indices]
+            first = batch[0]
+            with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self._tokenizer, first):
+                tokenized = self._tokenize(batch, *([functions] if functions else []))
             ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
         built = []
         for index, query in enumerate(asked):
@@ -203,6 +207,12 @@ class PromptBuilder:
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
         agent, prompt = query.agent, query.prompt
+        if not observation.ids:
+            raise ValueError(
+                f"What agent {agent.name!r} is shown has no tokens: the chat template of the tokenizer "
+                f"{self._tokenizer.name_or_path!r} renders nothing. Use another template (`tokenizer.chat_template = "
+                "...`)."
+            )
         reserved = self._reserved.get(agent.name, 0)
         if self.window is None or agent.name in self._unread or len(observation.ids) + reserved <= self.window:
             return observation

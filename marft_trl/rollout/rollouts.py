@@ -269,8 +269,10 @@ class Rollouts:
         if unscored and not self._has_told_of_unscored:
             self._has_told_of_unscored = True
             logger.warning(
-                f"{unscored} of {len(per_func)} episodes have no reward: every function returned None for them, or "
-                "they were skipped. Nothing is learned from them. `frac_unscored` has their share; this is said once."
+                # The words of TRL's warning, which shows the whole row; logs are read by others than datasets
+                "All reward functions returned None for the following kwargs: those of "
+                f"{unscored} of {len(per_func)} episodes, which have no reward, unless they were skipped. Nothing is "
+                "learned from them. `frac_unscored` has their share; this is said once."
             )
         if not training:  # an evaluation says nothing of the batches of training
             return

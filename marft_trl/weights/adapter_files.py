@@ -144,13 +144,15 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
     for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
         if not (folder / name).is_file():
             raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {name} in {folder}.")
-    try:
+    config = None
+    try:  # a file from the Hub may hold anything
         config = PeftConfig.from_pretrained(str(folder))
         check_adapter_config(agent, config, alone=False)
-    except ValueError:
-        raise
-    except Exception as error:  # a file from the Hub may hold anything
-        raise ValueError(f"The adapter config in {folder} cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        if config is not None and isinstance(error, ValueError):  # what is wrong with it
+            raise
+        file = folder / CONFIG_NAME
+        raise ValueError(f"The adapter config {file} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
