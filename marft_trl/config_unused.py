@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 
+from .redaction import without_secrets
+
 
 logger = get_logger(__name__)
 
@@ -109,7 +111,7 @@ def warn_of_unused(args: Any, shares: bool) -> None:
 
 def say_unused(name: str, value: Any) -> None:
     """The line of one setting."""
-    logger.warning(f"`{name}={value!r}` has no effect: {UNUSED[name].why} Leave it out.")
+    logger.warning(f"`{name}={without_secrets(value)!r}` has no effect: {UNUSED[name].why} Leave it out.")
 
 
 def _default(field: dataclasses.Field) -> Any:

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Workflow
+from marft_trl.learning.schedules import Schedule
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_model
 
@@ -152,6 +153,9 @@ class World:
         (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"} for _ in outcomes])
         trainer.model.zero_grad()
         trainer.args.per_device_train_batch_size = 10**6
+        trainer.schedule = replace(
+            trainer.schedule, batches=Schedule.of(trainer.args, trainer.schedule.adapters).batches
+        )
         rows = [
             replace(row, factor=outcomes[row.episode], critic=None, value_targets=None)  # the policy's gradient alone
             for row in slice_.rows

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from marft_trl import AgentSpec, Workflow
+from marft_trl.learning.schedules import Schedule
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import config, lora, moved, team_trainer, varied_reward, weights
@@ -101,6 +102,7 @@ def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folde
     single.model.load_state_dict(shared.model.state_dict())
     single.model.train()
     single.args.per_device_train_batch_size = 16
+    single.schedule = Schedule.of(single.args, single.schedule.adapters)
     slice_ = replace(slice_, rows=[replace(row, agent="both") for row in slice_.rows])
     expected = gradients_of(single, slice_)
     assert set(expected) == set(gradients)
