@@ -503,6 +503,18 @@ def test_a_turn_that_is_under_way_when_its_workflow_returns_is_an_error():
         collect(Leaves(lambda episode: episode.turn("a")), [{"prompt": "q"}], ["a"], echo())
 
 
+def test_a_branch_that_its_workflow_has_cancelled_is_no_error():
+    class First(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+            other = asyncio.ensure_future(episode.turn("a"))
+            await asyncio.sleep(0)
+            other.cancel()
+
+    (episode,) = collect(First(), [{"prompt": "q"}], ["a"], echo())
+    assert len(episode.turns) == 1
+
+
 def test_tasks_that_are_left_are_named(caplog):
     async def idles(episode):
         await asyncio.sleep(60)

@@ -224,6 +224,7 @@ def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, c
 
     run(max_steps=1)
     changed = {"log_rates_differently": True, "save_gradients_for_later": 2.0, "disable_dropout": True}
+    changed |= {"pad_to_multiple_of": 8, "vllm_importance_sampling_mode": "token_mask"}  # unused here, not everywhere
     run(max_steps=2, logging_steps=7, **changed)
     said = re.findall(r"effective now: (\w+):", caplog.text)
     assert {*said} == {*changed, "max_steps"}

@@ -653,6 +653,11 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(MARFTConfig)}
 
 
+def test_checkpoints_of_another_way_to_end_are_left_out(tmp_path, caplog):
+    assert not config(tmp_path, enable_jit_checkpoint=True).enable_jit_checkpoint
+    assert "`enable_jit_checkpoint=True` has no effect" in caplog.text
+
+
 def test_a_backend_of_processes_on_one_process_is_left_out(tmp_path, caplog):
     assert config(tmp_path, ddp_backend="gloo").ddp_backend is None
     assert "`ddp_backend='gloo'` has no effect on one process" in caplog.text
