@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from marft_trl import AgentSpec, Turn
 from marft_trl.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
+from marft_trl.rollout.chat_template import naming_templates
 from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.views import merge_neighbours, team_view
@@ -232,3 +233,8 @@ def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
     with pytest.raises(ValueError, match="SecurityError") as raised:
         builder(tokenizer).build([(AgentSpec("solo"), "q", ())])
     assert isinstance(raised.value.__cause__, SecurityError)
+
+
+def test_a_time_limit_within_a_template_is_no_fault_of_the_template():
+    with pytest.raises(TimeoutError), naming_templates(TOKENIZER, []):
+        raise TimeoutError

@@ -145,6 +145,17 @@ def test_what_is_broken_in_a_folder_is_named(model_folder, saved, tmp_path, file
     assert str(file) in str(raised.value) or "chat template" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "value", [{"model_max_length": "a"}, {"chat_template": "{{ messages[0].content }}\ud800"}], ids=str
+)
+def test_a_tokenizer_that_loads_and_cannot_be_used_is_named(model_folder, saved, tmp_path, value):
+    shutil.copytree(saved, tmp_path / "team")
+    (tmp_path / "team" / "chat_template.jinja").unlink()
+    changed(tmp_path / "team", "tokenizer_config.json", lambda data: data.update(value))
+    with pytest.raises(ValueError, match=rf"tokenizer of the team in {tmp_path / 'team'} cannot be loaded"):
+        Team.from_pretrained(tmp_path / "team", model=model_folder)
+
+
 @pytest.mark.parametrize("file", ["actor/adapter_config.json", "actor/adapter_model.safetensors", "tokenizer.json"])
 def test_what_a_folder_lacks_is_not_looked_for_on_the_hub(model_folder, saved, tmp_path, monkeypatch, file):
     calls = []
