@@ -522,6 +522,11 @@ _NOT_IN_GENERATION = {
 }
 
 
+def _accumulation_of_accelerate(args: Any) -> int | None:
+    settings = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return settings.get("num_steps")
+
+
 def check_supported(args: Any) -> None:
     """
     Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
@@ -545,6 +550,12 @@ def check_supported(args: Any) -> None:
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
+    if _accumulation_of_accelerate(args) not in (None, args.gradient_accumulation_steps):
+        raise ValueError(
+            "`accelerator_config` has `gradient_accumulation_kwargs` with other `num_steps` than "
+            f"`gradient_accumulation_steps={args.gradient_accumulation_steps}`, by which generation batches are made. "
+            "Set `gradient_accumulation_steps` alone."
+        )
     for name, why in _NOT_IN_GENERATION.items():
         value = (args.generation_kwargs or {}).get(name) if isinstance(args.generation_kwargs, dict) else None
         if value not in (None, 1, False):

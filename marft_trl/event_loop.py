@@ -68,7 +68,7 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
     try:
         return loop.run_until_complete(main)
     except (asyncio.CancelledError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and main.done():
+        if isinstance(error, RuntimeError) and "Event loop stopped" not in str(error):
             raise
         did = "stopped the event loop" if isinstance(error, RuntimeError) else "cancelled tasks that it did not start"
         raise RuntimeError(
@@ -229,10 +229,18 @@ class Stepped(Coroutine[Any, Any, Any]):
                 error = caught
 
 
+# Gets the tasks that code starts, and what they run, where it is set
+STARTED: contextvars.ContextVar[list[tuple[asyncio.Task, str]] | None]
+STARTED = contextvars.ContextVar("marft_started", default=None)
+
+
 def surrounding(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
-    """Task factory: tasks that users' code starts are surrounded like the code that started them."""
-    around = _AROUND.get()
-    return asyncio.Task(coroutine if around is None else Stepped(coroutine, around), loop=loop, **options)
+    """Task factory: tasks that users' code starts are surrounded like the code that started them, and noted."""
+    around, started = _AROUND.get(), STARTED.get()
+    task = asyncio.Task(coroutine if around is None else Stepped(coroutine, around), loop=loop, **options)
+    if started is not None:
+        started.append((task, getattr(coroutine, "__qualname__", type(coroutine).__name__)))
+    return task
 
 
 class _Worker:

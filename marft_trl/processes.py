@@ -230,7 +230,7 @@ class Processes:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return ". ".join([f"{type(error).__name__}: {error}".rstrip("."), *getattr(error, "__notes__", [])])
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Users' code that fails, hangs, seeds or lies, and signals: what is saved, what is told, what goes on."""
 
 import asyncio
+import concurrent.futures
 import os
 import re
 import signal
@@ -19,6 +20,9 @@ from marft_trl.config_checks import check_timeouts
 from marft_trl.episodes import collector
 from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.live import Setting
+from marft_trl.episodes.records import EndOfEpisode
+from marft_trl.event_loop import run_coroutine
+from marft_trl.processes import _described
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
 from marft_trl.rollout.reward_checks import check_scores, checked_reward
@@ -515,12 +519,76 @@ def test_a_branch_that_its_workflow_has_cancelled_is_no_error():
     assert len(episode.turns) == 1
 
 
+class Splits(Workflow):
+    """Two branches, of which the first one does not fit the window."""
+
+    def __init__(self, how):
+        self.how = how
+
+    async def run(self, episode):
+        async def chain(name):
+            for _ in range(2):
+                await episode.turn(name, sees=[])
+                await asyncio.sleep(0.02)
+
+        if self.how == "gather":
+            await asyncio.gather(chain("a"), chain("b"))
+        else:
+            async with asyncio.TaskGroup() as group:
+                for name in "ab":
+                    group.create_task(chain(name))
+
+
+@pytest.mark.parametrize("how", ["gather", "group"])
+def test_branches_of_an_episode_that_has_ended_are_no_error(how, caplog):
+    def answer(requests):
+        full = [one.agent == "a" and len(one.episode.turns) > 1 for one in requests]
+        ended = [EndOfEpisode("full") if its else echo()([one])[0] for its, one in zip(full, requests, strict=True)]
+        return ended
+
+    for episode in collect(Splits(how), [{"prompt": "q"}] * 2, ["a", "b"], answer):
+        assert episode.overflowed and [turn.agent for turn in episode.turns][:2] == ["a", "b"]
+    assert "has not ended with its episode" not in caplog.text
+
+
+def test_a_branch_that_ends_slowly_is_no_error():
+    class Slow(Workflow):
+        async def run(self, episode):
+            await episode.turn("a")
+
+            async def branch():
+                try:
+                    await asyncio.wait_for(episode.turn("a"), 60)
+                finally:
+                    await asyncio.sleep(0)
+
+            other = asyncio.ensure_future(branch())
+            await asyncio.sleep(0)
+            other.cancel()
+
+    assert len(collect(Slow(), [{"prompt": "q"}], ["a"], echo())[0].turns) == 1
+
+
+def test_an_error_of_a_signal_within_the_loop_is_that_error():
+    def handle(*_):
+        raise RuntimeError("a worker has died")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            run_coroutine(asyncio.sleep, 30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_tasks_that_are_left_are_named(caplog):
     async def idles(episode):
         await asyncio.sleep(60)
 
     collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
-    assert re.search("workflow `Leaves` started.*are cancelled when.*idles. Await them", caplog.text)
+    assert re.search("workflow `Leaves` started has not ended with its episode.*idles. Await it", caplog.text)
+    assert caplog.text.count("has not ended") == 1
 
 
 async def _cancel_all(*_, **__):
@@ -565,12 +633,25 @@ def _later(error):
     [StopIteration, StopAsyncIteration, GeneratorExit, MemoryError, asyncio.CancelledError, OSError],
 )
 def test_whatever_a_reward_raises_has_its_name(make, kind):
+    if make is _later and kind is GeneratorExit:
+        pytest.skip("ends a coroutine that is closed")
     reward = checked_reward(make(kind()))
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         outcome = reward(prompts=["q"], completions=["a"])
         asyncio.run(outcome)
     words = [str(caught.value), *getattr(caught.value, "__notes__", [])]
     assert any("The reward function `fails` raised" in one or "by the reward function `fails`" in one for one in words)
+
+
+def test_a_reward_whose_own_pool_has_cancelled_its_work_is_named(small_model, tmp_path):
+    def fails(completions, **kwargs):
+        raise concurrent.futures.CancelledError
+
+    trainer = team_trainer(small_model, tmp_path, reward_funcs=fails)
+    with pytest.raises(concurrent.futures.CancelledError) as caught:
+        trainer.train()
+    assert caught.value.__notes__[0] == "Raised by the reward function `fails`."
+    assert str(_described(caught.value)) == "CancelledError: . Raised by the reward function `fails`."
 
 
 def test_a_reward_that_cancels_the_trainers_tasks_is_told_so(small_model, tmp_path):

@@ -121,7 +121,7 @@ def test_pieces_give_the_template_back():
     assert tokenizer.decode(observation.ids) == whole
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gemma4", "glm4moe", "gptoss", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gemma4", "glm4moe", "gptoss"])
 def test_messages_that_only_call_tools_or_reason_are_shown_as_the_template_shows_them(family):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template(family)
@@ -140,6 +140,28 @@ def test_messages_that_only_call_tools_or_reason_are_shown_as_the_template_shows
     assert "[planner]" in str(observation.content[-1])  # rendered in pieces, as texts of models are
     whole = tokenizer.apply_chat_template(observation.content, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(observation.ids) == whole
+
+
+@pytest.mark.parametrize("text", ["", "So:"])
+@pytest.mark.parametrize("other", ["{{ raise_exception('no such role') }}", ""])
+def test_results_and_calls_that_a_template_does_not_show_are_not_lost(text, other):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}<|im_start|>{{ m['role'] }}\n"
+        f"{{{{ m['content'] }}}}<|im_end|>\n{{% else %}}{other}{{% endif %}}{{% endfor %}}<|im_start|>assistant\n"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", "content": text, "tool_calls": [call]}
+    prompt = [
+        {"role": "user", "content": "1 + 1?"},
+        *(calling, {"role": "tool", "name": "add", "content": "42"}, {"role": "user", "content": "Sure?"}),
+    ]
+    if text:
+        (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
+        assert "[tool]\n42" in tokenizer.decode(observation.ids)
+    else:
+        with pytest.raises(ValueError, match="Message 1 of a prompt only calls tools, which the chat template"):
+            builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
 
 
 def test_generated_control_tokens_are_shown_spelled_out(tokenizer):

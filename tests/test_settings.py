@@ -71,6 +71,7 @@ ACTS = {
     "full_determinism": (True, {}),
     "seed": (1, {}),
     "accelerator_config": ({"even_batches": False}, {}),
+    "dataloader_drop_last": (True, {**EVALUATED, "per_device_eval_batch_size": 12}),
     "dataloader_num_workers": (1, {}),
     "dataloader_pin_memory": (False, {}),
     "dataloader_persistent_workers": (True, WORKERS),

@@ -655,6 +655,18 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(MARFTConfig)}
 
 
+def test_defaults_of_trl_and_what_scripts_read_are_not_said_to_have_no_effect(model_folder, tmp_path, caplog):
+    args = GRPOConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, do_train=True, do_eval=True)
+    team_trainer(model_folder, tmp_path, args=args)
+    assert "has no effect" not in caplog.text
+
+
+def test_accumulation_is_set_in_one_place(model_folder, tmp_path):
+    settings = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
+    with pytest.raises(ValueError, match="`accelerator_config` has `gradient_accumulation_kwargs`.*Set `gradient_acc"):
+        team_trainer(model_folder, tmp_path, settings=settings)
+
+
 def test_checkpoints_of_another_way_to_end_are_left_out(tmp_path, caplog):
     assert not config(tmp_path, enable_jit_checkpoint=True).enable_jit_checkpoint
     assert "`enable_jit_checkpoint=True` has no effect" in caplog.text

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -211,7 +210,7 @@ class VLLMServer:
                 method, self.url + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
             ) as answer:
                 text = await answer.text()
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ServerDownError(f"{self.url}{path} did not answer within {timeout:g} seconds.") from error
         except (ClientError, OSError) as error:
             raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from ..event_loop import Around, Stepped, run_coroutine, surrounding
+from ..event_loop import STARTED, Around, Stepped, run_coroutine, surrounding
 from ..watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
@@ -200,8 +200,6 @@ async def collect_streams(
     def watch() -> _Watch:
         return _Watch(workflow, patience, limit)
 
-    # For good: other batches of this loop may go on when this one has ended
-    asyncio.get_running_loop().set_task_factory(surrounding)
     collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
     return await collection.run([[index] for index in range(len(rows))])
 
@@ -309,7 +307,9 @@ class _Collection:
             herds (`Sequence[Sequence[int]]`): positions of episodes. The episodes of a herd wait for one another, and
                 their requests are answered together.
         """
-        is_over, others = asyncio.Event(), asyncio.all_tasks()
+        is_over = asyncio.Event()
+        # For good: other batches of this loop may go on when this one has ended
+        asyncio.get_running_loop().set_task_factory(surrounding)
         self._tasks = [asyncio.ensure_future(self._surrounded(one, is_over)) for one in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(herd)) for herd in herds]
         try:
@@ -326,14 +326,14 @@ class _Collection:
                 await asyncio.wait(tasks, timeout=_LAST_WORDS)
             for task in tasks:
                 _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
-        self._check_tasks(asyncio.all_tasks() - others - {*tasks})
+        self._check_tasks()
         failed = self._failures or {}
         return [
             Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
             for index, one in enumerate(self._episodes)
         ]
 
-    def _check_tasks(self, left: set[asyncio.Task]) -> None:
+    def _check_tasks(self) -> None:
         """What tasks did that users' code has started, and that nobody has waited for."""
         name = type(self._workflow).__name__
         for episode in self._episodes:
@@ -346,11 +346,11 @@ class _Collection:
                 if self._failures is None:
                     raise error
                 self._failures.setdefault(episode.index, error)
-        if left:
-            started = sorted({getattr(task.get_coro(), "__qualname__", repr(task)) for task in left})
+        ended = [episode for episode in self._episodes if not episode.overflowed]
+        for what in sorted({what for episode in ended for task, what in episode.started if not task.done()}):
             _say_once(
-                f"Tasks that the workflow `{name}` started, and that nobody has waited for, are cancelled when its "
-                f"episodes have ended: {', '.join(started)}. Await them in `run`."
+                f"A task that the workflow `{name}` started has not ended with its episode: {what}. Await it in "
+                "`run`: what it does later does not count."
             )
 
     def _surrounded(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
@@ -461,10 +461,11 @@ def _has_failed(task: asyncio.Task) -> bool:
 
 
 async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
+    STARTED.set(episode.started)
     try:
-        await workflow.run(episode)
+        await _unwrapped(workflow.run(episode))
     except EndOfEpisode as end:
-        episode.overflowed = True
+        episode.overflowed = True  # parallel branches may be left where they are
         if not episode.turns:
             raise EpisodeError(
                 f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}", episode.index
@@ -479,7 +480,7 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
         ) from error
     finally:
         episode.has_ended = True
-    if (count := await episode.forgotten()) > 0:
+    if not episode.overflowed and (count := await episode.forgotten()) > 0:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
             f"not wait for, on the prompt {_brief(episode.prompt)}. Write `await episode.turn(...)`.",
@@ -491,6 +492,18 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
             f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
             episode.index,
         )
+
+
+async def _unwrapped(run: Coroutine[Any, Any, None]) -> None:
+    """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
+    try:
+        await run
+    except BaseExceptionGroup as group:
+        ended, others = group.split(EndOfEpisode)
+        end: BaseException | None = ended
+        while isinstance(end, BaseExceptionGroup):
+            end = end.exceptions[0]
+        raise group if end is None or others is not None else end from None
 
 
 class _Watch:

@@ -19,6 +19,10 @@ from ..tools import ToolLimits, call_tools, tool_name
 from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
 
 
+# Rounds of the event loop in which a task that was cancelled comes to an end
+_LAST_ROUNDS = 20
+
+
 class Ask(NamedTuple):
     """
     A turn that a workflow asks for.
@@ -133,6 +137,7 @@ class LiveEpisode:
         self.limits, self._max_turns = setting.limits, setting.max_turns
         self._requested: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
+        self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
         self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
         self._asked: list[tuple[Seen, ...]] = []
         self.history: list[Seen] = []
@@ -207,7 +212,7 @@ class LiveEpisode:
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
             RuntimeError: The episode has `max_episode_turns` turns already.
         """
-        if self.has_ended:
+        if self.has_ended and not self.overflowed:
             self.num_late += 1
             raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
         requested = self._take_turn(agent, sees, tools, rounds)
@@ -218,8 +223,11 @@ class LiveEpisode:
     async def forgotten(self) -> int:
         """Number of turns that were requested and that nobody has waited for. They are given up."""
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
-        if any(inspect.getcoroutinestate(one) == inspect.CORO_SUSPENDED for one in self._requested):
-            await asyncio.sleep(0)  # a task that has just been cancelled ends
+        for _ in range(_LAST_ROUNDS):
+            unfinished = any(inspect.getcoroutinestate(one) in states for one in self._requested)
+            if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
+                break
+            await asyncio.sleep(0)  # tasks that have just been cancelled end
         left = [one for one in self._requested if inspect.getcoroutinestate(one) in states]
         for one in left:
             if inspect.getcoroutinestate(one) == inspect.CORO_CREATED:

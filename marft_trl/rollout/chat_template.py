@@ -17,6 +17,10 @@ from ..dataset_checks import has_other_content
 from ..episodes.records import Messages
 
 
+_CALL = {"type": "function", "function": {"name": "x", "arguments": {}}}
+_CALLING: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
 class ChatTemplate:
     """
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
@@ -115,6 +119,27 @@ class ChatTemplate:
         """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
         roles = ["user", "assistant", "tool", "assistant", "user"]
         return self._pieces_of(*roles) is not None
+
+    @functools.cached_property
+    def renders_called_results(self) -> bool:
+        """`True` if the template renders tool results after a message with tool calls."""
+        messages: Messages = [
+            *_CALLING,
+            {"role": "tool", "name": "x", "content": "x"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "x"},
+        ]
+        with contextlib.suppress(ValueError):
+            return bool(self.pieces(messages))
+        return False
+
+    @functools.cached_property
+    def renders_calls(self) -> bool:
+        """`True` if the template shows the tool calls of a message."""
+        user: Messages = [{"role": "user", "content": "x"}]
+        with contextlib.suppress(ValueError):
+            return self.render([*_CALLING, *user]) != self.render([*user, {"role": "assistant", "content": ""}, *user])
+        return False
 
     @functools.cached_property
     def renders_system(self) -> bool:

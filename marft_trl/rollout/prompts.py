@@ -264,7 +264,7 @@ class PromptBuilder:
         agent, seen = renamed(query.agent, shown, self._aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
-            messages = merge_neighbours(_without_roles(messages))
+            messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results))
         if self._plain and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
@@ -279,6 +279,11 @@ class PromptBuilder:
             ValueError: The content of a message is no text, or another field spells a control token.
         """
         for number, message in enumerate(prompt):
+            if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
+                raise ValueError(
+                    f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
+                    f"{self._tokenizer.name_or_path!r} does not show. Remove it, or write the calls as its content."
+                )
             if not isinstance(message.get("content"), str | None):
                 raise ValueError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
@@ -377,14 +382,14 @@ def _as_text(message: dict[str, Any], name: str) -> str:
     return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content
 
 
-def _without_roles(messages: Messages) -> Messages:
-    """Convert results of tools to user messages, for templates that only render them after a message with calls."""
+def _without_roles(messages: Messages, after_calls: bool) -> Messages:
+    """Convert results of tools to user messages; not those after a message with calls, where these are rendered."""
     shown: Messages = []
     follows_calls = False
     for message in messages:
         is_result = message["role"] == "tool"
         follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
-        if is_result and not follows_calls:
+        if is_result and not (follows_calls and after_calls):
             message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
         shown.append(message)
     return shown

@@ -121,7 +121,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
             start = time.monotonic()
             progress()
             try:
-                with named(name):
+                with named(name, is_async=True):
                     scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
                 if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
@@ -148,7 +148,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 
 
 @contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
+def named(name: str, is_async: bool = False) -> Iterator[None]:
     """
     Context manager: errors of a reward function have its name. One that calls `sys.exit`, or raises what ends an
     iterator or a task, has failed like one that raises. A child that it has forked ends here, if it comes back.
@@ -159,6 +159,8 @@ def named(name: str) -> Iterator[None]:
     except SystemExit as error:
         raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
     except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+        if is_async and isinstance(error, GeneratorExit):  # it is closed before its end
+            raise
         # `from None`, since a `StopIteration` as the cause is what `contextlib` lets through
         raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from None
     except asyncio.CancelledError as error:

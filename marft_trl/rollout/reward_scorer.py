@@ -147,6 +147,8 @@ class RewardScorer:
             try:
                 return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
             except concurrent.futures.CancelledError as error:
+                if getattr(error, "__notes__", None):  # of the function that it names
+                    raise
                 raise RuntimeError(
                     "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
                     "`asyncio.all_tasks()` has those of the trainer too."
