@@ -520,16 +520,17 @@ def test_a_branch_that_its_workflow_has_cancelled_is_no_error():
 
 
 class Splits(Workflow):
-    """Two branches, of which the first one does not fit the window."""
+    """Two branches; in the first episode, the first branch does not fit the window."""
 
-    def __init__(self, how):
-        self.how = how
+    def __init__(self, how, pause):
+        self.how, self.pause = how, pause
 
     async def run(self, episode):
         async def chain(name):
-            for _ in range(2):
+            for _ in range(2 + 4 * episode.index):
                 await episode.turn(name, sees=[])
-                await asyncio.sleep(0.02)
+                if self.pause:
+                    await asyncio.sleep(self.pause if name == "b" else 0)
 
         if self.how == "gather":
             await asyncio.gather(chain("a"), chain("b"))
@@ -539,15 +540,16 @@ class Splits(Workflow):
                     group.create_task(chain(name))
 
 
+@pytest.mark.parametrize("pause", [0, 0.02])
 @pytest.mark.parametrize("how", ["gather", "group"])
-def test_branches_of_an_episode_that_has_ended_are_no_error(how, caplog):
+def test_branches_of_an_episode_that_has_ended_are_no_error(how, pause, caplog):
     def answer(requests):
-        full = [one.agent == "a" and len(one.episode.turns) > 1 for one in requests]
-        ended = [EndOfEpisode("full") if its else echo()([one])[0] for its, one in zip(full, requests, strict=True)]
-        return ended
+        full = [one.episode.index == 0 and one.agent == "a" and len(one.episode.turns) > 1 for one in requests]
+        return [EndOfEpisode("full") if its else echo()([one])[0] for its, one in zip(full, requests, strict=True)]
 
-    for episode in collect(Splits(how), [{"prompt": "q"}] * 2, ["a", "b"], answer):
-        assert episode.overflowed and [turn.agent for turn in episode.turns][:2] == ["a", "b"]
+    first, second = collect(Splits(how, pause), [{"prompt": "q"}] * 2, ["a", "b"], answer)
+    assert first.overflowed and not second.overflowed and len(second.turns) == 12
+    assert {turn.agent for turn in first.turns} == {"a", "b"}
     assert "has not ended with its episode" not in caplog.text
 
 
@@ -586,7 +588,8 @@ def test_tasks_that_are_left_are_named(caplog):
     async def idles(episode):
         await asyncio.sleep(60)
 
-    collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
+    for _ in range(2):
+        collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
     assert re.search("workflow `Leaves` started has not ended with its episode.*idles. Await it", caplog.text)
     assert caplog.text.count("has not ended") == 1
 
