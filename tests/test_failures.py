@@ -527,7 +527,7 @@ class Splits(Workflow):
 
     async def run(self, episode):
         async def chain(name):
-            for _ in range(2 + 4 * episode.index):
+            for _ in range(3 + 3 * episode.index):
                 await episode.turn(name, sees=[])
                 if self.pause:
                     await asyncio.sleep(self.pause if name == "b" else 0)
