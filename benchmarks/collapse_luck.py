@@ -22,8 +22,8 @@ import types
 import numpy as np
 import torch
 
-from marft_trl.trainer import collapse
-from marft_trl.trainer.falls import Falls
+from marft_trl.runs import collapse
+from marft_trl.runs.falls import Falls
 
 
 class Adapters:

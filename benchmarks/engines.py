@@ -42,11 +42,11 @@ from vllm_server import Server, tiny_base
 from waiting_server import Engine
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
-from marft_trl.engine.replicas import Replicas
-from marft_trl.engine.server import Order, VLLMServer
 from marft_trl.episodes.collector import collect, collect_streams
 from marft_trl.episodes.live import Setting
-from marft_trl.event_loop import run_coroutine
+from marft_trl.servers.replicas import Replicas
+from marft_trl.servers.server import Order, VLLMServer
+from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 

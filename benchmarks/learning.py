@@ -35,8 +35,8 @@ from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.config.presets import PRESETS
 from marft_trl.metrics import team_exact_match
-from marft_trl.presets import PRESETS
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 

@@ -16,11 +16,11 @@ from .seams.bitsandbytes import load_bitsandbytes_when_used
 
 if TYPE_CHECKING:
     from .agents import AgentSpec
-    from .configs import MARFTConfig
+    from .config.marft_config import MARFTConfig
     from .episodes import Episode, LiveEpisode, Turn
-    from .manifest import TeamManifest
     from .team import Team
     from .trainer import MARFTTrainer, load_adapters
+    from .weights.manifest import TeamManifest
     from .workflows import Sequential, Workflow
 
 
@@ -33,7 +33,7 @@ _MODULES = {
     "MARFTTrainer": "trainer",
     "Sequential": "workflows",
     "Team": "team",
-    "TeamManifest": "manifest",
+    "TeamManifest": "weights.manifest",
     "Turn": "episodes",
     "Workflow": "workflows",
     "load_adapters": "trainer",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .hints import did_you_mean
-from .tools import tool_name
+from .episodes.tools import tool_name
+from .system.hints import did_you_mean
 
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
 from .agents import AgentSpec, as_tools
-from .anonymity import alias_names
-from .config_evaluation import check_sampling
-from .dataset_checks import check_prompts
+from .config.dataset_checks import check_prompts
+from .config.evaluation import check_sampling
 from .episodes.records import Episode, Messages
-from .manifest import Inference, TeamManifest
-from .randomness import UserRandomness
+from .episodes.tools import ToolLimits, tool_name
+from .rollout import preparing
 from .rollout.generator import Sampling, decoding
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
@@ -33,12 +32,13 @@ from .rollout.transformers_generator import TransformersGenerator
 from .rollout.views import View, team_view
 from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
-from .tools import ToolLimits, tool_name
-from .trainer import setup
+from .system.randomness import UserRandomness
 from .weights.adapter_files import check_no_adapter, put_on, team_folder
 from .weights.fingerprints import describe_base
+from .weights.manifest import Inference, TeamManifest
 from .weights.policies import Policies
 from .workflows import Workflow, rebuild
+from .workflows.anonymity import alias_names
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -404,7 +404,7 @@ def _runner(
 ) -> EpisodeRunner:
     """Create the [`EpisodeRunner`] of a saved team."""
     uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
-    chat_template = setup.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+    chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(inference.mixed_precision)
     engine = ModelEngine(model, tokenizer, _known_settings(inference, model, tokenizer), autocast)
     samplings = {agent.name: _sampling(agent, inference) for agent in agents}
@@ -414,17 +414,17 @@ def _runner(
         view=view,
         chat_template_kwargs=inference.chat_template_kwargs,
         plain=is_plain(agents, uses_tools),
-        window=setup.context_window(model),
+        window=preparing.context_window(model),
         reserved={name: sampling.max_completion_length for name, sampling in samplings.items()},
         overflow=inference.context_overflow,
         chat_template=chat_template,
         ends=engine.ends,
         aliases=aliases,
-        alone=setup.is_alone(agents, workflow),
+        alone=preparing.is_alone(agents, workflow),
         unread=[agent.name for agent in agents if not agent.has_policy],
         show_reasoning=inference.show_reasoning,
     )
-    setup.warn_of_unprotected(prompts, uses_tools)
+    preparing.warn_of_unprotected(prompts, uses_tools)
     return EpisodeRunner(
         agents,
         workflow,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from marft_trl import AgentSpec
-from marft_trl.checkpoints.run_folder import RUN_NAME
+from marft_trl.runs.run_folder import RUN_NAME
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import Graph, Orchestrated, Sequential
 

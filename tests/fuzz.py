@@ -34,12 +34,12 @@ LIBRARIES = [
 ]
 with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl import AgentSpec, MARFTConfig
-    from marft_trl.checkpoints.commit import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
-    from marft_trl.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
     from marft_trl.rollout.encoding import PlainEncoder
     from marft_trl.rollout.speakers import quoted
     from marft_trl.rollout.tool_calls import call_pattern, parse_calls
+    from marft_trl.runs.commit import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
     from marft_trl.weights.adapter_files import check_adapter
+    from marft_trl.weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
     from marft_trl.workflows import Orchestrated, Sequential
     from marft_trl.workflows.orchestrated import parse_route
     from marft_trl.workflows.rebuild import rebuild

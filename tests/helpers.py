@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
 from marft_trl.episodes.live import Setting
+from marft_trl.episodes.tools import ToolLimits
 from marft_trl.tiny import tiny_agents, tiny_dataset
-from marft_trl.tools import ToolLimits
 
 
 # Of the model that most tests train

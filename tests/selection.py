@@ -26,8 +26,7 @@ CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
 # A room of the package, and the slow tests that guard it beside the core
 ROOMS = {
     "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
-    "checkpoints": ["checkpoints", "failures"],
-    "engine": ["served"],
+    "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
     "functional": ["unbiased", "central_critic"],
     "learning": ["signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic"],
@@ -36,27 +35,26 @@ ROOMS = {
     "reporting": ["evaluation", "report", "transcripts"],
     "rewards": ["jail", "rewards"],
     "rollout": ["tools", "speakers", "served", "dynamic_sampling", "opponents"],
+    "rules": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
+    "runs": ["checkpoints", "collapse", "failures", "settings"],
     "seams": ["forward", "mixing", "sharding", "critics"],
+    "servers": ["served"],
+    "sharding": ["sharding"],
     "shared_prefix": ["forward", "fitting"],
+    "system": ["failures", "examples", "secrets", "sharding"],
     "tasks": ["task_families", "tasks"],
-    "trainer": ["collapse", "settings", "evaluation", "failures", "served", "workflow_learning"],
+    "trainer": ["settings", "evaluation", "served", "workflow_learning"],
     "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
-for modules, its in {
-    ("lock_step", "processes"): ["sharding", "failures"],
-    ("tools", "agents", "manifest", "team"): ["tools", "secrets", "strangers"],
-    ("tiny", "randomness", "watchdog", "event_loop"): ["examples", "failures"],
-    ("redaction", "presets", "run_metrics", "anonymity", "hints", "dataset_checks"): ["secrets"],
-}.items():
-    ROOMS |= dict.fromkeys(modules, its)
+ROOMS |= {"agents": ["tools", "secrets"], "team": ["tools", "secrets", "strangers"], "tiny": ["examples"]}
 # Whose changes may break any test
 ALL_OF_THEM = re.compile(
-    r"marft_trl/(config\w*|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
+    r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
 )
 # Whose changes are tried on a real server
-SERVED = re.compile(r"marft_trl/(engine|rollout|weights|trainer/engine|config_engine)|tests/(scripts/)?(test_)?vllm")
+SERVED = re.compile(r"marft_trl/(servers|rollout|weights|config/engine)|tests/(scripts/)?(test_)?vllm")
 NOT_DUE = 3  # exit status; that of an error is 1
 
 

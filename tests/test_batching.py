@@ -16,7 +16,7 @@ from marft_trl.learning.batching import (
     micro_batches,
     weigh,
 )
-from marft_trl.learning.levels import TokenLevel
+from marft_trl.rules.levels import TokenLevel
 
 
 rows_lists = st.lists(

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 
-from marft_trl import Workflow, event_loop
+from marft_trl import Workflow
 from marft_trl.episodes.collector import EpisodeError
-from marft_trl.tools import ToolCall, ToolLimits
+from marft_trl.episodes.tools import ToolCall, ToolLimits
+from marft_trl.system import event_loop
 from marft_trl.workflows import EnvironmentLoop, together
 
 from .helpers import collect, earned, echo, team_trainer

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from marft_trl.learning.data import Row
 from marft_trl.learning.value_scale import ValueScale
+from marft_trl.rules.rows import Row
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import team_trainer

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
-from marft_trl.checkpoints import commit as commits
-from marft_trl.checkpoints.changes import ResumeChanges, check_structure, tunables
-from marft_trl.checkpoints.commit import CheckpointError, DamagedCheckpoint
-from marft_trl.checkpoints.run_folder import LOCK_NAME, RunFolder
-from marft_trl.processes import Processes
+from marft_trl.runs import commit as commits
+from marft_trl.runs.changes import ResumeChanges, check_structure, tunables
+from marft_trl.runs.commit import CheckpointError, DamagedCheckpoint
+from marft_trl.runs.run_folder import LOCK_NAME, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
+from marft_trl.system.processes import Processes
 from marft_trl.workflows import Sequential
 
 from .exactness import differences
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(t
 def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
     """The lock is released by the system when a process ends, however it ends."""
     code = (
-        "import sys, time; from marft_trl.checkpoints.run_folder import RunFolder\n"
+        "import sys, time; from marft_trl.runs.run_folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r})\n"
         "with folder.held():\n    folder.go_on('other'); print('held', flush=True); time.sleep(600)"
     )
@@ -577,7 +577,7 @@ def test_changes_that_make_no_sense(changes, error, message):
 
 
 def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("marft_trl.checkpoints.run_folder._SEEN_WITHIN", 0.0)
+    monkeypatch.setattr("marft_trl.runs.run_folder._SEEN_WITHIN", 0.0)
     mine, other = RunFolder(tmp_path), RunFolder(tmp_path / "of-another-node")
     with mine.marked() as mark:
         RunFolder(tmp_path).check_mark(mark)

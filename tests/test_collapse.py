@@ -13,10 +13,10 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
-from marft_trl.run_metrics import Metrics
+from marft_trl.runs import collapse
+from marft_trl.runs.falls import Falls
+from marft_trl.system.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
-from marft_trl.trainer import collapse
-from marft_trl.trainer.falls import Falls
 
 from .helpers import StopAt, config, moved, team_trainer, weights
 

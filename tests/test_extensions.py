@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.advantages.baselines import BASELINES, Baseline
-from marft_trl.advantages.credit_rules import CREDITS, CreditRule
-from marft_trl.learning.critic import CRITICS, Critic
-from marft_trl.learning.levels import LEVELS, ActionLevel
 from marft_trl.rollout.generator import Sampled
+from marft_trl.rules.baselines import BASELINES, Baseline
+from marft_trl.rules.credit_rules import CREDITS, CreditRule
+from marft_trl.rules.critic import CRITICS, Critic
+from marft_trl.rules.levels import LEVELS, ActionLevel
 
 from .helpers import moved, team_trainer, weights
 

@@ -15,21 +15,21 @@ import torch
 from transformers import TrainerState
 
 from marft_trl import MARFTConfig
-from marft_trl.checkpoints.run_folder import RunFolder
-from marft_trl.config_checks import check_timeouts
+from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
 from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.live import Setting
 from marft_trl.episodes.records import EndOfEpisode
-from marft_trl.event_loop import run_coroutine
-from marft_trl.processes import _described
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
 from marft_trl.rollout.reward_checks import check_scores, checked_reward
-from marft_trl.rollout.user_state import UserState
+from marft_trl.runs.run import RunInterrupted
+from marft_trl.runs.run_folder import RunFolder
 from marft_trl.seams.runs import timeout_also_on_cpu
-from marft_trl.trainer.run import RunInterrupted
-from marft_trl.watchdog import TookTooLong, time_limit
+from marft_trl.system.event_loop import run_coroutine
+from marft_trl.system.processes import _described
+from marft_trl.system.user_state import UserState
+from marft_trl.system.watchdog import TookTooLong, time_limit
 from marft_trl.workflows import EnvironmentLoop, Workflow
 
 from .exactness import differences
@@ -247,7 +247,7 @@ def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, m
 def test_code_that_cannot_be_interrupted_ends_the_process():
     """With code 124, the reason and a traceback of all threads."""
     code = (
-        "import signal, time\nfrom marft_trl import watchdog\n"
+        "import signal, time\nfrom marft_trl.system import watchdog\n"
         "watchdog.GRACE = 0.5\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX, signal.SIGALRM])\n"
         "said = []\nwatchdog.LAST_WORDS.append(lambda message: print('last words:', message, flush=True))\n"
@@ -264,7 +264,7 @@ def test_code_that_cannot_be_interrupted_ends_the_process():
 def test_a_pattern_that_takes_for_ever_is_interrupted(handler):
     """It keeps the interpreter to itself, so no other thread could. An alarm that users' code has set does no harm."""
     code = (
-        "import re, signal, time\nfrom marft_trl.watchdog import time_limit\n"
+        "import re, signal, time\nfrom marft_trl.system.watchdog import time_limit\n"
         "with time_limit(30, lambda where: where):\n"
         f"    signal.signal(signal.SIGALRM, {handler}); signal.alarm(1); signal.alarm(0)\n"
         "start = time.monotonic()\n"
@@ -320,7 +320,8 @@ def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
     """Within the limits of a trainer, in a process without another timer."""
     code = (
         "import re, time\nfrom marft_trl.rollout.failures import OnFailure\n"
-        "from marft_trl.rollout.reward_checks import checked_reward\nfrom marft_trl.watchdog import time_limit\n"
+        "from marft_trl.rollout.reward_checks import checked_reward\n"
+        "from marft_trl.system.watchdog import time_limit\n"
         "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
         "judge = checked_reward(match, OnFailure(timeout=0.5))\n"
         "start = time.monotonic()\n"

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
-from marft_trl.advantages.baselines import BASELINES, Baseline
+from marft_trl.rules.baselines import BASELINES, Baseline
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 

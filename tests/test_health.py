@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 from marft_trl import AgentSpec, MARFTConfig, Sequential
 from marft_trl.episodes.live import LiveEpisode
 from marft_trl.functional import moments, standardized
-from marft_trl.learning.data import Row
 from marft_trl.reporting.health import PATIENCE, Health
 from marft_trl.rollout.generator import Sampled, check_sampled
-from marft_trl.run_metrics import Metrics
+from marft_trl.rules.rows import Row
+from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import check_finite
 from marft_trl.workflows import Workflow
 

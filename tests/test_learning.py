@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec, Sequential, Workflow
-from marft_trl.advantages.baselines import BASELINES, Samples
 from marft_trl.rollout.generator import Sampled
+from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 

@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import functional
-from marft_trl.engine.library import AdapterLibrary, Entry, MismatchError, Probe
-from marft_trl.engine.replicas import ServerSettings
-from marft_trl.engine.server import RefusedError
 from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.records import SampledBy
-from marft_trl.learning.data import Row, Slice
-from marft_trl.learning.sampling_correction import FidelityError, SamplingCorrection
 from marft_trl.learning.schedules import Schedule
 from marft_trl.rollout.failures import Failures, OnFailure
-from marft_trl.rollout.overlap import Overlap
-from marft_trl.run_metrics import Metrics
-from marft_trl.trainer.look_ahead import LookAhead
-from marft_trl.trainer.stored_rows import load_rollouts, save_rollouts
+from marft_trl.rules.rows import Row, Slice
+from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
+from marft_trl.servers.library import AdapterLibrary, Entry, MismatchError, Probe
+from marft_trl.servers.look_ahead import LookAhead
+from marft_trl.servers.overlap import Overlap
+from marft_trl.servers.replicas import ServerSettings
+from marft_trl.servers.sampling_correction import FidelityError, SamplingCorrection
+from marft_trl.servers.server import RefusedError
+from marft_trl.system.run_metrics import Metrics
 
 from .helpers import config, lora, team_trainer
 from .test_parts import one_process

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec
-from marft_trl.advantages.baselines import BASELINES, Samples
+from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import add

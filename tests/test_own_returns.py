@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from marft_trl import AgentSpec
-from marft_trl.advantages.running import RunningBaselines
 from marft_trl.functional import gae, own_steps, returns_to_go
+from marft_trl.rules.running import RunningBaselines
 from marft_trl.workflows import EnvironmentLoop
 
 from .helpers import collect, echo, team_trainer

@@ -12,19 +12,19 @@ from torch import nn
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
 from marft_trl.advantages.credit import CreditAssigner
 from marft_trl.advantages.estimators import BaselineEstimator
-from marft_trl.advantages.running import RunningBaselines
 from marft_trl.learning.adapter_updates import AdapterUpdates
-from marft_trl.learning.data import Row, Slice
-from marft_trl.learning.levels import ActionLevel, TokenLevel
 from marft_trl.learning.sequential import SequentialFactors
-from marft_trl.processes import Processes
-from marft_trl.randomness import UserRandomness
 from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.own_returns import OwnReturns
 from marft_trl.rollout.reach import RewardReach
 from marft_trl.rollout.rollouts import Rollout, Rollouts
-from marft_trl.run_metrics import Metrics
+from marft_trl.rules.levels import ActionLevel, TokenLevel
+from marft_trl.rules.rows import Row, Slice
+from marft_trl.rules.running import RunningBaselines
+from marft_trl.system.processes import Processes
+from marft_trl.system.randomness import UserRandomness
+from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import advantages_by_turn
 
 

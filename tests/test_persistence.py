@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Sequential, TeamManifest
-from marft_trl.checkpoints import commit as commits
-from marft_trl.learning.data import Row, Slice
+from marft_trl.rules.rows import Row, Slice
+from marft_trl.runs import commit as commits
+from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
-from marft_trl.trainer.stored_rows import load_rollouts, save_rollouts
 from marft_trl.weights.adapters import load_adapter_weights
 from marft_trl.weights.policies import Policies
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trl import TrlParser
 
 from marft_trl import MARFTConfig
-from marft_trl.presets import PRESETS
+from marft_trl.config.presets import PRESETS
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import Feedback
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.reporting.transcripts import Transcript
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import prepare_template
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
     Debate,
     EnvironmentLoop,

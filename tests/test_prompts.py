@@ -8,7 +8,7 @@ from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
 
 from marft_trl import AgentSpec, Turn
-from marft_trl.dataset_checks import check_prompts
+from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.rollout.chat_template import naming_templates
 from marft_trl.rollout.encoding import PlainEncoder

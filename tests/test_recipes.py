@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from marft_trl import TeamManifest
-from marft_trl.presets import PRESETS
+from marft_trl.config.presets import PRESETS
 from marft_trl.rewards import code_reward, math_reward
 from marft_trl.rewards.jail import JailError
 
@@ -406,7 +406,7 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
 
 
 def test_a_grid_that_is_told_to_end_does_not_go_on_with_the_next_cell(grid, monkeypatch, tmp_path):
-    from marft_trl.trainer.run import RunInterrupted
+    from marft_trl.runs.run import RunInterrupted
 
     def stopped(options, resume):
         raise RunInterrupted(signal.SIGTERM, "Training was stopped")

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from marft_trl.engine.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
-from marft_trl.engine.server import AnswerError, Order, RefusedError
-from marft_trl.event_loop import run_coroutine
+from marft_trl.servers.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
+from marft_trl.servers.server import AnswerError, Order, RefusedError
+from marft_trl.system.event_loop import run_coroutine
 
 from .vllm_server import answered, as_text, fake_servers, turn
 

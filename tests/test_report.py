@@ -14,12 +14,12 @@ from transformers import TrainerCallback, set_seed
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
+from marft_trl.metrics.at_k import read_samples, write_samples
 from marft_trl.report import Experiment, cells, load_experiment, report
 from marft_trl.report.arms import arms_of, check_arms
 from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
 from marft_trl.report.settings import differences
-from marft_trl.reporting.at_k import read_samples, write_samples
 from marft_trl.rollout.views import team_view
 from marft_trl.tasks import game_seeds
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.checkpoints import commit as commits
+from marft_trl.runs import commit as commits
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 

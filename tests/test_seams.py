@@ -31,8 +31,8 @@ from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.learning.batching import collate
-from marft_trl.learning.data import Row
 from marft_trl.rollout.generator import Sampling
+from marft_trl.rules.rows import Row
 from marft_trl.seams import versions
 from marft_trl.seams.models import (
     AdapterLayers,
@@ -76,13 +76,7 @@ from marft_trl.seams.trl import (
     without_reference,
     without_vllm,
 )
-from marft_trl.seams.versions import (
-    TESTED,
-    checkpointing_fields,
-    newer_than_tested,
-    release,
-    warn_of_newer_versions,
-)
+from marft_trl.seams.versions import TESTED, checkpointing_fields, newer_than_tested, release, warn_of_newer_versions
 from marft_trl.shared_prefix.forward import hidden_states
 
 from .helpers import lora, team_trainer

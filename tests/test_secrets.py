@@ -15,9 +15,9 @@ import pytest
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
-from marft_trl.redaction import published, without_paths, without_secrets
 from marft_trl.report.experiment import Experiment
 from marft_trl.report.settings import settings_of
+from marft_trl.system.redaction import published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 
 from .helpers import config, team_trainer

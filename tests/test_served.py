@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.engine.replicas import EngineDownError
+from marft_trl.servers.replicas import EngineDownError
 from marft_trl.tiny import tiny_dataset
 
 from .helpers import StopAt, began_at, moved, team_trainer, weights

@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.config_unused import UNUSED
+from marft_trl.config.unused import UNUSED
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import lora, team_trainer, varied_reward, weights

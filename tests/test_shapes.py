@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from marft_trl import Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, joint_actions
 from marft_trl.episodes.rerun import Rerun
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.rewards import math_answer
-from marft_trl.tools import ToolCall
 from marft_trl.workflows import (
     Debate,
     EnvironmentLoop,

@@ -25,7 +25,7 @@ from marft_trl.seams.sharding import (
     shard_sizes,
     storage_of_4bit,
 )
-from marft_trl.trainer.sharding import check_launcher, check_team, keep_adapters_whole
+from marft_trl.sharding.setup import check_launcher, check_team, keep_adapters_whole
 
 from .helpers import config, team_trainer
 from .test_distributed import ROOT, launch

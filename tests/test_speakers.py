@@ -10,11 +10,11 @@ import pytest
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
+from marft_trl.rollout import preparing
 from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.speakers import _OPENING, _folded, quoted
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.trainer import setup
 from marft_trl.workflows import EnvironmentLoop, Sequential
 
 from .helpers import grows_linearly, team_trainer
@@ -217,8 +217,8 @@ def test_a_lone_agent_is_asked_as_in_trl():
 
 def test_who_is_alone():
     one, two = [AgentSpec("a")], [AgentSpec("a"), AgentSpec("b")]
-    assert setup.is_alone(one, Sequential(rounds=2)) and not setup.is_alone(two, Sequential())
-    assert not setup.is_alone(one, EnvironmentLoop(Countdown))  # the environment speaks too
+    assert preparing.is_alone(one, Sequential(rounds=2)) and not preparing.is_alone(two, Sequential())
+    assert not preparing.is_alone(one, EnvironmentLoop(Countdown))  # the environment speaks too
 
 
 @pytest.mark.parametrize(

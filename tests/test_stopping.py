@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Team
-from marft_trl.manifest import Inference
 from marft_trl.rollout.generator import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.trl import TrlEngine
 from marft_trl.team import _known_settings
 from marft_trl.tiny import tiny_tokenizer
+from marft_trl.weights.manifest import Inference
 
 from .helpers import config, team_trainer
 

@@ -16,9 +16,9 @@ from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.live import Setting
 from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.episodes.rerun import Rerun
-from marft_trl.event_loop import run_coroutine
-from marft_trl.randomness import EpisodeRandomness
-from marft_trl.tools import ToolCall, ToolLimits
+from marft_trl.episodes.tools import ToolCall, ToolLimits
+from marft_trl.system.event_loop import run_coroutine
+from marft_trl.system.randomness import EpisodeRandomness
 from marft_trl.workflows import EnvironmentLoop, Graph, Sequential, UntilApproved
 
 from .helpers import add, echo

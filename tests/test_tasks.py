@@ -415,7 +415,7 @@ def test_a_column_that_would_be_removed(model_folder, tmp_path):
 
 
 def test_every_row_has_the_tools_of_its_environment():
-    from marft_trl.tools import ToolCall
+    from marft_trl.episodes.tools import ToolCall
 
     workflow = ByColumn({"till": EnvironmentLoop(Till), "maze": EnvironmentLoop(Maze)})
     assert [function.__name__ for function in workflow.functions] == ["sell"]

@@ -14,12 +14,12 @@ from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.chat_template_utils import qwen3_chat_template
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.trainer.setup import tool_limits
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page
-from marft_trl.tools import ToolCall
 from marft_trl.workflows import rehearse
 
 from .helpers import grows_linearly, team_trainer

@@ -24,11 +24,11 @@ from trl import GRPOConfig
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
-from marft_trl.config_engine import EngineSettings
-from marft_trl.config_evaluation import EvaluationSettings
-from marft_trl.config_limits import LimitSettings
-from marft_trl.config_unused import UNUSED, table
-from marft_trl.dataset_checks import check_prompts
+from marft_trl.config.dataset_checks import check_prompts
+from marft_trl.config.engine import EngineSettings
+from marft_trl.config.evaluation import EvaluationSettings
+from marft_trl.config.limits import LimitSettings
+from marft_trl.config.unused import UNUSED, table
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rollout.reward_checks import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset

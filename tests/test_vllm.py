@@ -24,12 +24,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential
-from marft_trl.engine.library import MismatchError
-from marft_trl.engine.replicas import EngineDownError, Replicas
-from marft_trl.engine.server import AnswerError, Order, RefusedError
-from marft_trl.event_loop import run_coroutine
-from marft_trl.learning.sampling_correction import FidelityError
 from marft_trl.rollout import vllm_command
+from marft_trl.servers.library import MismatchError
+from marft_trl.servers.replicas import EngineDownError, Replicas
+from marft_trl.servers.sampling_correction import FidelityError
+from marft_trl.servers.server import AnswerError, Order, RefusedError
+from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 from .helpers import lora, team_trainer, weights
@@ -408,7 +408,7 @@ def test_no_server_is_said_before_anything_is_loaded(model_folder, tmp_path):
 @contextmanager
 def disturbed(at, action):
     """`action()` in a thread when so many requests were answered."""
-    from marft_trl.engine.server import VLLMServer
+    from marft_trl.servers.server import VLLMServer
 
     generate, count = VLLMServer.generate, [0]
 

@@ -171,7 +171,7 @@ class Runner:
         """Train and evaluate a cell, and write its result. What is told to end leaves none, and ends the grid."""
         from train import main as train
 
-        from marft_trl.trainer.run import RunInterrupted
+        from marft_trl.runs.run import RunInterrupted
 
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "settings.json", record)

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from .. import functional
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Episode
-from ..processes import Processes
 from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives
 from ..rollout.own_returns import OwnReturns
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollout
-from ..run_metrics import Metrics
+from ..rules.credit_rules import CREDITS
 from ..seams.trl import TrlRewards
-from .credit_rules import CREDITS
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 
 
 class CreditAssigner:

@@ -11,20 +11,20 @@ import torch
 
 from .. import functional
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Episode, Turn
-from ..learning.data import Row
-from ..learning.levels import Discounts, Level
-from ..processes import Processes
 from ..rollout.alternatives import Node
 from ..rollout.rollouts import Rollout
-from ..run_metrics import Metrics
+from ..rules.baselines import BASELINES, Baseline, Samples
+from ..rules.credit_rules import CREDITS
+from ..rules.levels import Discounts, Level
+from ..rules.rows import Row
+from ..rules.running import RunningBaselines
 from ..seams.trl import TrlRewards, TrlSettings
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from ..weights.policies import Policies
-from .baselines import BASELINES, Baseline, Samples
 from .credit import CreditAssigner
-from .credit_rules import CREDITS
-from .running import RunningBaselines
 
 
 class Estimated(NamedTuple):

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from ..event_loop import STARTED, Around, Stepped, run_coroutine, surrounding
-from ..watchdog import TimeLimit, time_limit
+from ..system.event_loop import STARTED, Around, Stepped, run_coroutine, surrounding
+from ..system.watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
 from .rerun import Found, Rerun

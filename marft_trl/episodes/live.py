@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ..event_loop import Around, in_thread, one_at_a_time
-from ..tools import ToolLimits, call_tools, tool_name
+from ..system.event_loop import Around, in_thread, one_at_a_time
 from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
+from .tools import ToolLimits, call_tools, tool_name
 
 
 # Rounds of the event loop in which a task that was cancelled comes to an end

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..hints import did_you_mean
-from ..tools import ToolCall
+from ..system.hints import did_you_mean
+from .tools import ToolCall
 
 
 Messages = list[dict[str, Any]]

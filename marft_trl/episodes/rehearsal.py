@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ..tools import ToolCall
 from .collector import EpisodeError, Request, Runs, collect
 from .live import Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen
+from .tools import ToolCall
 
 
 class Rehearsed(Runs, Protocol):

@@ -16,14 +16,14 @@ from torch import nn
 
 from .. import functional
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
-from ..processes import Processes
-from ..run_metrics import Metrics
+from ..config.marft_config import MARFTConfig
+from ..rules.critic import Critic
 from ..seams.runs import restart_schedule, schedule_of_any_length
 from ..seams.trl import TrlState
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from ..weights.policies import Policies
 from . import gradients
-from .critic import Critic
 from .gradient_shares import GradientShares
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from trl.trainer.utils import pad
 
+from ..rules.levels import Level
+from ..rules.rows import MicroBatch, Row, Slice
 from ..seams.trl import OLD_LOGPS, SAMPLING_WEIGHTS
 from ..shared_prefix.prefixes import Cluster, clusters
-from .data import MicroBatch, Row, Slice
-from .levels import Level
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:

@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 
 from .. import functional
-from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Turn
-from ..processes import Processes
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
+from ..rules.credit_rules import CREDITS
+from ..rules.critic import Critic
+from ..rules.rows import MicroBatch, Row, Slice
+from ..system.processes import Processes
 from ..weights.policies import Policies
-from .critic import Critic
-from .data import MicroBatch, Row, Slice
 from .micro_batcher import MicroBatcher
 from .schedules import Schedule
 from .value_scale import ValueScale

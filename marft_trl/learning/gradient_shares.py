@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..processes import Processes
-from ..run_metrics import Metrics
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from ..weights.policies import Policies
 
 

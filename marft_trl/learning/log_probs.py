@@ -15,15 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..configs import MARFTConfig
-from ..processes import Processes
+from ..config.marft_config import MARFTConfig
 from ..rollout.generator import Sampling
+from ..rules.rows import MicroBatch, Row
 from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
+from ..system.processes import Processes
 from ..weights.policies import Policies
 from .batching import Collator
-from .data import MicroBatch, Row
 from .micro_batcher import MicroBatcher
 
 

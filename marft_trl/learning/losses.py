@@ -11,18 +11,18 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from ..configs import MARFTConfig
-from ..processes import Processes
+from ..config.marft_config import MARFTConfig
 from ..rollout.generator import Sampling
-from ..run_metrics import Metrics, StepMetrics
+from ..rules.levels import Level
+from ..rules.rows import MicroBatch, Row, Slice
 from ..seams.mixing import MixedLora
 from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics, StepMetrics
 from ..weights.policies import Policies
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights
 from .critic_learner import CriticLearner, ValueSums
-from .data import MicroBatch, Row, Slice
-from .levels import Level
 from .log_probs import LogProbs
 from .micro_batcher import MicroBatcher
 from .mixing import MixedPasses

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
+from ..rules.rows import MicroBatch, Row
 from ..weights.policies import Policies
 from .batching import micro_batches
-from .data import MicroBatch, Row
 from .memory import ActivationCost, free_memory, head_size, measure_activations, optimizer_size, size_of
 
 

@@ -11,12 +11,12 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from ..configs import MARFTConfig
-from ..processes import Processes
+from ..config.marft_config import MARFTConfig
+from ..rules.rows import MicroBatch, Row
 from ..seams.mixing import MixedLora
 from ..shared_prefix.prefixes import plan_passes
+from ..system.processes import Processes
 from ..weights.policies import Policies
-from .data import MicroBatch, Row
 from .micro_batcher import MicroBatcher
 
 

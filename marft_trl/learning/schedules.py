@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 
 
 # What a generation batch is. The data loader and the schedule are made for it.

@@ -11,10 +11,10 @@ import torch
 from accelerate.logging import get_logger
 
 from .. import functional
-from ..processes import Processes
-from ..run_metrics import Metrics
-from .data import Row, Slice
-from .levels import Level
+from ..rules.levels import Level
+from ..rules.rows import Row, Slice
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from .log_probs import LogProbs
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
+from ..rules.rows import Row
 from ..seams.trl import TrlSettings, TrlState
-from .data import Row
 
 
 # TRL's metrics of a row whose advantage is 0 that are known without a pass

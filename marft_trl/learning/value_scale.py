@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import functional
-from ..processes import Processes
-from .data import Row
+from ..rules.rows import Row
+from ..system.processes import Processes
 
 
 _SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..agents import AgentSpec, check_team
-from ..hints import did_you_mean
+from ..system.hints import did_you_mean
 from ..workflows import (
     Debate,
     EnvironmentLoop,

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback, set_seed
 
-from ..checkpoints.commit import write_atomically
-from ..checkpoints.run_folder import RunFolder
-from ..reporting.at_k import FILE
+from ..metrics.at_k import FILE
+from ..runs.run_folder import RunFolder
+from ..system.files import write_atomically
 from ..trainer import MARFTTrainer
 from .arms import arms_of
 from .experiment import Experiment

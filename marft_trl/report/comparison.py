@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import Interval, interval, paired_difference
-from ..reporting.at_k import scores
+from ..metrics.at_k import scores
 from .arms import Arm
 from .cells import Cell
 from .experiment import Experiment

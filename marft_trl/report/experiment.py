@@ -18,8 +18,8 @@ from datasets import Dataset
 from peft import PeftConfig
 
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
-from ..hints import did_you_mean
+from ..config.marft_config import MARFTConfig
+from ..system.hints import did_you_mean
 from ..trainer import MARFTTrainer
 from ..workflows import Workflow
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.commit import write_atomically
+from ..system.files import write_atomically
 from .comparison import ArmResult, Comparison, shown
 
 

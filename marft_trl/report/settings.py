@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..configs import MARFTConfig
-from ..redaction import without_secrets
-from ..trainer.run_settings import OF_FILES_AND_LOGS, OF_MACHINES, code_of, dataset_hash, plain
+from ..config.marft_config import MARFTConfig
+from ..runs.run_settings import OF_FILES_AND_LOGS, OF_MACHINES, code_of, dataset_hash, plain
+from ..system.redaction import without_secrets
 from ..workflows import Workflow
 from .experiment import Experiment
 

@@ -12,8 +12,8 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerCallback
 
-from ..configs import MARFTConfig
-from ..run_metrics import Metrics
+from ..config.marft_config import MARFTConfig
+from ..system.run_metrics import Metrics
 from ..weights.policies import Policies
 
 

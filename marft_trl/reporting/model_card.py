@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..manifest import TeamManifest, is_hub_id
+from ..weights.manifest import TeamManifest, is_hub_id
 
 
 # Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.

@@ -13,24 +13,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec
-from ..config_checks import uses_candidates
-from ..configs import MARFTConfig
+from ..config.checks import uses_candidates
+from ..config.marft_config import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
-from ..learning.levels import Level
 from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, readable, size_of
 from ..learning.micro_batcher import MicroBatcher
-from ..processes import Processes
 from ..rollout.generator import Sampling
 from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
+from ..rules.credit_rules import CREDITS
+from ..rules.critic import Critic
+from ..rules.levels import Level
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
+from ..system.processes import Processes
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from ..workflows import Workflow

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..functional import nan_std
-from ..processes import Processes
-from ..randomness import UserRandomness
+from ..metrics.at_k import Vote, at_k, last_box, sample_rows, write_samples
+from ..metrics.evaluation import EvalMetric, measure_answers, summarize
 from ..rollout.rollouts import Rollout
-from ..run_metrics import AGENT_METRICS, Metrics, length_metrics
 from ..seams.trl import TrlRewards, TrlSettings, TrlState
-from .at_k import Vote, at_k, last_box, sample_rows, write_samples
-from .evaluation import EvalMetric, measure_answers, summarize
+from ..system.processes import Processes
+from ..system.randomness import UserRandomness
+from ..system.run_metrics import AGENT_METRICS, Metrics, length_metrics
 from .games import GameMetrics
 from .transcripts import Advantage, Transcript, html_page
 

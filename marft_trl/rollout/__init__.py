@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from ..engine.command import vllm_command
+    from ..servers.command import vllm_command
 
 __all__ = ["vllm_command"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from ..engine import command
+        from ..servers import command
 
         return getattr(command, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

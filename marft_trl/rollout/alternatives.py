@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..advantages.credit_rules import CREDITS
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun
-from ..processes import Processes
+from ..rules.credit_rules import CREDITS
+from ..system.processes import Processes
 from ..weights.policies import Policies
 from .own_returns import OwnReturns
 from .reward_scorer import RewardScorer

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from ..dataset_checks import has_other_content
+from ..config.dataset_checks import has_other_content
 from ..episodes.records import Messages
 
 

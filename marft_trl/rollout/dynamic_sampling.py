@@ -12,11 +12,11 @@ import torch
 from datasets import Dataset
 
 from .. import functional
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Episode
-from ..processes import Processes
-from ..run_metrics import Metrics
 from ..seams.trl import TrlSettings, TrlState
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from .alternatives import Node
 from .own_returns import OwnReturns
 from .rollouts import Drawn, Rollout, Rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from ..tools import as_plain
+from ..episodes.tools import as_plain
 
 
 _TAG = re.compile("</?(table|caption|thead|tbody|tfoot|tr|t[hd]|h[1-6]|blockquote|strong|em|b|i|u|s|su[bp]|code)>")

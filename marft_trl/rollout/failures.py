@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.collector import EpisodeError
 from ..episodes.records import Episode
 

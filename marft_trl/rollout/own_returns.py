@@ -10,9 +10,9 @@ import torch
 from accelerate.logging import get_logger
 
 from ..episodes.records import Episode
-from ..processes import Processes
 from ..rewards import environment_reward
 from ..seams.trl import TrlRewards
+from ..system.processes import Processes
 
 
 logger = get_logger(__name__)

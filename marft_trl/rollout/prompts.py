@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
-from ..anonymity import renamed
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
+from ..workflows.anonymity import renamed
 from .chat_template import ChatTemplate, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from ..dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
-from ..event_loop import finished
-from ..processes import ending_forks
-from ..watchdog import TookTooLong, progress, time_limit
+from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
+from ..system.event_loop import finished
+from ..system.processes import ending_forks
+from ..system.watchdog import TookTooLong, progress, time_limit
 from .failures import Failures, OnFailure, call_reward, wait_here
 
 

@@ -14,9 +14,9 @@ from trl import is_conversational
 
 from ..episodes.records import Episode, Turn
 from ..functional import team_rewards
-from ..processes import Processes
-from ..randomness import UserRandomness
-from ..watchdog import time_limit
+from ..system.processes import Processes
+from ..system.randomness import UserRandomness
+from ..system.watchdog import time_limit
 from .failures import Failures, OnFailure
 from .reward_checks import checked_reward
 

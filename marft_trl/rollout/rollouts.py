@@ -7,25 +7,24 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from ..advantages.credit_rules import CREDITS
-from ..configs import MARFTConfig
-from ..dataset_checks import check_prompts
+from ..config.dataset_checks import check_prompts
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Episode
-from ..event_loop import finished
-from ..processes import Processes, ending_forks
 from ..rewards import environment_reward
-from ..run_metrics import Metrics
+from ..rules.credit_rules import CREDITS
 from ..seams.trl import TrlRewards
+from ..system.event_loop import finished
+from ..system.processes import Processes, ending_forks
+from ..system.run_metrics import Metrics
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
-from .overlap import Overlap
 from .own_returns import OwnReturns
 from .reach import RewardReach
 from .reward_scorer import RewardScorer
@@ -33,6 +32,16 @@ from .runner import EpisodeRunner
 
 
 logger = get_logger(__name__)
+
+
+class Ahead(Protocol):
+    """Episodes of generation batches, begun before they are due."""
+
+    def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
+        """The episodes of the batch that is due, with these rows."""
+
+    def close(self) -> None:
+        """Give up episodes under way."""
 
 
 class Drawn(NamedTuple):
@@ -101,7 +110,7 @@ class Rollouts:
         metrics ([`Metrics`]): get counts of the workflow and of the model's window.
         processes ([`Processes`]): the processes of the run.
         failures ([`Failures`]): what was skipped or tried again.
-        overlap ([`Overlap`], *optional*): runs episodes while training runs.
+        ahead ([`Ahead`], *optional*): has begun episodes while training runs.
     """
 
     def __init__(
@@ -119,9 +128,9 @@ class Rollouts:
         metrics: Metrics,
         processes: Processes,
         failures: Failures,
-        overlap: Overlap | None = None,
+        ahead: Ahead | None = None,
     ):
-        self._overlap = overlap
+        self._ahead = ahead
         self._failures, self._policy = failures, OnFailure.of(args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
@@ -165,8 +174,8 @@ class Rollouts:
         self._alternatives.take_nodes()
         branching = self._uses_candidates and training
         run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)
-        if training and self._overlap is not None:
-            episodes = self._overlap.episodes(rows)
+        if training and self._ahead is not None:
+            episodes = self._ahead.episodes(rows)
         else:
             self._runner.publish()
             with self._processes.together(), ending_forks():
@@ -183,8 +192,8 @@ class Rollouts:
 
     def close(self) -> None:
         """Give up episodes under way, and take from servers what they were given."""
-        if self._overlap is not None:
-            self._overlap.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._runner.close()
 
     async def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:

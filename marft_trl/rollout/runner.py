@@ -20,15 +20,15 @@ from ..episodes.collector import EpisodeError, Request, collect, collect_streams
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
-from ..event_loop import finished, run_coroutine
-from ..randomness import EpisodeRandomness, UserRandomness, seed_of
-from ..tools import ToolCall, ToolLimits, as_plain, tool_name
+from ..episodes.tools import ToolCall, ToolLimits, as_plain, tool_name
+from ..system.event_loop import finished, run_coroutine
+from ..system.randomness import EpisodeRandomness, UserRandomness, seed_of
+from ..system.user_state import UserState
 from ..weights.copies import PastCopies
 from ..workflows import Workflow
 from .generator import Generator, Sampled, StreamGenerator, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .tool_calls import MALFORMED, call_pattern, parse_calls
-from .user_state import UserState
 from .views import team_view
 
 

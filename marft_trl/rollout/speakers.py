@@ -13,7 +13,7 @@ import functools
 import re
 import unicodedata
 
-from ..tools import as_plain
+from ..episodes.tools import as_plain
 
 
 # A name in brackets between line breaks. Characters that only some tokenizers read as line breaks, and that others

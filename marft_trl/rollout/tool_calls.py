@@ -17,7 +17,7 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from ..tools import ToolCall, tool_name
+from ..episodes.tools import ToolCall, tool_name
 
 
 # Minimum length of the opening of a call. Shorter texts may also occur in turns without calls

@@ -381,7 +381,8 @@ class TrlEngine:
     Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
     attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
     put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
-    over processes, though they call it unequally often; [`~marft_trl.lock_step.LockStep`] keeps passes in step.
+    over processes, though they call it unequally often; [`~marft_trl.sharding.lock_step.LockStep`] keeps passes in
+    step.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): does the generation.

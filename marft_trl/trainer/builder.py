@@ -11,10 +11,9 @@ from trl import GRPOTrainer
 
 from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
-from ..advantages.running import RunningBaselines
 from ..agents import AgentSpec
-from ..config_checks import uses_candidates
-from ..config_unused import warn_of_unused
+from ..config.checks import uses_candidates
+from ..config.unused import warn_of_unused
 from ..learning.adapter_updates import AdapterUpdates
 from ..learning.batching import Collator
 from ..learning.critic_learner import CriticLearner
@@ -22,22 +21,18 @@ from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.mixing import MixedPasses
-from ..learning.sampling_correction import SamplingCorrection
 from ..learning.sequential import SequentialFactors
 from ..learning.value_scale import ValueScale
-from ..manifest import BaseModel
-from ..processes import Processes
-from ..randomness import UserRandomness
 from ..reporting.games import GameMetrics
 from ..reporting.health import Health
 from ..reporting.model_card import TAGS
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
+from ..rollout import preparing
 from ..rollout.alternatives import Alternatives
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.failures import OnFailure
 from ..rollout.generator import Generator, Sampling, StreamGenerator
-from ..rollout.overlap import Overlap
 from ..rollout.own_returns import OwnReturns
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
@@ -45,27 +40,33 @@ from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import TransformersGenerator
-from ..rollout.user_state import UserState
-from ..rollout.vllm_generator import VLLMGenerator
-from ..run_metrics import Metrics
+from ..rules.running import RunningBaselines
+from ..runs.best import BestAdapters
+from ..runs.checkpointing import Checkpoints, Stateful
+from ..runs.collapse import Collapse
+from ..runs.run import Run
+from ..runs.run_settings import RunSettings
 from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
-from ..weights.best import BestAdapters
+from ..servers.look_ahead import LookAhead
+from ..servers.overlap import Overlap
+from ..servers.sampling_correction import SamplingCorrection
+from ..servers.setup import make_vllm_generator, tolerance_of
+from ..servers.vllm_generator import VLLMGenerator
+from ..system.processes import Processes
+from ..system.randomness import UserRandomness
+from ..system.run_metrics import Metrics
+from ..system.user_state import UserState
 from ..weights.copies import PastCopies, TakeCopies
 from ..weights.fingerprints import describe_base
+from ..weights.manifest import BaseModel
 from ..weights.policies import Policies
 from . import setup
-from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
-from .collapse import Collapse
-from .engine import make_vllm_generator, tolerance_of
 from .evaluations import Evaluations
 from .experience import Experience
-from .look_ahead import LookAhead
-from .run import Run
-from .run_settings import RunSettings
 from .team_files import TeamFiles
 
 
@@ -82,7 +83,7 @@ class Builder:
         self._tokenizer = self._trl_prompts.tokenizer
         self._uses_tools = bool(choices.workflow.functions) or any(agent.tools for agent in choices.agents)
         if self._uses_tools:
-            trainer.chat_template = setup.prepare_tools(self._tokenizer, choices.agents, choices.workflow)
+            trainer.chat_template = preparing.prepare_tools(self._tokenizer, choices.agents, choices.workflow)
         self._names = [agent.name for agent in choices.agents]
         self._samplings = {agent.name: Sampling.of(agent, args) for agent in choices.agents}
         self._base = _base_of(trainer, choices.policies)
@@ -100,7 +101,7 @@ class Builder:
         self._needs_old &= args.use_policy_ratio or args.update_order == "sequential"
         self._needs_old |= args.use_vllm  # what servers have sampled is compared with them
         longest_turn = choices.engine.longest_turn if choices.engine is not None else None
-        self._window = setup.context_window(trainer.model, longest_turn)
+        self._window = preparing.context_window(trainer.model, longest_turn)
         self._settings = TrlSettings(trainer)
         self.own_returns = OwnReturns(args.returns, self._functions, self.processes)
         self.running = RunningBaselines(args.rae_decay)
@@ -133,11 +134,11 @@ class Builder:
             chat_template=trainer.chat_template,
             ends=trainer.eos_token_ids,
             aliases=choices.aliases,
-            alone=setup.is_alone(choices.agents, choices.workflow),
+            alone=preparing.is_alone(choices.agents, choices.workflow),
             unread=[one.name for one in choices.agents if choices.critic is None and not one.has_policy],
             show_reasoning=args.show_reasoning,
         )
-        setup.warn_of_unprotected(prompts, self._uses_tools)
+        preparing.warn_of_unprotected(prompts, self._uses_tools)
         return EpisodeRunner(
             choices.agents,
             choices.workflow,
@@ -215,7 +216,7 @@ class Builder:
             metrics=self.metrics,
             processes=self.processes,
             failures=choices.failures,
-            overlap=self._overlap(),
+            ahead=self._overlap(),
         )
         return scorer, reach, alternatives, rollouts
 

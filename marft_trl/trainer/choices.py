@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
-from ..learning.critic import Critic
-from ..learning.levels import Level
+from ..config.marft_config import MARFTConfig
 from ..learning.schedules import Schedule
-from ..reporting.at_k import Vote
-from ..reporting.evaluation import EvalMetric
+from ..metrics.at_k import Vote
+from ..metrics.evaluation import EvalMetric
 from ..rollout.failures import Failures
 from ..rollout.views import View
+from ..rules.critic import Critic
+from ..rules.levels import Level
+from ..servers.setup import Engine
 from ..weights.policies import Policies
 from ..workflows import Workflow
-from .engine import Engine
 
 
 @dataclass(frozen=True, eq=False)

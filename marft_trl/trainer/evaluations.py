@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..config_evaluation import check_k, check_sampling
-from ..configs import MARFTConfig
+from ..config.evaluation import check_k, check_sampling
+from ..config.marft_config import MARFTConfig
 from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
 from ..rollout.generator import decoding

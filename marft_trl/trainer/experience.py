@@ -10,27 +10,27 @@ import torch
 
 from ..advantages.credit import CreditAssigner
 from ..advantages.estimators import Estimator
-from ..configs import MARFTConfig
+from ..config.marft_config import MARFTConfig
 from ..episodes.records import Turn
 from ..learning.batching import Pools, count_rows, cut_slices, together, weigh
-from ..learning.critic import Critic
 from ..learning.critic_learner import CriticLearner
-from ..learning.data import Row, Slice
 from ..learning.log_probs import LogProbs
 from ..learning.micro_batcher import MicroBatcher
-from ..learning.sampling_correction import SamplingCorrection
 from ..learning.schedules import Schedule
-from ..processes import Processes
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
 from ..rollout.alternatives import Alternatives
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.reach import RewardReach
 from ..rollout.rollouts import Rollout
-from ..run_metrics import Metrics
+from ..rules.critic import Critic
+from ..rules.rows import Row, Slice
+from ..runs.collapse import Collapse
 from ..seams.trl import TrlSettings
+from ..servers.sampling_correction import SamplingCorrection
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from ..weights.policies import Policies
-from .collapse import Collapse
 
 
 class Evaluated(NamedTuple):

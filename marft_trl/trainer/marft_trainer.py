@@ -18,22 +18,20 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
-from ..anonymity import alias_names, anonymity
-from ..configs import MARFTConfig
-from ..dataset_checks import check_datasets
-from ..learning.data import Slice
-from ..learning.levels import level_of
+from ..config.dataset_checks import check_datasets
+from ..config.marft_config import MARFTConfig
 from ..learning.memory import MemoryPlan
 from ..learning.schedules import Schedule
-from ..manifest import TeamManifest
-from ..redaction import published
-from ..reporting.at_k import Vote, last_box
-from ..reporting.evaluation import EvalMetric, check_eval_metrics, check_references
+from ..metrics.at_k import Vote, last_box
+from ..metrics.evaluation import EvalMetric, check_eval_metrics, check_references
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
 from ..rollout.reward_checks import check_rewards, check_turn_rewards, checked_reward
 from ..rollout.views import View, team_view
+from ..rules.levels import level_of
+from ..rules.rows import Slice
+from ..runs.checkpointing import raise_failed_push
 from ..seams.runs import (
     EndlessStream,
     EpochSampler,
@@ -46,15 +44,18 @@ from ..seams.runs import (
 from ..seams.sharding import as_if_not_sharded
 from ..seams.trl import configure_parent, constructing_parent, without_printed_table
 from ..seams.versions import warn_of_newer_versions
+from ..servers.setup import start_engine
+from ..sharding import setup as sharding
+from ..system.redaction import published
 from ..team import Team
 from ..weights.adapters import add_adapters
+from ..weights.manifest import TeamManifest
 from ..weights.policies import Policies
 from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
-from . import setup, sharding
-from .checkpointing import raise_failed_push
+from ..workflows.anonymity import alias_names, anonymity
+from . import setup
 from .choices import Choices
-from .engine import start_engine
 from .parts import assemble
 
 

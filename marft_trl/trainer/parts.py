@@ -14,22 +14,22 @@ from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.sequential import SequentialFactors
-from ..processes import Processes
 from ..reporting.health import Health
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner
-from ..run_metrics import Metrics
+from ..runs.checkpointing import Checkpoints, Stateful
+from ..runs.collapse import Collapse
+from ..runs.run import Run
 from ..seams.trl import TrlState
+from ..servers.look_ahead import LookAhead
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
 from .builder import Builder
-from .checkpointing import Checkpoints, Stateful
 from .choices import Choices
-from .collapse import Collapse
 from .evaluations import Evaluations
 from .experience import Experience
-from .look_ahead import LookAhead
-from .run import Run
 from .team_files import TeamFiles
 
 

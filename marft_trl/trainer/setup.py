@@ -17,30 +17,24 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from ..advantages.credit_rules import CREDITS
 from ..agents import AgentSpec, as_reward_funcs, as_tools
-from ..anonymity import alias_names, anonymize
-from ..config_checks import (
-    check_timeouts,
-    uses_candidates,
-)
-from ..configs import MARFTConfig
-from ..dataset_checks import column_names, named_sets
-from ..episodes.records import TOOL
-from ..hints import did_you_mean
-from ..learning.critic import CRITICS, Critic
-from ..learning.levels import Level
-from ..redaction import without_secrets
+from ..config.checks import check_timeouts, uses_candidates
+from ..config.dataset_checks import column_names, named_sets
+from ..config.marft_config import MARFTConfig
+from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
-from ..rollout.prompts import PromptBuilder
-from ..rollout.tool_calls import check_functions, prepare_template
+from ..rules.credit_rules import CREDITS
+from ..rules.critic import CRITICS, Critic
+from ..rules.levels import Level
 from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
-from ..tools import ToolLimits, tool_name
+from ..sharding.setup import check_launcher
+from ..system.hints import did_you_mean
+from ..system.redaction import without_secrets
 from ..weights.adapters import check_adapter_config
 from ..weights.policies import Policies
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
-from .sharding import check_launcher
+from ..workflows.anonymity import alias_names, anonymize
 
 
 logger = get_logger(__name__)
@@ -209,18 +203,6 @@ def tool_limits(args: MARFTConfig) -> ToolLimits:
     )
 
 
-def context_window(model: PreTrainedModel | PeftModel, longest_turn: int | None = None) -> int | None:
-    """
-    Size of the model's context window in tokens, or `None` if its config states no limit.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): the model.
-        longest_turn (`int`, *optional*): limit of the servers that generate.
-    """
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min((limit for limit in (own, longest_turn) if limit is not None), default=None)
-
-
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
     """Return the agents, with the trainer's `tools` for agents that have none of their own."""
     general = as_tools(tools, "the trainer")
@@ -308,47 +290,6 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
             )
         for value in dataset.unique(workflow.column) if isinstance(dataset, Dataset) else ():
             workflow.of(value)
-
-
-def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:
-    """
-    Prepare the tokenizer for the tools of the team.
-
-    Returns: chat template to use instead of the tokenizer's, or `None` if the tokenizer's can be trained with.
-
-    Raises:
-        ValueError: no schema can be made of a tool, an agent has the name that tool results are shown under, or
-            the chat template does not support tools.
-    """
-    check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
-    of_workflow = {tool_name(function) for function in workflow.functions}
-    for agent in agents:
-        check_functions(agent.functions, f"agent {agent.name!r}")
-        twice = sorted(of_workflow & {tool_name(function) for function in agent.functions})
-        if twice:
-            raise ValueError(
-                f"Agent {agent.name!r} has a tool named {twice[0]!r}, and so has the workflow "
-                f"`{type(workflow).__name__}`: only one of them could be called. Rename one."
-            )
-        if agent.name == TOOL:
-            raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
-    owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
-    return prepare_template(tokenizer, owner)
-
-
-def is_alone(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
-    """`True` for a single agent that is shown the prompt, its own turns and the results of its calls, as in TRL."""
-    return len(agents) == 1 and type(workflow) is Sequential
-
-
-def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
-    """Warn if a text that an agent writes can look like a message of somebody else."""
-    reason = prompts.unprotected(uses_tools)
-    if reason is not None:
-        logger.warning(
-            f"An agent can write a text that looks to its teammates like a message of somebody else: {reason}. This "
-            "cannot be prevented for this tokenizer. Its tokens are still tokens of a text, never control tokens."
-        )
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:

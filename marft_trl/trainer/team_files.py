@@ -12,16 +12,16 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from ..agents import AgentSpec
-from ..configs import MARFTConfig
-from ..learning.critic import CRITIC_NAME, Critic
-from ..manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
-from ..redaction import without_secrets
+from ..config.marft_config import MARFTConfig
+from ..episodes.tools import tool_name
 from ..reporting.model_card import team_card
 from ..reporting.plan import Planner
 from ..rollout.generator import Generator, StreamGenerator, general_settings, own_settings
 from ..rollout.views import View, team_view
-from ..tools import tool_name
+from ..rules.critic import CRITIC_NAME, Critic
+from ..system.redaction import without_secrets
 from ..weights.adapter_files import forget_local_base
+from ..weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..weights.policies import Policies
 from ..workflows import Workflow
 from ..workflows.base import callable_name

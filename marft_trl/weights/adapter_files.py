@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
-from ..manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 from ..seams.bitsandbytes import without_bitsandbytes
 from .adapters import adapter_parameters, check_adapter_config, linear_shape
+from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 
 
 WEIGHTS_NAME = "adapter_model.safetensors"

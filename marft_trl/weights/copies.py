@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from ..agents import AgentSpec
-from ..randomness import seed_of
+from ..system.randomness import seed_of
 from .policies import Policies
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
-from ..manifest import BaseModel, is_hub_id
 from ..seams.models import commit_of
+from .manifest import BaseModel, is_hub_id
 
 
 _SAMPLED_ELEMENTS = 64

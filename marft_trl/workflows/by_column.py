@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..episodes.live import LiveEpisode
-from ..hints import did_you_mean
+from ..system.hints import did_you_mean
 from .base import Workflow
 
 

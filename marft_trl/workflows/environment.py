@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
-from ..hints import did_you_mean
+from ..system.hints import did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..episodes.live import LiveEpisode
 from ..episodes.records import Turn, unknown_agent
-from ..hints import did_you_mean
+from ..system.hints import did_you_mean
 from .base import Workflow
 
 

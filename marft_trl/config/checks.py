@@ -1,0 +1,562 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Checks of the training arguments, of single values and of combinations. They run when a config is created."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..rules.baselines import BASELINES
+from ..rules.credit_rules import CREDITS
+from ..rules.critic import CRITICS
+from ..rules.levels import LEVELS
+from ..system.hints import did_you_mean
+
+
+ACTION_LOGPROBS = ("sum", "token", "word")
+CREDIT_KINDS = ("rewards", "returns")
+RETURNS = ("team", "agent")
+CRITIC_VIEWS = ("observation", "history")
+NORMALIZATIONS = ("batch", "agent", "none")
+VALUE_LOSSES = ("huber", "squared")
+ON_COLLAPSE = ("warn", "restore", "ignore")
+AGENT_WEIGHTS = ("size", "equal")
+UPDATE_ORDERS = ("joint", "sequential", "resampled")
+CANDIDATE_REWARDS = ("episode", "turn")
+CONTINUATIONS = ("best", "sampled")
+ON_EPISODE_ERROR = ("raise", "skip", "retry")
+CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+SCALES = ("group", "batch", "none")
+
+# Loss types that do not weight a turn by its number of tokens. Exception: `luspo` weights by length on purpose.
+_LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
+
+_AT_LEAST_ZERO = (
+    *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
+    *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
+    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    *("max_episode_retries", "max_staleness"),
+    *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
+)
+_ABOVE_ZERO = (
+    *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
+    "candidate_samples",
+    *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
+    "sequential_clip",
+    *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
+    *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
+    *("max_parallel_tools", "dynamic_sampling_limit", "collapse_window"),
+    *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
+    *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
+)
+_SHARES = (
+    *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
+    "rae_decay",
+    *("max_skipped_share", "collapse_drop"),
+)
+_INTEGERS = (
+    *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
+    *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight", "max_staleness"),
+    *("max_parallel_tools", "collapse_window", "candidate_samples"),
+)
+_INTEGERS_OR_NONE = (
+    *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
+    *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
+    "max_episode_turns",
+)
+_NEEDED = (
+    *(*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS),
+    *("vllm_server_timeout", "vllm_request_timeout", "dynamic_sampling_limit"),
+)
+# Meaning of `None`, for error messages.
+_NONE_MEANS = {
+    "value_clip": "no clipping",
+    "sequential_clip": "no clipping",
+    "target_kl": "no early stop",
+    "workflow_timeout": "no limit",
+    "max_unscored_batches": "no limit",
+    "reward_timeout": "no limit",
+    "max_episode_turns": "no limit",
+}
+
+# `(field, other field, value)`: the field has no effect unless the other field has this value.
+
+
+def has_turn_ratio(args: Any) -> bool:
+    """`True` if the level has one policy ratio per turn."""
+    return args.level in LEVELS and LEVELS[args.level].ratio == "sequence"
+
+
+def uses_candidates(args: Any) -> bool:
+    """`True` if candidates for a turn are compared."""
+    return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
+
+
+def _is_read_by_level(name: str) -> Callable[[Any], bool]:
+    return lambda args: name in LEVELS[args.level].settings
+
+
+# Fields that have no effect unless another field has a certain value: the field, the other field, the value that is
+# suggested, and whether the other field has such a value.
+_DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
+    ("action_logprob", "level", "action", _is_read_by_level("action_logprob")),
+    ("token_gamma", "level", "token", _is_read_by_level("token_gamma")),
+    ("token_gae_lambda", "level", "token", _is_read_by_level("token_gae_lambda")),
+    ("sequential_clip", "update_order", "sequential", lambda args: args.update_order == "sequential"),
+    ("credit_discount", "credit", "step_discount", lambda args: args.credit == "step_discount"),
+    ("counterfactual_samples", "credit", "counterfactual", lambda args: CREDITS[args.credit].reruns),
+    ("own_reward_weight", "credit", "per_step", lambda args: CREDITS[args.credit].scores_turns),
+    *(
+        (name, "advantage", "turn", uses_candidates)
+        for name in ("turn_candidates", "continue_from", "candidate_reward", "candidate_samples")
+    ),
+    ("dynamic_sampling_limit", "dynamic_sampling", True, lambda args: bool(args.dynamic_sampling)),
+    *(
+        (name, "on_collapse", "restore", lambda args: args.on_collapse != "ignore")
+        for name in ("collapse_drop", "collapse_window")
+    ),
+    *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
+    *(
+        (name, "advantage", "gae", lambda args: args.advantage == "gae")
+        for name in (
+            *("normalize_advantages", "critic_learning_rate", "critic_max_grad_norm", "value_clip", "value_loss"),
+            *("gae_lambda", "token_gamma", "token_gae_lambda", "critic_sees", "normalize_values"),
+        )
+    ),
+    *(
+        (name, "credit_kind", "rewards", lambda args: args.credit_kind == "rewards")
+        for name in ("gamma", "gae_lambda")
+    ),
+]
+
+
+def check_numbers(args: Any) -> None:
+    """
+    Check that numbers are in range, e.g. that coefficients are not negative or NaN and that discounts are at most 1.
+
+    Raises:
+        ValueError: A number is out of range. The message contains the field, the value and the range.
+    """
+    for name in (*_NEEDED, *_INTEGERS_OR_NONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO):
+        value = getattr(args, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number and (value is not None or name in _NEEDED):
+            raise ValueError(f"`{name}` must be a number, got {value!r}.")
+        if name in (*_INTEGERS, *_INTEGERS_OR_NONE) and value is not None and not isinstance(value, int):
+            raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    ranges = [
+        (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
+        (_ABOVE_ZERO, lambda value: value > 0, "above 0"),
+        (_SHARES, lambda value: 0 <= value <= 1, "in [0, 1]"),
+        (("top_p", "min_p"), lambda value: value <= 1, "of at most 1"),
+    ]
+    for names, holds, bound in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (abs(value) <= sys.float_info.max and holds(value)):
+                instead = f", or None for {_NONE_MEANS[name]}" if name in _NONE_MEANS else ""
+                raise ValueError(f"`{name}` must be a finite number {bound}{instead}; got {value!r}.")
+    for weight in args.reward_weights or []:
+        if not math.isfinite(weight):
+            raise ValueError(f"`reward_weights` must be finite numbers, got {args.reward_weights!r}.")
+
+
+def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
+    """Raise a `ValueError` if the value is not among the known ones. The message suggests the nearest one."""
+    known = list(known)
+    if value in known:
+        return
+    if None in known and str(value).lower() in ("none", ""):
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
+    hint = did_you_mean(value, [name for name in known if name is not None])
+    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
+
+
+def check_choices(args: Any) -> None:
+    """
+    Check that fields with a fixed set of values have one of these values.
+
+    Raises:
+        ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
+    """
+    choices: dict[str, tuple] = {
+        "advantage": (*BASELINES, "gae"),
+        "level": tuple(LEVELS),
+        "action_logprob": ACTION_LOGPROBS,
+        "critic": (None, *CRITICS),
+        "credit": tuple(CREDITS),
+        "credit_kind": CREDIT_KINDS,
+        "returns": (None, *RETURNS),
+        "critic_sees": CRITIC_VIEWS,
+        "normalize_advantages": NORMALIZATIONS,
+        "value_loss": VALUE_LOSSES,
+        "update_order": UPDATE_ORDERS,
+        "agent_weight": AGENT_WEIGHTS,
+        "on_collapse": ON_COLLAPSE,
+        "candidate_reward": CANDIDATE_REWARDS,
+        "continue_from": (None, *CONTINUATIONS),
+        "context_overflow": CONTEXT_OVERFLOWS,
+        "on_episode_error": ON_EPISODE_ERROR,
+        "loss_type": LOSS_TYPES,
+        "scale_rewards": SCALES,
+        "importance_sampling_level": ("token", "sequence"),
+        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    }
+    for name, known in choices.items():
+        check_choice(name, getattr(args, name), known)
+
+
+def check_combinations(args: Any) -> None:
+    """
+    Check that settings are compatible with one another.
+
+    Raises:
+        ValueError: Two settings contradict each other. The message contains both fields and a fix.
+    """
+    refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
+    refused += _sampling_conflicts(args)
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)
+    for name, other, needed, holds_for in _DEPENDENT:
+        is_set = name in args.given and getattr(args, name) != type(args).__dataclass_fields__[name].default
+        if is_set and not holds_for(args):
+            is_open = not (
+                other == "credit_kind" and CREDITS[args.credit].reruns
+            )  # counterfactual credit is always returns, so setting `credit_kind` is no fix
+            fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
+            )
+
+
+def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
+    generations = args.num_generations
+    is_lone = args.generation_batch_size == 1
+    normalizes = args.advantage == "gae" and has_turn_ratio(args) and args.normalize_advantages != "none"
+    baseline = BASELINES.get(args.advantage)
+    compares = baseline is not None and baseline.needs_group
+    return [
+        (
+            args.advantage == "gae" and args.critic is None,
+            "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.",
+        ),
+        (
+            args.advantage != "gae" and args.critic is not None,
+            f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
+            "`advantage='gae'`, or leave `critic` out.",
+        ),
+        (
+            args.critic is None and args.critic_warmup_steps > 0,
+            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None.",
+        ),
+        (
+            compares and generations == 1,
+            f"`num_generations` (1) needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
+            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations=2` or more.",
+        ),
+        (
+            baseline is not None and baseline.uses_candidates and args.turn_candidates < 2,
+            f"`advantage={args.advantage!r}` compares candidates for a turn with one another, but `turn_candidates` "
+            f"is {args.turn_candidates}. Set 2 or more.",
+        ),
+        (
+            args.advantage == "c3" and args.continue_from == "best",
+            "`advantage='c3'` compares a turn with alternatives at the observation that the policy came to, but with "
+            "`continue_from='best'` later observations follow the best alternative. Use `continue_from='sampled'`, or "
+            "`advantage='turn'`.",
+        ),
+        (
+            args.rae_column is not None and args.remove_unused_columns,
+            f"`remove_unused_columns=True` leaves prompts alone, and `rae_column={args.rae_column!r}` reads another "
+            "column. Set it to False.",
+        ),
+        (
+            args.advantage == "rae" and args.rae_decay == 1,
+            "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 for ever. Set a number below 1.",
+        ),
+        (
+            is_lone and (args.advantage == "batch" or normalizes),
+            "With one episode in a generation batch (`per_device_train_batch_size` 1) there is nothing to compare it "
+            f"with, so with `advantage={args.advantage!r}` nothing would be learned. Raise "
+            "`per_device_train_batch_size`"
+            + (", or set `normalize_advantages='none'`." if args.advantage == "gae" else "."),
+        ),
+        (
+            0 < args.max_steps < args.critic_warmup_steps,
+            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is more than `max_steps` ({args.max_steps}): no "
+            "agent would ever learn. Lower it, or raise `max_steps`.",
+        ),
+    ]
+
+
+def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
+    per_turn = has_turn_ratio(args)
+    by_token = args.advantage == "gae" and not per_turn
+    return [
+        (
+            per_turn and args.loss_type not in _LOSSES_OF_ACTIONS,
+            f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
+            f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+        ),
+        (
+            args.loss_type == "cispo" and args.epsilon_high < 1,
+            f"`epsilon_high={args.epsilon_high}` is the largest ratio that `loss_type='cispo'` weighs a token with: "
+            "below 1 it makes every gradient smaller. Set 5.0, or leave it out.",
+        ),
+        (
+            per_turn and args.importance_sampling_level == "sequence",
+            "`importance_sampling_level='sequence'` is `level='action'` with `action_logprob='token'`: set these, and "
+            "leave `importance_sampling_level` out.",
+        ),
+        (
+            by_token and args.importance_sampling_level == "sequence",
+            "`advantage='gae'` at `level='token'` gives every token an advantage, but "
+            "`importance_sampling_level='sequence'` has one ratio for all. Set `level='action'`.",
+        ),
+        (
+            by_token and (args.loss_type == "vespo" or args.off_policy_mask_threshold is not None),
+            "`loss_type='vespo'` and `off_policy_mask_threshold` need one advantage per turn, but `advantage='gae'` "
+            "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
+        ),
+        (
+            per_turn and args.beta > 0 and args.use_bias_correction_kl,
+            "`use_bias_correction_kl` at `level='action'` would weigh the KL of every token by the ratio of the whole "
+            "turn, which is not bounded. Leave it out.",
+        ),
+        (
+            per_turn and args.top_entropy_quantile < 1.0,
+            f"`top_entropy_quantile={args.top_entropy_quantile}` trains some tokens of a turn, but at "
+            "`level='action'` a turn is one action. Set `level='token'`, or leave it out.",
+        ),
+        (
+            not args.use_policy_ratio and args.target_kl is not None,
+            "`target_kl` measures the policy ratio, which `use_policy_ratio=False` leaves out. Leave one of them out.",
+        ),
+        (
+            per_turn and args.off_policy_mask_threshold is not None,
+            "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
+        ),
+    ]
+
+
+def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
+    baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
+    normalizes = baseline is not None and baseline.takes_normalized_objectives
+    return [
+        (
+            args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
+            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
+            "'group', 'agent' and 'turn'. Leave it out.",
+        ),
+        (
+            rule.reruns and args.credit_kind == "rewards",
+            f"`credit={args.credit!r}` compares the whole outcome for every turn, so adding it up over turns "
+            "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
+        ),
+        (
+            uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
+            f"`advantage={args.advantage!r}` scores each candidate of a turn, which leaves nothing for "
+            f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
+        ),
+        (
+            args.candidate_samples > 1 and args.candidate_reward == "turn",
+            f"`candidate_samples={args.candidate_samples}` completes episodes from candidates, but with "
+            "`candidate_reward='turn'` they are scored as they are. Leave one of them out.",
+        ),
+        (
+            uses_candidates(args) and args.credit_kind == "rewards",
+            f"`advantage={args.advantage!r}` has the return of every candidate, so `credit_kind='rewards'` does not "
+            "apply. Leave it out.",
+        ),
+        (
+            args.multi_objective_aggregation == "normalize_then_sum" and not (normalizes and args.credit == "equal"),
+            "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
+            f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
+            f"`credit={args.credit!r}`.",
+        ),
+    ]
+
+
+def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
+    micro_steps = args.steps_per_generation * args.num_iterations
+    is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
+    one_by_one = args.update_order != "joint"
+    return [
+        (
+            args.target_kl is not None and is_on_policy,
+            f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
+            f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
+            "policy has not moved. Raise one of them, or leave `target_kl` out.",
+        ),
+        (
+            one_by_one and args.agent_iteration_interval > 0,
+            f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
+            "both say who learns when. Leave one of them out.",
+        ),
+        (
+            0 < args.max_steps <= args.agent_iteration_interval,
+            f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
+            f"({args.max_steps}) to the second agent. Lower it, or raise `max_steps`.",
+        ),
+        (
+            one_by_one and micro_steps % args.gradient_accumulation_steps != 0,
+            f"`update_order={args.update_order!r}` needs every agent to have whole optimizer steps on a generation "
+            f"batch: `steps_per_generation * num_iterations` ({micro_steps}) has to be a multiple of "
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
+        ),
+        (
+            args.update_order == "sequential" and uses_candidates(args),
+            f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
+            "most rows are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
+        ),
+        (
+            args.sync_ref_model and args.beta == 0.0,
+            "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
+            "`beta` to a number above 0.",
+        ),
+        (
+            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
+            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
+        ),
+    ]
+
+
+def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with groups that are chosen by whether their rewards differ."""
+    if not args.dynamic_sampling:
+        return []
+    baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
+    compares = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
+    return [
+        (
+            not compares,
+            "`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, which teaches something "
+            f"with `advantage={args.advantage!r}`. Set `advantage='group'`, 'agent', 'leave_one_out', 'turn' or 'c3', "
+            "or leave it out.",
+        ),
+        (
+            rule.reruns or rule.scores_turns or args.credit == "step_discount",
+            f"`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, but with "
+            f"`credit={args.credit!r}` their turns differ. Use `credit='equal'`, or leave it out.",
+        ),
+        (
+            args.max_staleness > 0,
+            f"`dynamic_sampling=True` asks for further prompts when rewards are known, and "
+            f"`max_staleness={args.max_staleness}` samples ahead. Set `max_staleness=0`, or leave it out.",
+        ),
+        (
+            args.dynamic_sampling_limit < 1,
+            f"`dynamic_sampling_limit` ({args.dynamic_sampling_limit}) counts the prompts of the batch itself, so it "
+            "must be at least 1.",
+        ),
+    ]
+
+
+def check_collapse(args: Any) -> None:
+    """
+    Check what happens to a team that collapses.
+
+    Raises:
+        ValueError: adapters would be restored, and their references would not.
+    """
+    if args.on_collapse == "restore" and args.sync_ref_model:
+        raise ValueError(
+            "`on_collapse='restore'` takes adapters back, but not the references that follow them "
+            "(`sync_ref_model=True`), which would pull them to where they have fallen. Set `on_collapse='warn'`, or "
+            "`sync_ref_model=False`."
+        )
+
+
+def check_failures(args: Any) -> None:
+    """
+    Check that what fails can be left out.
+
+    Raises:
+        ValueError: candidates and re-runs of an episode that was left out would be learned from.
+    """
+    if args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns):
+        raise ValueError(
+            f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
+            "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): those of an episode "
+            "that fails would be "
+            "learned from without it. Set `on_episode_error='raise'`."
+        )
+
+
+def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:
+    """
+    Check that a function that hangs is noticed on its own process before the others give up waiting.
+
+    Args:
+        args: the configuration.
+        num_processes (`int`): number of processes of the run.
+        patience (`float`, *optional*): seconds that a process waits for another, if known.
+
+    Raises:
+        ValueError: a time limit is not below that of the processes. The message has both.
+    """
+    if num_processes == 1 or patience is None:
+        return
+    tries = args.max_episode_retries + 1 if args.on_episode_error == "retry" else 1
+    for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):
+        limit = getattr(args, name)
+        if limit is not None and limit * tries >= patience:
+            times = f" times {tries} tries" if tries > 1 else ""
+            raise ValueError(
+                f"`{name}` ({limit:g} s{times}) must be below the {patience:g} s that the other processes wait "
+                "(`ddp_timeout`), else they fail without a word of what hangs. Lower it, or set a larger "
+                "`ddp_timeout`."
+            )
+
+
+# Settings of `generate` that a team cannot be trained with
+_NOT_IN_GENERATION = {
+    "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
+    "num_beams": "a beam is no sample of the policy. Leave it out.",
+    "stop_strings": "pass `AgentSpec(stop=...)`, which also says where the turn ends.",
+    "return_dict_in_generate": "turns are token ids. Leave it out.",
+}
+
+
+def _accumulation_of_accelerate(args: Any) -> int | None:
+    settings = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return settings.get("num_steps")
+
+
+def check_supported(args: Any) -> None:
+    """
+    Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
+
+    Raises:
+        ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
+    """
+    refused = {
+        "save_only_model": (args.save_only_model, "a run could not go on from such checkpoints. Set it to False."),
+        "ignore_data_skip": (args.ignore_data_skip, "a resumed run would see other rows. Set it to False."),
+        "use_transformers_continuous_batching": (
+            args.use_transformers_continuous_batching,
+            "it keeps one policy for all requests. Set it to False.",
+        ),
+        "include_for_metrics": (args.include_for_metrics, "evaluations have no predictions. Leave it out."),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha,
+            "turns are sampled with the noise too, and scored with another one. Leave it out.",
+        ),
+    }
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
+    if _accumulation_of_accelerate(args) not in (None, args.gradient_accumulation_steps):
+        raise ValueError(
+            "`accelerator_config` has `gradient_accumulation_kwargs` with other `num_steps` than "
+            f"`gradient_accumulation_steps={args.gradient_accumulation_steps}`, by which generation batches are made. "
+            "Set `gradient_accumulation_steps` alone."
+        )
+    for name, why in _NOT_IN_GENERATION.items():
+        value = (args.generation_kwargs or {}).get(name) if isinstance(args.generation_kwargs, dict) else None
+        if value not in (None, 1, False):
+            raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")

@@ -1,0 +1,537 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Training arguments."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields
+
+from transformers.utils import is_torch_bf16_gpu_available
+from trl import GRPOConfig
+
+from ..rules.baselines import BASELINES
+from ..rules.credit_rules import CREDITS
+from ..rules.critic import CRITICS
+from ..rules.levels import LEVELS
+from ..seams.runs import timeout_also_on_cpu
+from ..seams.trl import accepting_one_generation
+from ..seams.versions import checkpointing_fields
+from ..system.redaction import without_secrets
+from .checks import (
+    ACTION_LOGPROBS,
+    AGENT_WEIGHTS,
+    CANDIDATE_REWARDS,
+    CONTINUATIONS,
+    CREDIT_KINDS,
+    CRITIC_VIEWS,
+    NORMALIZATIONS,
+    ON_COLLAPSE,
+    RETURNS,
+    UPDATE_ORDERS,
+    VALUE_LOSSES,
+    check_choice,
+    check_choices,
+    check_collapse,
+    check_combinations,
+    check_failures,
+    check_numbers,
+    check_supported,
+)
+from .copies import Copies
+from .defaults import resolve
+from .engine import EngineSettings, check_vllm
+from .evaluation import EvaluationSettings, check_evaluation
+from .limits import LimitSettings
+from .presets import PRESETS
+from .unused import say_unused
+
+
+@dataclass
+class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRPOConfig):
+    r"""
+    Configuration class for the [`MARFTTrainer`].
+
+    This class includes all parameters of [`~trl.GRPOConfig`], which count episodes where GRPO counts completions. Only
+    new parameters and those with a different default are listed below, those of vLLM in [`EngineSettings`], of
+    evaluations in [`EvaluationSettings`], and limits in [`LimitSettings`]. Agents are not training arguments: see
+    [`AgentSpec`].
+
+    Args:
+        learning_rate (`float`, *optional*, defaults to `5e-6`):
+            Peak learning rate of every adapter whose agent does not set its own `learning_rate`. The default is the
+            value of MARFT's published LoRA runs.
+        bf16 (`bool`, *optional*):
+            Whether to use bfloat16 mixed precision. If `None`, bfloat16 is used if a GPU supports it and `fp16` is
+            off.
+        loss_type (`str`, *optional*, defaults to `None`):
+            Loss formulation, as in `GRPOConfig`. If `None`, `"dapo"` is used at token level, and `"grpo"` at action
+            level, so that every turn has the same weight.
+        preset (`str`, *optional*, defaults to `None`):
+            Settings of a publication: `"marft-a"`, `"marft-t"`, `"grpo"`, `"magrpo"`, `"dr-mas"`, `"at-grpo"`,
+            `"reinforce++"`, `"rloo"`, `"mappo"`, `"c3"` or `"ccpo"`. Parameters that you pass explicitly override the
+            preset; `print(config)` lists which values come from the preset and which from you. On the command line, a
+            value that equals the default counts as not passed.
+        advantage (`str`, *optional*, defaults to `"group"`):
+            Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
+            the turns of the same agent in these episodes; `"turn"` and `"c3"`: the other candidates for the same turn,
+            standardized or as they are; `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all
+            episodes of the generation batch; `"rae"`: the mean of earlier batches; `"none"`: no baseline; `"gae"`: the
+            values of a critic.
+        returns (`str`, *optional*, defaults to `None`):
+            Rewards that an agent learns from. `"agent"`: those that it receives itself, which are rewards for all, and
+            rewards by its name (a mapping from an environment or from `episode.earn`). Turns are then compared with
+            turns of the same agent, and GAE runs over the agent's own turns. `"team"`: the sum of all rewards. If
+            `None`, it is `"agent"` from the first batch on in which an agent is rewarded by name, and `"team"` before.
+        rae_decay (`float`, *optional*, defaults to `0.95`):
+            Decay per generation batch of the running means of `advantage="rae"`, in `[0, 1]`.
+        rae_column (`str`, *optional*, defaults to `None`):
+            Dataset column, such as the name of a game, whose values have running means of their own.
+        level (`str`, *optional*, defaults to `"token"`):
+            Unit that the policy ratio (and, with `advantage="gae"`, the advantage) is computed for: each `"token"`
+            (MARFT-T), or each turn as a single `"action"` (MARFT-A).
+        action_logprob (`str`, *optional*, defaults to `"sum"`):
+            Log-probability of a turn at action level: the `"sum"` over its tokens, this sum divided by the number of
+            tokens (`"token"`), or this sum divided by the number of words (`"word"`).
+        use_policy_ratio (`bool`, *optional*, defaults to `True`):
+            Whether to use the clipped ratio between the current policy and the sampling policy in the loss. If
+            `False`, every update uses the plain policy gradient (REINFORCE): log-probability times advantage.
+        critic (`str`, *optional*, defaults to `None`):
+            Architecture of the critic, which predicts values for `advantage="gae"`. `"shared"`: one value head and one
+            LoRA adapter for the whole team; `"per_agent"`: a value head and a LoRA adapter for each agent;
+            `"multi_head"`: one LoRA adapter for the team and a value head for each agent; `"frozen"`: an MLP on the
+            last hidden state of the base, which is not trained.
+        critic_sees (`str`, *optional*, defaults to `"observation"`):
+            What the critic reads before it values a turn: the `"observation"` of its agent (IPPO), or the whole
+            `"history"`, all turns and feedback before the joint step (MAPPO), which takes longer passes.
+        normalize_values (`bool`, *optional*, defaults to `False`):
+            Whether the critic predicts returns normalized by their running mean and standard deviation.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount factor per joint step, in `[0, 1]`.
+        gae_lambda (`float`, *optional*, defaults to `0.95`):
+            GAE decay (lambda) per joint step, in `[0, 1]`.
+        token_gamma (`float`, *optional*, defaults to `1.0`):
+            Discount factor per token within a turn, in `[0, 1]`. The paper uses `1.0`.
+        token_gae_lambda (`float`, *optional*, defaults to `1.0`):
+            GAE decay (lambda) per token within a turn, in `[0, 1]`.
+        normalize_advantages (`str`, *optional*, defaults to `"batch"`):
+            Set of positions that GAE advantages are standardized over: all scored positions of the generation batch
+            (`"batch"`), or the scored positions of each agent separately (`"agent"`). `"none"` disables
+            standardization.
+        critic_learning_rate (`float`, *optional*, defaults to `5e-5`):
+            Peak learning rate of the critic.
+        critic_max_grad_norm (`float`, *optional*, defaults to `None`):
+            Maximum gradient norm of the critic. If `None`, `max_grad_norm` is used.
+        critic_warmup_steps (`int`, *optional*, defaults to `0`):
+            Number of optimizer steps at the start of training in which only the critic is trained.
+        value_clip (`float`, *optional*, defaults to `0.2`):
+            Clip range of the value loss: values may move at most this far from those of the rollout. `None` disables
+            clipping.
+        value_loss (`str`, *optional*, defaults to `"huber"`):
+            Loss of the critic: `"huber"`, which is linear for errors above 10, or `"squared"`.
+        credit (`str`, *optional*, defaults to `"equal"`):
+            Rule that assigns the team's reward to turns. `"equal"`: every turn gets the reward of the episode;
+            `"step_discount"`: earlier turns get less; `"per_step"`: each turn has its own reward, from
+            `AgentSpec.reward_funcs` or `Workflow.reward_funcs`; `"counterfactual"`: each turn gets the reward that is
+            lost in re-runs of the episode in which the agent's reference generates this turn; `"removed"`: the reward
+            that is lost in re-runs in which teammates see an empty turn in its place.
+        credit_discount (`float`, *optional*, defaults to `1.0`):
+            Factor that `credit="step_discount"` applies once for every turn that follows, in `[0, 1]`.
+        credit_kind (`str`, *optional*, defaults to `None`):
+            Meaning of the values that `credit` assigns to turns. `"rewards"`: rewards, which GAE (or, without a
+            critic, the discounted sum from the turn on) accumulates into returns; `"returns"`: returns, which are used
+            as they are. If `None`, `"rewards"` is used with a critic and `"returns"` without one. With
+            re-runs (`"counterfactual"`, `"removed"`), `None` always means `"returns"`.
+        own_reward_weight (`float`, *optional*, defaults to `1.0`):
+            Weight of a turn's own reward with `credit="per_step"`, in `[0, 1]`. The team's reward has the remaining
+            weight, `1 - own_reward_weight`.
+        counterfactual_samples (`int`, *optional*, defaults to `1`):
+            Number of re-runs for each turn with `credit="counterfactual"` or `"removed"`.
+        turn_candidates (`int`, *optional*, defaults to `4`):
+            Number of candidates that are sampled for each turn with `advantage="turn"` or `"c3"`.
+        candidate_samples (`int`, *optional*, defaults to `1`):
+            Number of episodes that are completed from each candidate. Its return is their mean reward.
+        candidate_reward (`str`, *optional*, defaults to `"episode"`):
+            Reward of a candidate: `"episode"` completes an episode from the candidate and uses
+            its reward; `"turn"` scores the candidate as if it were the team's answer, as AT-GRPO's code does. `"turn"`
+            needs no further generation.
+        continue_from (`str`, *optional*, defaults to `None`):
+            Candidate that the episode continues from: the `"best"` one, which biases the observations that follow, or
+            a randomly `"sampled"` one. If `None`, it is `"best"` with `advantage="turn"` and `"sampled"` with `"c3"`.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether groups that teach nothing are replaced by groups of further prompts (DAPO), which are drawn from
+            the dataset at random: those whose episodes all earned the same, or, with candidates for turns, episodes
+            whose candidates do not differ. `reward` is then the mean over all that was drawn; `dynamic_sampling/*`
+            has the number of prompts, the share with a signal, and the share of the batch that was filled.
+        dynamic_sampling_limit (`float`, *optional*, defaults to `3.0`):
+            Largest number of prompts that are drawn for a generation batch with `dynamic_sampling=True`, as a multiple
+            of its own prompts. Beyond it, groups that teach nothing stay in the batch.
+        target_kl (`float`, *optional*, defaults to `None`):
+            Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
+            limit.
+        agent_weight (`str`, *optional*, defaults to `"size"`):
+            Weight of agents that share an adapter. `"size"`: all their turns (or tokens, see `loss_type`) count alike,
+            so an agent that speaks more learns more. `"equal"`: the loss is a mean over agents of the mean over the
+            turns of each. `agents/<name>/grad_share` is an agent's share of the gradient norm.
+        agent_iteration_interval (`int`, *optional*, defaults to `0`):
+            Number of optimizer steps for which only one agent is trained, before the next agent follows. `0` trains
+            all agents in every step.
+        update_order (`str`, *optional*, defaults to `"joint"`):
+            Order in which agents are updated. `"joint"`: all agents are updated in every step. `"sequential"`: agents
+            are updated one after the other on the same episodes; advantages are multiplied by the policy ratios of the
+            agents that were updated before, within the same joint action (HAPPO). `"resampled"`: agents are updated
+            one after the other, each on new episodes.
+        sequential_clip (`float`, *optional*, defaults to `0.5`):
+            Clip range of the ratio products of `update_order="sequential"`, which are clipped to
+            `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
+        on_collapse (`str`, *optional*, defaults to `"warn"`):
+            What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches,
+            or an evaluation, is below its best by more than `collapse_drop` and by more than luck explains. `"warn"`:
+            it is said once. `"restore"`: adapters that have fallen, which is found by trial, go back to their weights
+            and optimizer state at the best mean (in a run with evaluations, at the best `eval_reward`), and the batch
+            is sampled anew. `"ignore"`: nothing.
+        collapse_drop (`float`, *optional*, defaults to `0.1`):
+            How far a reward may be below its best, as a share of its largest absolute value so far, in `[0, 1]`.
+        collapse_window (`int`, *optional*, defaults to `8`):
+            Number of generation batches whose mean reward is watched.
+        max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
+            Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
+            of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a
+            micro-batch of its own. The limit bounds memory and changes results only by rounding. If `None`, it is
+            derived from the memory that is free when training begins.
+        gradient_checkpointing (`bool`, *optional*, defaults to `None`):
+            Whether to use gradient checkpointing, as in `GRPOConfig`. If `None`, it is used only if the longest row
+            does not fit into memory without it.
+        share_prefixes (`bool`, *optional*, defaults to `True`):
+            Whether to compute the common prefix of several rows, such as the prompt of a group, only once. This holds
+            for generation, scoring and training. Moreover, only positions whose log-probability is used reach the LM
+            head. Log-probabilities and gradients of a row change only by rounding, but random draws differ. If a
+            generation batch serves several optimizer steps, the episodes of a group stay in the same step. If
+            `False`, the forward passes are those of `GRPOTrainer`, so a single agent reproduces its results bit by
+            bit; models with learned position embeddings (GPT-2) are passed explicit positions.
+        mixed_passes (`bool`, *optional*, defaults to `None`):
+            Whether rows of several agents, each with the LoRA of its own, go through the model together in training.
+            If `None`, this is tried out on the first rows of a team with at least four trained adapters, and done if
+            it is faster. Gradients change only by rounding. It does not go with gradient checkpointing.
+        skip_rows_without_signal (`bool`, *optional*, defaults to `None`):
+            Whether rows whose gradient is exactly 0, because their advantage is 0 and nothing else is in the loss, are
+            left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
+            over the other rows, and `frac_rows_without_signal` has the share of these. If `None`, it is the value of
+            `share_prefixes`.
+        resume_changes (`dict`, *optional*, defaults to `None`):
+            Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
+            start anew. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename": {"solver":
+            "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among `"dataset"`, `"seed"`,
+            `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run samples new episodes
+            first and is not exact. Remove the setting once the changed run has saved a checkpoint.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
+
+    learning_rate: float = field(
+        default=5e-6,
+        metadata={"help": "Peak learning rate of every adapter whose agent does not set its own."},
+    )
+    loss_type: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Loss formulation. If None, 'dapo' at token level and 'grpo' at action level."},
+    )
+    preset: str | None = field(
+        default=None,
+        metadata={"help": "Settings of a publication, below those that are passed.", "choices": list(PRESETS)},
+    )
+    advantage: str = field(
+        default="group",
+        metadata={
+            "help": "Baseline that the return of a turn is compared with; 'gae' for the values of a critic.",
+            "choices": [*BASELINES, "gae"],
+        },
+    )
+    returns: str | None = field(
+        default=None,
+        metadata={
+            "help": "Rewards that agents learn from: the 'team's sum, or each 'agent' its own.",
+            "choices": list(RETURNS),
+        },
+    )
+    rae_decay: float = field(
+        default=0.95,
+        metadata={"help": "Decay per generation batch of the running means of advantage='rae'."},
+    )
+    rae_column: str | None = field(
+        default=None,
+        metadata={"help": "Dataset column whose values have running means of their own with advantage='rae'."},
+    )
+    level: str = field(
+        default="token",
+        metadata={
+            "help": "Unit of the policy ratio: each 'token', or each turn, an 'action'.",
+            "choices": list(LEVELS),
+        },
+    )
+    action_logprob: str = field(
+        default="sum",
+        metadata={
+            "help": "Log-probability of a turn: 'sum' over its tokens, or this sum per 'token' or per 'word'.",
+            "choices": list(ACTION_LOGPROBS),
+        },
+    )
+    use_policy_ratio: bool = field(
+        default=True,
+        metadata={"help": "Whether to use the clipped policy ratio in the loss. If False, REINFORCE is used."},
+    )
+    critic: str | None = field(
+        default=None,
+        metadata={"help": "Architecture of the critic of advantage='gae'.", "choices": list(CRITICS)},
+    )
+    critic_sees: str = field(
+        default="observation",
+        metadata={"help": "What the critic reads before a turn.", "choices": list(CRITIC_VIEWS)},
+    )
+    normalize_values: bool = field(
+        default=False,
+        metadata={"help": "Whether the critic predicts normalized returns."},
+    )
+    gamma: float = field(
+        default=1.0,
+        metadata={"help": "Discount factor per joint step."},
+    )
+    gae_lambda: float = field(
+        default=0.95,
+        metadata={"help": "GAE decay (lambda) per joint step."},
+    )
+    token_gamma: float = field(
+        default=1.0,
+        metadata={"help": "Discount factor per token within a turn."},
+    )
+    token_gae_lambda: float = field(
+        default=1.0,
+        metadata={"help": "GAE decay (lambda) per token within a turn."},
+    )
+    normalize_advantages: str = field(
+        default="batch",
+        metadata={"help": "Positions that GAE advantages are standardized over.", "choices": list(NORMALIZATIONS)},
+    )
+    critic_learning_rate: float = field(
+        default=5e-5,
+        metadata={"help": "Peak learning rate of the critic."},
+    )
+    critic_max_grad_norm: float | None = field(
+        default=None,
+        metadata={"help": "Maximum gradient norm of the critic. If None, max_grad_norm is used."},
+    )
+    critic_warmup_steps: int = field(
+        default=0,
+        metadata={"help": "Number of optimizer steps at the start in which only the critic is trained."},
+    )
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={"help": "Clip range of the value loss. None disables clipping."},
+    )
+    value_loss: str = field(
+        default="huber",
+        metadata={"help": "Loss of the critic.", "choices": list(VALUE_LOSSES)},
+    )
+    credit: str = field(
+        default="equal",
+        metadata={"help": "Rule that assigns the team's reward to turns.", "choices": list(CREDITS)},
+    )
+    credit_discount: float = field(
+        default=1.0,
+        metadata={"help": "Factor that credit='step_discount' applies once for every turn that follows."},
+    )
+    credit_kind: str | None = field(
+        default=None,
+        metadata={
+            "help": "Meaning of credit: 'rewards', to be accumulated, or 'returns'.",
+            "choices": list(CREDIT_KINDS),
+        },
+    )
+    own_reward_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of a turn's own reward with credit='per_step'."},
+    )
+    counterfactual_samples: int = field(
+        default=1,
+        metadata={"help": "Number of re-runs for each turn with credit='counterfactual' or 'removed'."},
+    )
+    turn_candidates: int = field(
+        default=4,
+        metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn' or 'c3'."},
+    )
+    candidate_samples: int = field(
+        default=1,
+        metadata={"help": "Number of episodes that are completed from each candidate for a turn."},
+    )
+    candidate_reward: str = field(
+        default="episode",
+        metadata={
+            "help": "Reward of a candidate: that of the 'episode' completed from it, or of the 'turn' as the answer.",
+            "choices": list(CANDIDATE_REWARDS),
+        },
+    )
+    continue_from: str | None = field(
+        default=None,
+        metadata={"help": "Candidate that an episode goes on from.", "choices": list(CONTINUATIONS)},
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Whether groups that teach nothing are replaced by groups of further prompts."},
+    )
+    dynamic_sampling_limit: float = field(
+        default=3.0,
+        metadata={"help": "Largest number of prompts drawn for a batch with dynamic_sampling, relative to its own."},
+    )
+    target_kl: float | None = field(
+        default=None,
+        metadata={"help": "KL divergence above which an agent's update is skipped. None disables the limit."},
+    )
+    agent_weight: str = field(
+        default="size",
+        metadata={
+            "help": "Weight of agents that share an adapter: their size, or equal.",
+            "choices": list(AGENT_WEIGHTS),
+        },
+    )
+    agent_iteration_interval: int = field(
+        default=0,
+        metadata={"help": "Number of optimizer steps for which only one agent is trained. 0 trains all agents."},
+    )
+    update_order: str = field(
+        default="joint",
+        metadata={
+            "help": "Order in which agents are updated: together, one after the other, or each on new episodes.",
+            "choices": list(UPDATE_ORDERS),
+        },
+    )
+    sequential_clip: float | None = field(
+        default=0.5,
+        metadata={"help": "Clip range of the ratio products of update_order='sequential'. None: no clipping."},
+    )
+    on_collapse: str = field(
+        default="warn",
+        metadata={"help": "What happens if the mean reward falls from its best.", "choices": list(ON_COLLAPSE)},
+    )
+    collapse_drop: float = field(
+        default=0.1,
+        metadata={"help": "How far the mean reward may fall, as a share of its largest absolute value."},
+    )
+    collapse_window: int = field(
+        default=8,
+        metadata={"help": "Number of generation batches whose mean reward is watched for a collapse."},
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of tokens, padding included, in one forward and backward pass. If None, it is "
+            "derived from the memory that is free when training begins."
+        },
+    )
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Gradient checkpointing. If None, used only if the longest row does not fit without it."},
+    )
+    share_prefixes: bool = field(
+        default=True,
+        metadata={"help": "Whether to compute the common prefix of several rows only once."},
+    )
+    mixed_passes: bool | None = field(
+        default=None,
+        metadata={"help": "Whether rows of several agents share a pass. If None, where a trial shows it is faster."},
+    )
+    skip_rows_without_signal: bool | None = field(
+        default=None,
+        metadata={"help": "Whether rows whose gradient is exactly 0 take no pass. If None, as share_prefixes."},
+    )
+    resume_changes: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Intended changes of a resumed run: 'add', 'remove', 'rename' agents, 'accept' differences."
+        },
+    )
+
+    def __new__(cls, *args, **kwargs):
+        # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
+        config = super().__new__(cls)
+        names = [item.name for item in fields(cls) if item.init]
+        config.given = frozenset([*names[: len(args)], *kwargs])
+        return config
+
+    def __post_init__(self):
+        self._apply_preset()
+        resolve(self)
+        if self.bf16 is None:
+            # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        check_numbers(self)
+        if isinstance(self.vllm_server_base_url, str):
+            self.vllm_server_base_url = self.vllm_server_base_url.split(",")
+        checkpointing = checkpointing_fields(self)
+        when_needed = all(getattr(self, name) is None for name in checkpointing)
+        with accepting_one_generation(self), timeout_also_on_cpu(self.ddp_timeout):
+            super().__post_init__()
+        if when_needed:  # TrainingArguments sets `None` to `False`, which looks like the user's choice
+            for name in checkpointing:
+                setattr(self, name, None)
+        self.check()
+
+    def check(self) -> None:
+        """
+        Check the values of all fields, and what goes with what.
+
+        Raises:
+            ValueError, TypeError: a value that cannot be, or two that contradict each other.
+        """
+        check_choices(self)
+        check_supported(self)
+        check_combinations(self)
+        check_failures(self)
+        check_vllm(self)
+        check_evaluation(self)
+        check_collapse(self)
+        if self.enable_jit_checkpoint:  # type: ignore[has-type]
+            say_unused("enable_jit_checkpoint", True)
+            self.enable_jit_checkpoint = False  # upstream's way saves within a step
+
+    @classmethod
+    def of(cls, args: GRPOConfig) -> MARFTConfig:
+        """The arguments with the values of a [`~trl.GRPOConfig`], and the defaults of all other fields."""
+        config = object.__new__(cls)
+        # `__post_init__` has already run on these values; running it again would change the batch sizes
+        config.__dict__.update(args.__dict__)
+        config.given, config.preset_settings = frozenset(), {}
+        resolve(config)
+        check_numbers(config)
+        config.check()
+        return config
+
+    def _apply_preset(self) -> None:
+        self.preset_settings: dict[str, object] = {}
+        if self.preset is None:
+            return
+        check_choice("preset", self.preset, PRESETS)
+        # A command-line parser passes every field, so a value counts as given only if it differs from the default.
+        by_parser = self.given >= {item.name for item in fields(self) if item.init}
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, value in PRESETS[self.preset].settings.items():
+            is_given = name in self.given and not (by_parser and getattr(self, name) == defaults[name])
+            if not is_given:
+                setattr(self, name, value)
+                self.preset_settings[name] = value
+
+    def __str__(self):
+        shown = copy.copy(self)
+        shown.__dict__.update((name, without_secrets(value)) for name, value in self.__dict__.items())
+        text = super(MARFTConfig, shown).__str__()
+        if self.preset is None:
+            return text
+        wanted = PRESETS[self.preset].settings
+        own = {name: getattr(self, name) for name in wanted if name not in self.preset_settings}
+        lines = [
+            f"preset {self.preset!r}: {PRESETS[self.preset].source}",
+            "  sets " + ", ".join(f"{name}={value!r}" for name, value in self.preset_settings.items()),
+        ]
+        if own:
+            lines.append("  set beside it: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
+        return "\n".join([*lines, text])
+
+    __repr__ = __str__

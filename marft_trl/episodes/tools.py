@@ -1,0 +1,225 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Tool calls: the call, its limits and its result. This module does not depend on a model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..system.event_loop import Lane, at_most, give_up, in_any_thread, in_thread, one_at_a_time
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """
+    A tool call requested by an agent.
+
+    Args:
+        name (`str`): name of the function.
+        arguments (`dict`): arguments by name, as the model wrote them. They may be something other than a mapping.
+        problem (`str`, *optional*): `"malformed"` if the model began a call that cannot be parsed.
+    """
+
+    name: str
+    arguments: Any = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """
+    Result of a tool call.
+
+    Args:
+        name (`str`): name of the function.
+        text (`str`): result or error message that is shown to the agent.
+        problem (`str`, *optional*): reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
+            `"timeout"` or `"too_many"`.
+    """
+
+    name: str
+    text: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """
+    Limits of tool calls.
+
+    Args:
+        calls (`int`): maximum number of calls before an agent's final turn, over all rounds together. The first call
+            beyond it gets an error.
+        rounds (`int`, *optional*): maximum number of times that an agent continues after results. If `None`, only
+            `calls` limits them.
+        output (`int`): maximum number of characters of a result that are shown to the agent.
+        seconds (`float`): maximum wall-clock time of one call, in seconds.
+        parallel (`int`): maximum number of synchronous tools that run at the same time. If it is more than 1, they
+            have to be safe for threads.
+    """
+
+    calls: int = 16
+    rounds: int | None = None
+    output: int = 4096
+    seconds: float = 30.0
+    parallel: int = 1
+
+
+# Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
+# because every further call would take the full time limit while the other processes wait.
+_STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
+MAX_STRIKES = 3
+
+
+async def call_tool(
+    functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, of_environment: Sequence[Callable] = ()
+) -> ToolResult:
+    """
+    Call one of the functions. Every failure is returned as a text for the model, in TRL's form `{'error': '...'}`.
+
+    A call that takes longer than `limits.seconds` is abandoned. An asynchronous function is cancelled. A synchronous
+    function keeps running in its thread, since Python cannot stop a thread, and the next call gets a new thread. After
+    three consecutive timeouts a function is not called any more.
+    """
+    known = {tool_name(function): function for function in functions}
+    if call.problem is not None:
+        return _failure(
+            call.name,
+            call.problem,
+            "The call could not be read. Write it as the instructions show, with its arguments as valid JSON.",
+        )
+    if call.name not in known:
+        return _failure(call.name, "unknown", f"Tool {call.name} not found. There is {', '.join(known) or 'none'}.")
+    function = known[call.name]
+    problem = _misfit(function, call.arguments)
+    if problem is not None:
+        return _failure(call.name, "arguments", problem)
+    key = getattr(function, "__func__", function)
+    if _STRIKES.get(key, 0) >= MAX_STRIKES:
+        return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
+    lane: Lane = "environments" if call.name in map(tool_name, of_environment) else "tools"
+    text, error = await _outcome_of(function, call.arguments, limits, lane)
+    _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
+    if isinstance(error, _GaveUp):
+        return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
+    if error is not None:
+        return _failure(call.name, "error", _shorten(_said_by(error), limits.output))
+    return ToolResult(call.name, _shorten(as_plain(text), limits.output))
+
+
+class _GaveUp(Exception):
+    """The call exceeded our time limit. Not a `TimeoutError`, since a tool may raise one itself."""
+
+
+async def _outcome_of(
+    function: Callable, arguments: dict, limits: ToolLimits, lane: Lane
+) -> tuple[str, BaseException | None]:
+    """Call a function and return its result as a text, and the exception that it raised or `None`."""
+
+    async def awaited(value: Any) -> tuple[str, BaseException | None]:
+        try:
+            return str(await value), None
+        except asyncio.CancelledError as error:
+            return "", error
+        except BaseException as error:  # also SystemExit: a tool does not end the training
+            return "", error
+
+    def called() -> Any:
+        return _text_unless_awaitable(function(**arguments))
+
+    seconds = limits.seconds
+    if inspect.iscoroutinefunction(function):
+        return await _within(awaited(function(**arguments)), seconds)
+    if limits.parallel > 1 and lane == "tools":
+        async with at_most(limits.parallel):
+            value, error = await _within(in_any_thread(called), seconds)
+    else:
+        async with one_at_a_time():
+            value, error = await _within(in_thread(called, lane), seconds)
+            if isinstance(error, _GaveUp):
+                give_up(lane)
+    if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
+        return await _within(awaited(value), seconds)
+    return value, error
+
+
+async def _within(outcome: Any, seconds: float) -> Any:
+    """Wait at most `seconds` for an outcome. After that, cancel it and return `_GaveUp` as the error."""
+    task = asyncio.ensure_future(outcome)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()  # also reached if the episode ends while it waits
+    return task.result() if done else ("", _GaveUp())
+
+
+def _text_unless_awaitable(value: Any) -> Any:
+    return value if inspect.isawaitable(value) else str(value)
+
+
+def _said_by(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return as_plain(text if text and isinstance(error, Exception) else f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def as_plain(text: str) -> str:
+    """Replace lone surrogates, which JSON can contain but UTF-8 cannot encode, by question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+async def call_tools(
+    functions: Sequence[Callable],
+    calls: Sequence[ToolCall],
+    limits: ToolLimits,
+    left: int,
+    of_environment: Sequence[Callable] = (),
+) -> list[ToolResult]:
+    """
+    Run several calls and return their results in order. The first call beyond `left` gets an error as its result;
+    further calls are ignored.
+
+    Args:
+        functions (`Sequence[Callable]`): functions that may be called.
+        calls (`Sequence[ToolCall]`): calls requested by the agent.
+        limits ([`ToolLimits`]): limits of each call.
+        left (`int`): number of calls that the agent may still make.
+        of_environment (`Sequence[Callable]`, *optional*): functions that are methods of an environment. They run in
+            the same thread as the other methods of the environment.
+    """
+    results = await asyncio.gather(*[call_tool(functions, call, limits, of_environment) for call in calls[:left]])
+    refused = [
+        _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
+        for call in calls[left : left + 1]  # one error message is enough for any number of calls
+    ]
+    return [*results, *refused]
+
+
+def tool_name(function: Callable) -> str:
+    """Return the name by which agents call a function."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _failure(name: str, problem: str, text: str) -> ToolResult:
+    return ToolResult(name, str({"error": text}), problem)
+
+
+def _misfit(function: Callable, arguments: Any) -> str | None:
+    """Return the reason why a function cannot be called with these arguments, or `None` if it can."""
+    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+        return "The arguments have to be an object with the parameters' names."
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"{tool_name(function)}: {error}"
+    return None
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters are left out)"

@@ -1,0 +1,416 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Checkpoints of a team: what is saved beside the files of the `Trainer`, when a checkpoint counts, and resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch import nn
+
+from ..agents import AgentSpec
+from ..config.marft_config import MARFTConfig
+from ..learning.schedules import Schedule
+from ..rules.critic import Critic
+from ..seams.trl import TrlState
+from ..system.processes import Processes
+from ..system.randomness import RandomStates, undisturbed
+from ..weights.adapters import load_adapter_weights
+from ..weights.copies import PastCopies
+from ..weights.manifest import TeamManifest
+from ..weights.policies import Policies
+from ..weights.references import load_references, save_references
+from . import commit as commits
+from .best import BestAdapters
+from .changes import ResumeChanges, check_structure, tunables
+from .commit import CheckpointError, Commit
+from .run_folder import RunFolder
+from .run_settings import RunSettings
+from .stored_rows import load_rollouts, save_rollouts
+
+
+logger = get_logger(__name__)
+
+
+class Stateful(Protocol):
+    """An object with state that a resumed run goes on with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, JSON-serializable."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+
+
+class Checkpoints:
+    """
+    Writes checkpoints that count only when they are complete, and loads what a resumed run needs and the Trainer
+    forgets: the training rows in use, the position in them, the references, and the state of every owner.
+
+    Args:
+        state ([`TrlState`]): position and training rows.
+        owners (`Mapping[str, Stateful]`): objects with state, by the name they have in checkpoints.
+        schedule ([`Schedule`]): when new episodes are due.
+        model (`nn.Module`): the model with its adapters.
+        ref_model (`nn.Module`, *optional*): TRL's reference model.
+        policies ([`Policies`]): adapters and their references.
+        critic ([`Critic`], *optional*): loaded beside the adapters.
+        agents (`Sequence[AgentSpec]`): the team.
+        anonymous (`str`, *optional*): kind of the anonymous ablation.
+        settings ([`RunSettings`]): what decides the results of the run.
+        args ([`MARFTConfig`]): folder, `save_total_limit`, `sync_ref_model`, `resume_changes`.
+        processes ([`Processes`]): the processes of the run.
+        copies ([`PastCopies`]): past copies of adapters.
+        best ([`BestAdapters`]): adapters at the team's best.
+    """
+
+    def __init__(
+        self,
+        state: TrlState,
+        owners: Mapping[str, Stateful],
+        schedule: Schedule,
+        model: Any,
+        ref_model: nn.Module | None,
+        policies: Policies,
+        critic: Critic | None,
+        agents: Sequence[AgentSpec],
+        anonymous: str | None,
+        settings: RunSettings,
+        args: MARFTConfig,
+        processes: Processes,
+        copies: PastCopies,
+        best: BestAdapters,
+    ):
+        self.copies, self.best = copies, best
+        self.owners = dict(owners)
+        self.folder = RunFolder(args.output_dir or ".")
+        self.changes = ResumeChanges.of(args.resume_changes)  # type: ignore[arg-type]
+        self._state, self._schedule = state, schedule
+        self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
+        self._agents, self._anonymous, self._settings = agents, anonymous, settings
+        self._args, self._processes = args, processes
+        self._random = RandomStates(processes.device)
+        self._remembered: dict[str, Any] | None = None
+        self._window: dict[str, Any] | None = None
+
+    # ---- Writing ----
+
+    @contextlib.contextmanager
+    def saving(self, folder: Path) -> Iterator[None]:
+        """
+        Context manager around the `Trainer`'s own saving: the checkpoint counts when all processes have written their
+        files.
+
+        Args:
+            folder (`Path`): folder of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, or holds weights that are not finite.
+        """
+        run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
+        run_folder.run = self.folder.run or "unnamed"
+        is_open = False
+        try:
+            with self._processes.together():
+                self._check_weights()
+                if self._args.should_save:
+                    run_folder.open(int(folder.name.rpartition("-")[2]))
+                    is_open = True
+            with self._processes.together(), undisturbed():
+                yield
+            with self._processes.together():
+                if self._args.should_save:
+                    run_folder.close(folder, self._settings.collect())
+        except Exception as error:
+            if is_open:
+                run_folder.abandon(folder)
+            raise self._failed(folder, run_folder, error) from error
+        if self._args.should_save:
+            self._rotate(run_folder)
+
+    def _rotate(self, run_folder: RunFolder) -> None:
+        try:
+            run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
+        except OSError as error:  # the new checkpoint stands
+            logger.warning(f"An older checkpoint could not be removed: {error}.")
+
+    def _failed(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
+        standing = run_folder.standing()
+        left = (
+            f"{standing} is complete, and the run goes on from it"
+            if standing is not None
+            else "No checkpoint of this run is complete, so the run starts from the beginning"
+        )
+        return CheckpointError(
+            f"{folder} could not be written: {type(error).__name__}: {error}. {left} when the same command is started "
+            "again with `resume_from_checkpoint=True`. What was written of the failed checkpoint was removed."
+        )
+
+    def _check_weights(self) -> None:
+        for name in self._policies.trained:
+            parameters = self._policies.parameters(name).items()
+            broken = next((key for key, value in parameters if not value.detach().isfinite().all()), None)
+            if broken is not None:
+                raise FloatingPointError(
+                    f"The weights of {name!r} are not finite ({broken}), so they are not saved. Lower the learning "
+                    "rate and go on from an earlier checkpoint."
+                )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state of this process into a checkpoint. Every process calls it."""
+        rank, world_size = self._args.process_index, self._args.world_size
+        own = self._own_state()
+        save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
+        if self._args.sync_ref_model and self._args.should_save:
+            save_references(self._policies, self._ref_model, folder)
+        if self.copies.agents and self._args.should_save:
+            self.copies.save(folder)
+        if self.best.adapters and self._args.should_save:
+            self.best.save(folder)
+
+    def _own_state(self) -> dict[str, Any]:
+        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
+        extra = {name: owner.state_dict() for name, owner in self.owners.items()}
+        return {
+            "micro_step": self._state.micro_step,
+            "slices": None if is_spent else self._state.slices,
+            "extra": {**extra, "window": self._state.window()},
+        }
+
+    # ---- A checkpoint of the last complete step, after a failure in the next one ----
+
+    def remember(self) -> None:
+        """Keep what a checkpoint of this step would hold, besides weights and optimizer, which change at its end."""
+        with undisturbed():
+            self._remembered = {
+                "step": self._state.optimizer_step,
+                "random": self._random.capture(),
+                "tokens": self._state.num_tokens_seen,
+                "entropy": self._state.entropy,
+                **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
+            }
+
+    def remember_again(self) -> None:
+        """Remember what a log of the present step has changed."""
+        if self._remembered is not None and self._remembered["step"] == self._state.optimizer_step:
+            self.remember()
+
+    def has_this_step(self) -> bool:
+        """`True` on all processes if a checkpoint of the present step stands."""
+        standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
+        return standing is not None and standing.name == f"checkpoint-{self._state.optimizer_step}"
+
+    def forget(self) -> None:
+        """The weights are about to change: what was remembered does not belong to them any more."""
+        self._remembered = None
+
+    def save_remembered(self, save: Callable[[], None]) -> bool:
+        """
+        Save the last complete step, after the next one has failed.
+
+        Args:
+            save (`Callable`): saves a checkpoint of the present state.
+
+        Returns: whether a checkpoint of that step stands now.
+        """
+        kept = self._remembered
+        if kept is None or kept["step"] != self._state.optimizer_step:
+            return False  # nothing was completed, or the failure came after the weights had changed
+        if self.has_this_step():
+            return True
+        self._random.restore(kept["random"])
+        self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
+        self._state.see_tokens(kept["tokens"] - self._state.num_tokens_seen)
+        self._state.note_entropy(*kept["entropy"])
+        self._load_owners(kept["extra"])
+        self.open_window()
+        save()
+        return True
+
+    # ---- Resuming ----
+
+    def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
+        """
+        The checkpoint to resume from, the same on all processes, after its files and settings have been checked.
+
+        Args:
+            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): `True` for the newest complete one of this
+                run, if there is one.
+
+        Raises:
+            DamagedCheckpoint: a checkpoint that was named is damaged.
+            ValueError: the run differs from that of the checkpoint in a way that was not announced.
+        """
+        with self._processes.together():
+            for owner in self.owners.values():
+                owner.state_dict()  # what cannot be saved is known before the first generation
+            chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
+        chosen, self.changes = self._processes.broadcast((chosen, self.changes))
+        return chosen
+
+    def _choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
+        if not resume_from_checkpoint:
+            self.folder.start()
+            return None
+        if resume_from_checkpoint is True:
+            found = self.folder.newest()
+            if found is None:
+                logger.warning(
+                    f"There is no complete checkpoint in {self.folder.path}: training starts from the beginning."
+                )
+                self.folder.start(is_meant=False)
+                return None
+            folder, commit = found
+            logger.info(f"Resuming from {folder}.")
+        else:
+            folder = Path(resume_from_checkpoint)
+            if not folder.is_dir():
+                raise FileNotFoundError(f"There is no checkpoint {folder}.")
+            commit = self._verified(folder)
+        self.check_settings(commit, folder)
+        is_own = folder.resolve().parent == self.folder.path.resolve()
+        if is_own and commit.run:
+            self.folder.go_on(commit.run, commit.step)
+        else:
+            self.folder.start()
+        return str(folder)
+
+    @staticmethod
+    def _verified(folder: Path) -> Commit:
+        if not (folder / commits.COMMIT_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
+            logger.warning(
+                f"{folder} has no {commits.COMMIT_NAME}, as checkpoints written by earlier versions: its files cannot "
+                "be verified."
+            )
+            return Commit("", -1)
+        return commits.verify(folder)
+
+    def check_settings(self, commit: Commit, folder: Path) -> None:
+        """Refuse structural changes since a checkpoint, and announce the others."""
+        saved, present = commit.settings, self._settings.collect()
+        if not saved:
+            return
+        if not self.changes.is_empty and _are_done(saved, present):
+            logger.warning(f"The changes in `resume_changes` are part of {folder.name} already; nothing changes now.")
+            self.changes = ResumeChanges()
+        self.changes.check_names(_names_of(saved), _names_of(present))
+        for line in check_structure(saved, present, self.changes, folder):
+            logger.warning(f"Changed since {folder.name}: {line}. The resumed run is not bit for bit the one before.")
+        for name, then, now in tunables(saved, present):
+            logger.warning(f"Changed since {folder.name}, effective now: {name}: {then} -> {now}.")
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from the state of this process in a checkpoint."""
+        if self._args.sync_ref_model:
+            load_references(self._policies, self._ref_model, folder)
+        if self.copies.agents:
+            self.copies.load(folder, self.source_of)
+        self.best.load(folder, self.source_of)
+        is_changed = not self.changes.is_empty
+        restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
+        if restored is None:
+            return
+        self._state.micro_step, slices, extra = restored
+        self._state.slices = None if is_changed else slices  # rows of a changed run are sampled anew
+        self._load_owners(extra)
+
+    def _load_owners(self, extra: dict[str, Any]) -> None:
+        if "entropy_control" in extra:  # of a version before 0.2
+            extra["updates"] = {"entropy_control": extra["entropy_control"]}
+        for name, owner in self.owners.items():
+            if name in extra:
+                owner.load_state_dict(extra[name])
+        self._window = extra.get("window")
+
+    def open_window(self) -> None:
+        """Go on with what was measured since the last log. The Trainer clears it after [`load`]."""
+        if self._window is not None:
+            self._state.open_window(self._window)
+            self._window = None
+
+    @property
+    def source_of(self) -> Callable[[str], str | None] | None:
+        """Name that an adapter has in the checkpoint, where the team was changed on purpose; else `None`."""
+        return None if self.changes.is_empty else self.changes.source_of
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Load the adapters of the team and the critic from a checkpoint, in place."""
+        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous, self.changes)
+        if self._critic is not None:
+            self._critic.load(folder)
+
+
+def _are_done(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """`True` if a checkpoint has the structure of the run."""
+    if _names_of(saved) != _names_of(present):
+        return False
+    try:
+        check_structure(saved, present, ResumeChanges(), "")
+    except ValueError:
+        return False
+    return True
+
+
+def _names_of(settings: Mapping[str, Any]) -> set[str]:
+    """Names of the agents and adapters in recorded settings."""
+    return {*settings.get("agents", {}), *settings.get("adapters", {})}
+
+
+def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
+    """
+    Raise for an upload of a checkpoint that failed in the background.
+
+    Raises:
+        RuntimeError: names the repository and the folder with the files.
+    """
+    for job in jobs:
+        if job.done() and job.exception() is not None:
+            raise RuntimeError(
+                f"A checkpoint could not be pushed to {repo}: {job.exception()}. The files are in {folder}; push them "
+                "again with `trainer.push_to_hub()`."
+            ) from job.exception()
+
+
+def load_team_adapters(
+    model: PeftModel,
+    policies: Policies,
+    agents: Sequence[AgentSpec],
+    folder: str | Path,
+    anonymous: str | None = None,
+    changes: ResumeChanges | None = None,
+) -> None:
+    """
+    Load every adapter of the team from a checkpoint, in place.
+
+    Raises:
+        ValueError: the agents, the adapters or `anonymous` differ from those of the checkpoint, or weights are not
+            finite.
+    """
+    changes = changes or ResumeChanges()
+    manifest = TeamManifest.load(folder)
+    if manifest.anonymous != anonymous:
+        raise ValueError(
+            f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the trainer "
+            f"has `anonymous={anonymous or False!r}`. Resume with the same."
+        )
+    saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
+    changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
+    for name in policies.names:
+        source = changes.source_of(name)
+        if source is not None:
+            load_adapter_weights(model, name, Path(folder) / source)
+            _check_finite(policies, name, folder)
+    policies.release()
+
+
+def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
+    if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
+        raise ValueError(
+            f"The weights of the adapter {name!r} in {folder} are not finite. Go on from an earlier checkpoint."
+        )

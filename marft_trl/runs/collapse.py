@@ -1,0 +1,356 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Runs that fall from their best: said loudly, and undone for the agents that have fallen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from ..config.marft_config import MARFTConfig
+from ..rollout.rollouts import Rollout
+from ..system.processes import Processes
+from ..system.run_metrics import Metrics
+from ..weights.policies import Policies
+from .best import BestAdapters
+from .falls import Falls
+
+
+logger = get_logger(__name__)
+
+# Standard errors of a mean that luck may explain, the best of many windows included: if nobody looks closer, and if a
+# trial follows
+_ERRORS, _ERRORS_BEFORE_TRIAL = 5.0, 3.0
+# Probability that a trial finds adapters better that are not, whatever the number of adapters
+_WRONG_TRIALS = 0.01
+# Draws of Student's distribution, for its quantiles
+_DRAWS = 10**6
+
+
+class _Trial(NamedTuple):
+    """
+    What was found by acting with the best adapters.
+
+    Args:
+        names (`list[str]`): adapters to restore; empty if it is not certain that this helps.
+        gain (`float`): largest gain over the present adapters, per episode.
+        whole (`float`): gain of all adapters at their best.
+        shown (`str`): the rewards, for messages.
+    """
+
+    names: list[str]
+    gain: float
+    whole: float
+    shown: str
+
+
+class Collapse(TrainerCallback):
+    """
+    Watches the mean reward of the last `collapse_window` generation batches ([`Falls`]), and evaluations of the
+    trainer's own set. The team has collapsed when an evaluation is below the best one by more than `collapse_drop` of
+    it, and by more than luck explains: five standard errors of its episodes. Where only the batches have fallen, their
+    rows may have become harder, so that is said calmly, and once three windows in a row agree.
+
+    With `on_collapse="restore"`, three standard errors are enough for a trial: the team acts on the prompts of the
+    batch as it is, with each adapter at its best, and with all of them. If that certainly earns more, the adapter that
+    helps most goes back to its best; if it brings back less than half of what all of them do, all go back. If it earns
+    no more, nothing has fallen, and the present adapters are the best from then on. Otherwise, the next full window
+    may be tried again. The best weights are those at the best mean or, in a run with evaluations, at the best
+    evaluation, which says more than a few batches.
+
+    Args:
+        best ([`BestAdapters`]): adapters at the best mean or evaluation.
+        policies ([`Policies`]): the adapters.
+        act (`Callable`): `act(rows)` runs the team on dataset rows and returns the rewards of all processes' episodes.
+        forget (`Callable`): `forget(adapters, step)`: called when adapters are back at what they were after a step:
+            what is kept of later steps is no longer true.
+        error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
+        group_size (`Callable`): number of episodes of a prompt in a generation batch.
+        step (`Callable`): number of optimizer steps so far.
+        args ([`MARFTConfig`]): `on_collapse`, `collapse_drop`, `collapse_window`.
+        metrics ([`Metrics`]): get how far the mean is below its best, and what was restored.
+        processes ([`Processes`]): all processes restore, or none.
+    """
+
+    def __init__(
+        self,
+        best: BestAdapters,
+        policies: Policies,
+        act: Callable[[Sequence[dict[str, Any]]], torch.Tensor],
+        forget: Callable[[Sequence[str], int], None],
+        error_of_evaluation: Callable[[], float],
+        group_size: Callable[[], int],
+        step: Callable[[], int],
+        args: MARFTConfig,
+        metrics: Metrics,
+        processes: Processes,
+    ):
+        self._best, self._policies, self._act, self._forget = best, policies, act, forget
+        self._error_of_evaluation, self._group_size, self._step = error_of_evaluation, group_size, step
+        self._args, self._metrics, self._processes = args, metrics, processes
+        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
+        self._falls = Falls(args.collapse_window, args.collapse_drop, errors)
+        self._best_step = 0
+        # From the first one on, copies are those of the best evaluation; with its standard error
+        self._best_evaluation: tuple[float, float] | None = None
+        self._fallen_evaluation: float | None = None  # below the best; a trial is due
+        self._error_of_fallen = 0.0
+        self._was_said = self._has_restored = self._is_training = False
+        self._is_of_another_set = False
+        self._last_rows: Sequence[dict[str, Any]] = ()
+
+    @property
+    def restores(self) -> bool:
+        """`True` if adapters are restored."""
+        return self._args.on_collapse == "restore"
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {
+            **self._falls.state_dict(),
+            "best_step": self._best_step,
+            "was_said": self._was_said,
+            "has_restored": self._has_restored,
+            "best_evaluation": self._best_evaluation,
+            "fallen_evaluation": self._fallen_evaluation,
+            "error_of_fallen": self._error_of_fallen,
+            "last_rows": _plain(self._last_rows) if self.restores else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._falls.load_state_dict(state)
+        self._best_step = state.get("best_step", 0)
+        self._was_said, self._has_restored = state["was_said"], state["has_restored"]
+        best = state["best_evaluation"]
+        self._best_evaluation = (best[0], best[1]) if isinstance(best, (list, tuple)) else None
+        self._fallen_evaluation = state.get("fallen_evaluation")
+        self._error_of_fallen = state.get("error_of_fallen", 0.0)
+        self._last_rows = state.get("last_rows", [])
+
+    def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
+        """
+        Take note of a rollout, before anything is learned from it. Returns whether adapters were restored, so that
+        its episodes are not those of the present policies.
+
+        Args:
+            rollout ([`Rollout`]): episodes with rewards, of the present weights.
+            rows (`Sequence[dict]`): their dataset rows.
+        """
+        rewards = (rollout.drawn or rollout).rewards
+        if self._args.on_collapse == "ignore" or rewards.isnan().all():
+            return False
+        self._last_rows = rows
+        if self.restores and not self._best.adapters:  # of a run that has only warned so far
+            self._falls.best, self._best_evaluation = -math.inf, None
+        is_best = self._falls.see(rewards, self._group_size())
+        if is_best and self._best_evaluation is None:
+            self._take()
+        if self._falls.is_full:
+            self._metrics.add("collapse/below_best", self._falls.best - self._falls.mean)
+        if self._fallen_evaluation is None and not self._falls.low:
+            return False
+        if self.restores:
+            # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process
+            # whose rows had no signal has none
+            return not any(self._processes.gather([self._policies.have_gradients])) and self._restore(rows)
+        self._say()
+        return False
+
+    @contextlib.contextmanager
+    def looking_away(self, if_: bool) -> Iterator[None]:
+        """Context manager: if the condition holds, evaluations do not count: of another set, or sampled otherwise."""
+        kept, self._is_of_another_set = self._is_of_another_set, if_
+        try:
+            yield
+        finally:
+            self._is_of_another_set = kept
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._is_training = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._is_training = False
+
+    def _take(self) -> None:
+        if self.restores:
+            self._best.take()
+            self._best_step = self._step()
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        reward, error = (metrics or {}).get("eval_reward", math.nan), self._error_of_evaluation()
+        is_watched = self._args.on_collapse != "ignore" and self._is_training and state.global_step > 0
+        if self._is_of_another_set or not is_watched or math.isnan(reward):
+            return
+        best, its_error = self._best_evaluation or (-math.inf, 0.0)
+        if reward >= best:
+            self._best_evaluation, self._fallen_evaluation = (reward, error), None
+            self._take()
+            return
+        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
+        luck = errors * math.hypot(error, its_error)
+        is_below = best - reward > self._args.collapse_drop * abs(best)
+        has_fallen = is_below and best - reward > luck
+        if self.restores and state.global_step >= state.max_steps and (is_below or self._has_restored):
+            # No batch follows, so nothing is lost by going back; all were evaluated on the same questions
+            self._end_with_best(f"evaluation, {best:.4g}, as the last one is {reward:.4g}")
+        elif has_fallen:
+            self._fallen_evaluation, self._error_of_fallen = reward, error
+            if not self.restores:
+                self._say()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
+        # restored once is not stable: it ends with its best adapters, unless the last ones earn as much
+        if state.global_step < state.max_steps or not self.restores or not self._best.adapters:
+            return
+        if control.should_evaluate and self._best_evaluation is not None:
+            return  # the evaluation tells
+        if self._has_restored:
+            trial = self._try(self._last_rows)
+            if trial.whole > 0:
+                self._end_with_best(f"{'evaluation' if self._best_evaluation else 'mean reward'}. {trial.shown}")
+        elif self._fallen_evaluation is not None or self._falls.has_fallen():
+            self._restore(self._last_rows)
+
+    def _end_with_best(self, what: str) -> None:
+        self._go_back(self._best.adapters)
+        logger.warning(f"The team has fallen in this run, so it ends with its adapters of the best {what}")
+
+    def _found(self) -> str:
+        """What was found, for messages."""
+        if self._fallen_evaluation is not None:
+            best = self._best_evaluation[0] if self._best_evaluation is not None else math.nan
+            return f"`eval_reward` is {self._fallen_evaluation:.4g}, and its best was {best:.4g}"
+        batches = f"the last {self._args.collapse_window} generation batches"
+        return f"the mean reward of {batches} is {self._falls.mean:.4g}, and its best was {self._falls.best:.4g}"
+
+    def _say(self) -> None:
+        if self._was_said or not (self._falls.has_lasted or self._fallen_evaluation is not None):
+            return
+        self._was_said = True
+        cure = (
+            "lower the learning rate, go on from an earlier checkpoint, or set `on_collapse='restore'`, which takes "
+            "adapters back to their best."
+        )
+        if self._fallen_evaluation is not None:
+            logger.warning(f"THE TEAM HAS COLLAPSED: {self._found()}. {cure[0].upper()}{cure[1:]}")
+        else:
+            found = self._found()
+            logger.warning(
+                f"{found[0].upper()}{found[1:]}. Either the rows have become harder, or the team has fallen: "
+                f"evaluations during training (`eval_strategy`) tell. If it has fallen, {cure}"
+            )
+
+    def _restore(self, rows: Sequence[dict[str, Any]]) -> bool:
+        found, trial, evaluation = self._found(), self._try(rows), self._fallen_evaluation
+        self._falls.begin_anew()
+        self._fallen_evaluation = None
+        if not trial.names:
+            logger.warning(f"It seems that the team has collapsed: {found}. {trial.shown} Nothing is restored.")
+            if trial.gain <= 0:  # the present adapters are the best
+                self._falls.begin_anew(from_here=True)
+                if evaluation is not None:
+                    self._best_evaluation = (evaluation, self._error_of_fallen)
+                self._take()
+            return False
+        self._go_back(trial.names)
+        self._metrics.add("collapse/restored", float(len(trial.names)))
+        shown = "; ".join(
+            f"{name!r} (agents {', '.join(map(repr, self._policies.agents_of(name)))})" for name in trial.names
+        )
+        logger.warning(
+            f"THE TEAM HAS COLLAPSED: {found}. RESTORED to their best, with the state of their optimizer: {shown}. "
+            f"{trial.shown} Training goes on; a lower learning rate avoids this."
+        )
+        return True
+
+    def _go_back(self, names: Sequence[str]) -> None:
+        self._has_restored = True
+        for name in names:
+            self._best.restore(name)
+        self._forget(names, self._best_step)
+
+    def _try(self, rows: Sequence[dict[str, Any]]) -> _Trial:
+        """Act with the best adapters, one of them and all of them, and with the present ones."""
+        names = self._best.adapters
+        if not any(self._processes.gather([len(rows)])):  # of a resumed run whose rows are not JSON
+            return _Trial(names, math.inf, math.inf, "Nothing was tried, because no rows are at hand.")
+        present = self._act(rows)
+        restored = {name: self._with([name], rows) for name in names}
+        everything = self._with(names, rows) if len(names) > 1 else restored[names[0]]
+        gains, whole = (
+            {name: _Gain.of(rewards, present) for name, rewards in restored.items()},
+            _Gain.of(everything, present),
+        )
+        tried = ", ".join(f"{name!r} {torch.nanmean(rewards).item():.4g}" for name, rewards in restored.items())
+        shown = (
+            f"On the same prompts the team earned {torch.nanmean(present).item():.4g} as it was, with one adapter at "
+            f"its best: {tried}; with all of them: {torch.nanmean(everything).item():.4g}."
+        )
+        helper = max(gains, key=lambda name: gains[name].mean)
+        # Each adapter and all of them were tried, so the luckiest of them has to be certain
+        tries = len(names) + 1 if len(names) > 1 else 1
+        chance = _WRONG_TRIALS / tries
+        chosen: list[str] = []
+        if gains[helper].is_certain(chance) and gains[helper].mean >= whole.mean / 2:
+            chosen = [helper]
+        elif whole.is_certain(chance):
+            chosen = names
+        elif gains[helper].is_certain(chance):
+            chosen = [helper]
+        return _Trial(chosen, max(gains[helper].mean, whole.mean), whole.mean, shown)
+
+    def _with(self, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> torch.Tensor:
+        """Rewards on dataset rows while some adapters have their best weights."""
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(self._policies.with_weights(name, self._best.weights(name)))
+            return self._act(rows)
+
+
+class _Gain(NamedTuple):
+    """Mean difference of episodes on the same prompts, its standard error, and how many could be compared."""
+
+    mean: float
+    error: float
+    episodes: int
+
+    @classmethod
+    def of(cls, restored: torch.Tensor, present: torch.Tensor) -> _Gain:
+        """No gain where none can be compared."""
+        differences = (restored - present)[~(restored - present).isnan()].double()
+        count = len(differences)
+        if not count:
+            return cls(-math.inf, 0.0, 0)
+        error = differences.std().item() / math.sqrt(count) if count > 1 else math.inf
+        return cls(differences.mean().item(), error, count)
+
+    def is_certain(self, chance: float) -> bool:
+        """Whether equally good adapters would gain as much with less than this probability (Student's test)."""
+        if self.mean <= 0 or self.episodes < 2:
+            return False
+        if self.error == 0:
+            return True
+        return self.mean / self.error >= _students_quantile(1 - chance, self.episodes - 1)
+
+
+@functools.cache
+def _students_quantile(probability: float, freedom: int) -> float:
+    return float(np.quantile(np.random.default_rng(0).standard_t(freedom, size=_DRAWS), probability))
+
+
+def _plain(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dataset rows for a checkpoint; none where they are not JSON."""
+    try:
+        return json.loads(json.dumps(list(rows)))
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,232 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The course of a run: where it begins, how signals end it, and what is saved when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from ..config.marft_config import MARFTConfig
+from ..system.processes import Processes, ending_forks
+from .checkpointing import Checkpoints
+from .commit import CheckpointError
+
+
+logger = get_logger(__name__)
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
+
+
+class RunInterrupted(SystemExit):
+    """
+    Raised by `train()` after a signal, when the step has been finished and a checkpoint saved. If it is not caught,
+    the process exits with `128 + signal`: 143 after SIGTERM, 129 after SIGHUP, 130 after SIGINT.
+
+    Args:
+        number (`int`): the signal.
+        message (`str`): what was saved, and how to go on.
+    """
+
+    def __init__(self, number: int, message: str):
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Signals:
+    """
+    Takes note of the signals that ask a process to end, instead of ending it. A second SIGINT (Ctrl+C) ends it at
+    once.
+
+    Attributes:
+        received (`int`): number of the first signal; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager: take note of signals. In other threads than the main one, Python cannot."""
+        self.received = 0
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
+                self._before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing the step, then saving a checkpoint and exiting.\n".encode())
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+class Run(TrainerCallback):
+    """
+    The course of a run, from the choice of a checkpoint to its end.
+
+    Args:
+        checkpoints ([`Checkpoints`]): checkpoints of the run.
+        args ([`MARFTConfig`]): when checkpoints are saved.
+        processes ([`Processes`]): the processes of the run.
+        save (`Callable`): saves a checkpoint of the present state.
+        checkpoint_size (`Callable`): about how many bytes a checkpoint has.
+        clean_up (`Callable`): called when training ends, in whatever way.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        args: MARFTConfig,
+        processes: Processes,
+        save: Callable[[], None],
+        checkpoint_size: Callable[[], int],
+        clean_up: Callable[[], None] = lambda: None,
+    ):
+        self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
+        self._checkpoint_size, self._clean_up = checkpoint_size, clean_up
+        self._signals = Signals()
+        self._stopped_by = 0
+
+    @property
+    def _saves(self) -> bool:
+        return self._args.save_strategy != SaveStrategy.NO
+
+    @contextlib.contextmanager
+    def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
+        """
+        Context manager around training. It gives the checkpoint to resume from.
+
+        Args:
+            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): as in `train`.
+        """
+        self._stopped_by = 0
+        folder = self._checkpoints.folder
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._clean_up)
+            stack.enter_context(self._processes.telling())
+            with self._processes.together():
+                if self._args.should_save:
+                    stack.enter_context(folder.held())
+                    folder.check_space(self._checkpoint_size())
+            self._check_shared()
+            checkpoint = self._checkpoints.choose(resume_from_checkpoint)
+            stack.enter_context(self._signals.watched())
+            try:
+                with ending_forks():
+                    yield checkpoint
+                self._end_after_all()
+            except Exception as error:
+                if self._processes.have_agreed(error):
+                    self._save_after(error)
+                raise
+
+    def _check_shared(self) -> None:
+        """Nodes may have file systems of their own; a checkpoint has parts of all processes."""
+        folder, processes = self._checkpoints.folder, self._processes
+        if processes.count == 1 or not self._saves:
+            return
+        with folder.marked() if processes.is_main else contextlib.nullcontext() as mark:
+            name = processes.broadcast(mark)
+            with processes.together():
+                folder.check_mark(name)
+
+    def _end_after_all(self) -> None:
+        """A signal that came when no step was left, for instance while a checkpoint was pushed."""
+        received = self._agreed_signal()
+        if received:
+            name = signal.Signals(received).name
+            raise RunInterrupted(received, f"All steps were done when {name} came.")
+
+    def _agreed_signal(self) -> int:
+        received = torch.tensor([self._signals.received], dtype=torch.float64)
+        return int(self._processes.max(received).item())
+
+    def _save_after(self, error: Exception) -> None:
+        """Save the last complete step after a failure in the next one. The failure stays the error of the run."""
+        if not self._saves or isinstance(error, CheckpointError):
+            return
+        try:
+            stands = self._checkpoints.save_remembered(self._save)
+        except Exception as problem:
+            logger.warning(f"No checkpoint could be saved after the failure: {problem}")
+            return
+        if stands and self._processes.is_main:
+            where = self._checkpoints.folder.standing()
+            note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` goes on from it."
+            logger.warning(note)
+            with contextlib.suppress(Exception):
+                error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
+
+    # ---- Called by the Trainer ----
+
+    def is_over(self, state: TrainerState) -> bool:
+        """Whether all steps are done, before a pass over the data."""
+        if state.global_step >= state.max_steps:
+            logger.info(f"All {state.max_steps} steps are done already; nothing is trained.")
+        return state.global_step >= state.max_steps
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._checkpoints.open_window()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._checkpoints.forget()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._saves:
+            self._checkpoints.remember()  # an evaluation, which comes next, may fail
+        self._stopped_by = self._agreed_signal()
+        if self._stopped_by:
+            control.should_save = self._saves
+            control.should_training_stop = True
+
+    def after_log(self) -> None:
+        """Take note that the metrics of the step have been logged: an evaluation, which comes next, may fail."""
+        self._checkpoints.remember_again()
+
+    def after_step(self) -> None:
+        """
+        Take note of a complete step, after its logs, its evaluation and its checkpoint.
+
+        Raises:
+            RunInterrupted: a signal has asked for the end of the run.
+        """
+        if self._stopped_by:
+            name = signal.Signals(self._stopped_by).name
+            if self._saves and not self._checkpoints.has_this_step():
+                self._save()  # an evaluation has decided against it
+            standing = self._checkpoints.folder.standing() if self._args.should_save else None
+            saved = f"saved in {standing}" if standing else "not saved (`save_strategy='no'`)"
+            message = f"Training was stopped by {name}; the state is {saved}. Start the same command again to go on."
+            if self._processes.is_main:
+                logger.warning(message)
+            raise RunInterrupted(self._stopped_by, message)
+        if self._saves:
+            self._checkpoints.remember()

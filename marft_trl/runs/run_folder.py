@@ -1,0 +1,350 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The output folder of a run: who uses it, which of its checkpoints stand, and which may go."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..system.files import write_atomically
+from . import commit as commits
+from .commit import CheckpointError, Commit, DamagedCheckpoint
+
+
+logger = logging.getLogger(__name__)
+
+# Names that begin with `_` are not uploaded to the Hub
+RUN_NAME = "_marft_run.json"
+LOCK_NAME = "_marft_run.lock"
+# Seconds after which a file that one node has written is seen by another, on slow network file systems
+_SEEN_WITHIN = 10.0
+_PREFIX = "checkpoint-"
+# A checkpoint that is written again keeps the folder of before under this name until the new one stands
+_KEPT = "_previous-checkpoint-"
+# A checkpoint after the step from which the run has gone on
+_ASIDE = "_aside-"
+
+
+# A lock that is only a file would stay after a kill; versions of filelock that know of it can do without
+_HAS_SOFT_LOCK = "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters
+_WITHOUT_SOFT_LOCK: dict[str, Any] = {"fallback_to_soft": False} if _HAS_SOFT_LOCK else {}
+
+
+class RunFolder:
+    """
+    The output folder of a run. Checkpoints belong to the run whose id they bear.
+
+    Args:
+        path (`str` or `Path`): the folder; it is created when it is first used.
+
+    Attributes:
+        run (`str`): id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.run = ""
+        self._lock: FileLock | None = None
+        self._held: tuple[int, int] | None = None  # device and inode of the locked file
+
+    # ---- The run ----
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """
+        Context manager: no other process trains into the folder. The system releases it when the process ends.
+
+        Raises:
+            CheckpointError: another run uses the folder, or it cannot be written to.
+        """
+        self.probe()
+        self._take_lock()
+        try:
+            yield
+        finally:
+            self._release_lock()
+
+    def _take_lock(self) -> None:
+        self._lock = FileLock(str(self.path / LOCK_NAME), **_WITHOUT_SOFT_LOCK)
+        try:
+            self._lock.acquire(timeout=0)
+            self._held = self._locked_file()
+        except Timeout:
+            raise CheckpointError(
+                f"{self.path} is in use by another run ({self._holder()}). Two runs in one folder would overwrite "
+                "each other's checkpoints: wait for it, end it, or set another `output_dir`."
+            ) from None
+        except (OSError, NotImplementedError) as error:  # a file system without locks
+            logger.warning(f"{self.path} cannot be locked ({error}): see to it that no other run writes into it.")
+
+    def _release_lock(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                self._lock.release()
+        self._lock = self._held = None
+
+    def _locked_file(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path / LOCK_NAME)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _check_lock(self) -> None:
+        """
+        Lock the folder anew where it has been removed while the run used it, and its lock with it.
+
+        Raises:
+            CheckpointError: another run uses it by now, or it cannot be written to.
+        """
+        if self._held is None or self._locked_file() == self._held:
+            return
+        self._release_lock()
+        self.probe()
+        self._take_lock()
+        what = "" if self.checkpoints() else ", with all checkpoints so far"
+        logger.warning(
+            f"{self.path} was removed while the run used it{what}, or its {LOCK_NAME} was. The run goes on and saves "
+            "into the folder that has this name now."
+        )
+
+    def probe(self) -> None:
+        """
+        Write, rename and remove a file as a checkpoint does, before anything is trained.
+
+        Raises:
+            CheckpointError: the folder cannot be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe", delete=False) as file:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+            renamed = Path(file.name + ".renamed")
+            os.replace(file.name, renamed)
+            renamed.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"The output folder {self.path} cannot be written to: {error}. Nothing has been trained. Free the "
+                "disk or set another `output_dir`."
+            ) from error
+
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[str]:
+        """Context manager: a file with this name is in the folder."""
+        with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe") as file:
+            yield Path(file.name).name
+
+    def check_mark(self, name: str) -> None:
+        """
+        Check that this process sees a file of [`~RunFolder.marked`], which another one has made.
+
+        Raises:
+            CheckpointError: it sees another folder.
+        """
+        end = time.monotonic() + _SEEN_WITHIN
+        while not any(entry.name == name for entry in self.path.glob("_marft_probe*")):
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"The output folder {self.path} on {socket.gethostname()} is not the one that the first process "
+                    "of the run writes to. All processes write their part of a checkpoint into one folder: set "
+                    "`output_dir` to a file system that all nodes share."
+                )
+            time.sleep(0.1)
+
+    def check_space(self, needed: int) -> None:
+        """Warn if the disk has no room for two checkpoints of `needed` bytes: one that stands and a new one."""
+        free = shutil.disk_usage(self.path).free
+        if free < 2 * needed:
+            logger.warning(
+                f"{self.path} has {free / 1e6:.0f} MB left, and a checkpoint needs about {needed / 1e6:.0f} MB. "
+                "Saving may fail. Free the disk, or set `output_dir` to a folder on a larger one."
+            )
+
+    def start(self, is_meant: bool = True) -> None:
+        """
+        Begin a new run. Checkpoints of other runs stay, but this run does not resume from them.
+
+        Args:
+            is_meant (`bool`): whether the user has asked for a new run; else there was nothing to resume from.
+        """
+        others = [folder.name for folder in self.checkpoints()]
+        if others and is_meant:
+            logger.warning(
+                f"{self.path} holds checkpoints of another run ({', '.join(others)}). They are not resumed from, and "
+                "those of the same steps will be replaced. Use `train(resume_from_checkpoint=True)` to go on with a "
+                "run, or another `output_dir` to keep its checkpoints."
+            )
+        self.run = uuid.uuid4().hex
+        self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
+
+    def go_on(self, run: str, step: int | None = None) -> None:
+        """
+        Go on as the run with this id.
+
+        Args:
+            run (`str`): the id.
+            step (`int`, *optional*): where it goes on. Later checkpoints of the run, of another course or damaged, are
+                set aside.
+        """
+        self.run = run
+        self._write_facts(run)
+        for folder in self.checkpoints() if step is not None else []:
+            if (_step_of(folder) or 0) > (step or 0) and self._is_own(folder):
+                aside = folder.with_name(f"{_ASIDE}{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(folder, aside)
+                logger.warning(f"{folder.name} comes after step {step}, from which the run goes on: now {aside.name}.")
+
+    def _write_facts(self, run: str | None) -> None:
+        facts = {"id": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+        write_atomically(self.path / RUN_NAME, json.dumps(facts) + "\n")
+
+    def known_run(self) -> str | None:
+        """Id of the run that used the folder last, or `None`."""
+        return self._facts().get("id")
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts = json.loads((self.path / RUN_NAME).read_text(encoding="utf-8"))
+            return facts if isinstance(facts, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _holder(self) -> str:
+        facts = self._facts()
+        if not facts:
+            return "unknown"
+        return f"process {facts.get('pid')} on {facts.get('host')}, since {facts.get('since')}"
+
+    # ---- Checkpoints ----
+
+    def checkpoints(self) -> list[Path]:
+        """Folders of checkpoints, complete or not, in the order of their steps."""
+        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _step_of(path) is not None]
+        return sorted(folders, key=lambda folder: _step_of(folder) or 0)
+
+    def newest(self) -> tuple[Path, Commit] | None:
+        """
+        The newest checkpoint of the run that used the folder last whose files are all as they were written, or `None`.
+        Others are skipped, with one line each.
+        """
+        self._put_back()
+        run = self.known_run()
+        for folder in reversed(self.checkpoints()):
+            try:
+                found = commits.verify(folder)
+            except DamagedCheckpoint as problem:
+                logger.warning(f"Skipped: {problem}")
+                continue
+            if run is not None and found.run != run:
+                logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to go on with it.")
+                continue
+            if found.step != _step_of(folder):
+                logger.warning(f"Skipped: {folder} holds step {found.step}; it was renamed or copied.")
+                continue
+            return folder, found
+        return None
+
+    def _put_back(self) -> None:
+        """A checkpoint that was being written again when the run was killed: its former folder stands."""
+        for kept in self.path.glob(f"{_KEPT}*"):
+            folder = kept.with_name(kept.name.replace(_KEPT, _PREFIX, 1))
+            if _is_intact(folder):
+                shutil.rmtree(kept, ignore_errors=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(kept, folder)
+
+    def open(self, step: int) -> Path:
+        """Begin to write the checkpoint of a step. An older folder of this step is kept aside until the new stands."""
+        self._check_lock()
+        folder = self.path / f"{_PREFIX}{step}"
+        kept = self.path / f"{_KEPT}{step}"
+        shutil.rmtree(kept, ignore_errors=True)
+        if commits.is_remainder(folder, self.run):
+            shutil.rmtree(folder)
+        elif folder.exists():
+            os.replace(folder, kept)
+        try:
+            commits.begin(folder, self.run, step)
+        except OSError:
+            self.abandon(folder)
+            raise
+        return folder
+
+    def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
+        """Complete the checkpoint that [`~RunFolder.open`] began."""
+        step = _step_of(folder)
+        if step is None:
+            raise ValueError(f"{folder} is not the folder of a checkpoint.")
+        done = commits.commit(folder, self.run, step, settings)
+        if self.path.is_dir() and self.known_run() != self.run:
+            self._write_facts(self.run)
+        shutil.rmtree(self.path / f"{_KEPT}{step}", ignore_errors=True)
+        return done
+
+    def abandon(self, folder: Path) -> None:
+        """Remove what a failed save has left, and put the folder of before back."""
+        shutil.rmtree(folder, ignore_errors=True)
+        kept = folder.with_name(folder.name.replace(_PREFIX, _KEPT, 1))
+        if kept.exists():
+            with contextlib.suppress(OSError):
+                os.replace(kept, folder)
+
+    def standing(self) -> Path | None:
+        """The newest complete checkpoint of this run, by its commit alone."""
+        return next((folder for folder in reversed(self.checkpoints()) if self._is_own(folder)), None)
+
+    def _is_own(self, folder: Path) -> bool:
+        try:
+            return commits.read_commit(folder).run == self.run
+        except DamagedCheckpoint:
+            return False
+
+    def rotate(self, limit: int | None, best: str | Path | None = None) -> None:
+        """
+        Remove the oldest complete checkpoints of this run, and what killed runs have left of others.
+
+        Args:
+            limit (`int`, *optional*): number of checkpoints to keep, besides the best. The newest always stays.
+            best (`str` or `Path`, *optional*): checkpoint that is kept.
+        """
+        for folder in self.checkpoints():
+            if commits.is_remainder(folder, self.run):
+                shutil.rmtree(folder, ignore_errors=True)
+        if not limit or limit < 0:
+            return
+        own = [folder for folder in self.checkpoints() if self._is_own(folder)]
+        kept = {folder for folder in own if best and folder.resolve() == Path(best).resolve()} | {*own[-1:]}
+        spare = [folder for folder in own if folder not in kept]
+        for folder in spare[: max(len(spare) - max(limit - len(kept), 0), 0)]:
+            logger.info(f"Removing {folder}: `save_total_limit` is {limit}.")
+            commits.remove(folder)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        commits.verify(folder)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _step_of(folder: Path) -> int | None:
+    number = folder.name.removeprefix(_PREFIX)
+    return int(number) if number.isdigit() and number.isascii() else None

@@ -1,0 +1,195 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Rollouts that go on while training runs: a thread of its own runs the episodes of later generation batches."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..episodes.records import Episode
+from ..rollout.failures import Failures, OnFailure, run_episodes
+from ..rollout.runner import EpisodeRunner
+from ..system.processes import Processes
+
+
+# Seconds that the thread has to end
+_LAST_WORDS = 10.0
+
+
+class _Job(NamedTuple):
+    """
+    A generation batch.
+
+    Args:
+        rows (`Sequence[dict]`): dataset rows of this process.
+        key (`tuple`): its place in the run.
+        pin (`Any`): weights that it is sampled from.
+        failures ([`Failures`]): those of its episodes.
+        episodes (`concurrent.futures.Future`): gets its episodes.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    key: tuple
+    pin: Any
+    failures: Failures
+    episodes: concurrent.futures.Future[list[Episode]]
+
+
+class Overlap:
+    """
+    Episodes of generation batches, begun before they are due.
+
+    When batch `k` is due, the weights are published, and batch `k + max_staleness` begins with them. So each batch is
+    sampled from the weights of `max_staleness` publications ago, the first ones from the first weights. Which weights
+    a batch is sampled from does not depend on how long rollouts and training take.
+
+    Args:
+        runner ([`EpisodeRunner`]): runs episodes, on servers.
+        upcoming (`Callable`): `upcoming()` returns the rows of the next batches that are due, by their numbers.
+        number (`Callable`): `number()` returns the number of the batch that is due now.
+        staleness (`int`): number of batches that begin ahead.
+        policy ([`OnFailure`]): what happens to episodes that fail.
+        failures ([`Failures`]): gets them.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        upcoming: Callable[[], Mapping[int, Sequence[dict[str, Any]]]],
+        number: Callable[[], int],
+        staleness: int,
+        policy: OnFailure,
+        failures: Failures,
+        processes: Processes,
+    ):
+        self._runner, self._upcoming, self._number, self._staleness = runner, upcoming, number, staleness
+        self._policy, self._failures, self._processes = policy, failures, processes
+        self._jobs: dict[int, _Job] = {}
+        self._worker: _Worker | None = None
+
+    def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
+        """
+        The episodes of the batch that is due, with these rows. Later batches begin.
+
+        Raises:
+            EpisodeError: an episode has failed, and is not skipped.
+        """
+        now = self._number()
+        self._runner.publish()
+        with self._processes.together():
+            self._begin(now, rows)
+            for number, its_rows in sorted(self._upcoming().items()):
+                if now < number <= now + self._staleness:
+                    self._begin(number, its_rows)
+            return self._take(now)
+
+    def close(self) -> None:
+        """End the thread. Episodes under way are given up."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+        for job in self._jobs.values():
+            self._runner.release(job.pin)
+        self._jobs.clear()
+
+    def _begin(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
+        if number in self._jobs:
+            return
+        if self._worker is None:
+            self._worker = _Worker(self._runner.in_background(), self._policy)
+        key = self._runner.next_key(self._processes.index * len(rows))
+        job = self._jobs[number] = _Job(list(rows), key, self._runner.pin(), Failures(), concurrent.futures.Future())
+        self._worker.begin(job)
+
+    def _take(self, number: int) -> list[Episode]:
+        job = self._jobs[number]
+        try:
+            episodes = job.episodes.result()
+        finally:
+            del self._jobs[number]
+            self._runner.release(job.pin)
+            self._failures.add(job.failures)
+            if self._worker is not None:
+                self._runner.dropped_turns += self._worker.take_dropped()
+        return episodes
+
+
+class _Worker:
+    """A thread with an event loop, in which all batches under way run."""
+
+    def __init__(self, runner: EpisodeRunner, policy: OnFailure):
+        self._runner, self._policy = runner, policy
+        self._loop = asyncio.new_event_loop()
+        self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
+        self._thread.start()
+
+    def begin(self, job: _Job) -> None:
+        self._loop.call_soon_threadsafe(self._wishes.put_nowait, job)
+
+    def take_dropped(self) -> int:
+        """Number of turns that did not fit the model's window since the last call."""
+        dropped, self._runner.dropped_turns = self._runner.dropped_turns, 0
+        return dropped
+
+    def end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._wishes.put_nowait, None)
+        self._thread.join(_LAST_WORDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._work())
+        finally:
+            self._loop.close()
+
+    async def _work(self) -> None:
+        tasks: set[asyncio.Task] = set()
+        job: _Job | None = None
+        while True:
+            try:
+                async with self._runner.connected():
+                    while True:
+                        job = job or await self._wishes.get()
+                        if job is None:
+                            break
+                        task = asyncio.ensure_future(self._episodes(job))
+                        tasks.add(task)
+                        task.add_done_callback(tasks.discard)
+                        job = None
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                    return
+            except Exception as error:  # no connection, for instance
+                waiting = job or await self._wishes.get()
+                if waiting is None:
+                    return
+                waiting.episodes.set_exception(error)
+                job = None
+
+    async def _episodes(self, job: _Job) -> None:
+        tries = itertools.count()
+
+        async def run(rows, failures):  # a repeated episode is no copy of another one
+            number = next(tries)
+            key = job.key if number == 0 else (*job.key[:-1], f"try {number}", job.key[-1])
+            return await self._runner.stream(rows, failures, key)
+
+        try:
+            with self._runner.using(job.pin):
+                episodes = await run_episodes(run, job.rows, self._policy, job.failures)
+        except asyncio.CancelledError:
+            job.episodes.cancel()
+            raise
+        except BaseException as error:
+            job.episodes.set_exception(error)
+        else:
+            job.episodes.set_result(episodes)

@@ -1,0 +1,199 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A base that is sharded over the processes (FSDP2), under adapters that every process has as a whole."""
+
+from __future__ import annotations
+
+import os
+
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from trl import GRPOTrainer
+
+from ..config.marft_config import MARFTConfig
+from ..seams.runs import timeout_of_processes
+from ..seams.sharding import WholeAdapters, in_the_precision_of_the_head, names_of_layers, storage_of_4bit
+from ..system.processes import Processes
+from ..weights.policies import Policies
+from .lock_step import LockStep
+
+
+logger = get_logger(__name__)
+
+
+def wants_sharding(args: MARFTConfig) -> bool:
+    """`True` if the launcher or the training arguments ask for FSDP."""
+    return bool(args.fsdp) or _is_on("ACCELERATE_USE_FSDP")
+
+
+_OTHER_DIMENSIONS = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("TP", "CP", "SP")]
+
+
+def _is_on_above_one(variable: str) -> bool:
+    return os.environ.get(variable, "1").isdecimal() and int(os.environ.get(variable, "1")) > 1
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("true", "1")
+
+
+def check_launcher(args: MARFTConfig) -> None:
+    """
+    Check how the base would be spread over processes, before it is loaded.
+
+    Raises:
+        ValueError: in a way that does not go with several adapters. The message names what does.
+    """
+    _check_engine(args)
+    if not wants_sharding(args):
+        return
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    for holds, message in _refused(plugin, args):
+        if holds:
+            raise ValueError(message)
+    if args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise ValueError(
+            "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
+            "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
+        )
+
+
+def _check_engine(args: MARFTConfig) -> None:
+    """DeepSpeed and Megatron reduce gradients themselves, by position (`benchmarks/zero.py`)."""
+    stage = None
+    if args.deepspeed or _is_on("ACCELERATE_USE_DEEPSPEED"):
+        stage = getattr(args.deepspeed_plugin, "zero_stage", None)
+        name = "DeepSpeed" if stage is None else f"DeepSpeed ZeRO {stage}"
+    elif _is_on("ACCELERATE_USE_MEGATRON_LM"):
+        name = "Megatron"
+    else:
+        return
+    data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
+    fsdp2 = (
+        "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
+        "(docs/sharding.md)"
+    )
+    if stage == 3:
+        advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."
+    elif stage is not None:
+        advice = f"Stages below 3 shard nothing of a frozen base. Use {data_parallel}; to shard the base, {fsdp2}."
+    else:
+        advice = f"Use {data_parallel}, or to shard the base {fsdp2}."
+    raise ValueError(
+        f"MARFTTrainer does not run under {name}: it reduces gradients itself, as if all processes trained the same "
+        f"parameters in a pass. Here, each of them may train another agent's adapter. {advice}"
+    )
+
+
+def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[tuple[bool, str]]:
+    return [
+        (
+            plugin.fsdp_version != 2,
+            f"FSDP{plugin.fsdp_version} is not supported by MARFTTrainer: it joins the parameters of several adapters "
+            "into one. Set `fsdp_version: 2` in the config of accelerate, or pass `--fsdp_version 2`.",
+        ),
+        (
+            plugin.auto_wrap_policy is not transformer_auto_wrap_policy,
+            "MARFTTrainer shards the base by its layers, so FSDP2 needs `fsdp_auto_wrap_policy: "
+            "TRANSFORMER_BASED_WRAP`.",
+        ),
+        (
+            plugin.activation_checkpointing,
+            "`fsdp_activation_checkpointing` renames the layers that the adapters belong to. Set it to false, and "
+            "`MARFTConfig(gradient_checkpointing=True)` for the same memory.",
+        ),
+        (
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set "
+            "it to false. A base that is stored in 4 bits takes a quarter of the memory.",
+        ),
+        (
+            bool(plugin.ignored_modules),
+            "`fsdp_ignored_modules` is what MARFTTrainer sets itself, to the adapters. Leave it out.",
+        ),
+        (
+            bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+            "Reentrant gradient checkpointing does not go with FSDP2 here: processes lend passes of which only parts "
+            "have gradients. Leave `use_reentrant` out of `gradient_checkpointing_kwargs`.",
+        ),
+        (
+            any(_is_on_above_one(name) for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", *_OTHER_DIMENSIONS)),
+            "MARFTTrainer shards the base over all processes. Replicas of shards (hybrid sharding), tensor and "
+            "context parallelism are not supported: leave `parallelism_config` out.",
+        ),
+        (
+            bool(args.torch_compile),
+            "`torch_compile=True` does not go with FSDP2 here: passes are kept in step by hooks. Leave it out.",
+        ),
+    ]
+
+
+def check_team(args: MARFTConfig, has_adapters: bool) -> None:
+    """
+    Check that a team can be trained on a sharded base.
+
+    Raises:
+        ValueError: it has no adapters.
+    """
+    if wants_sharding(args) and not has_adapters:
+        raise ValueError(
+            "Under FSDP2 the base is sharded and frozen, and adapters are trained. This team has none: pass "
+            "`peft_config=LoraConfig(...)`, or launch without FSDP."
+        )
+
+
+def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
+    """
+    Let accelerate shard the base alone when it prepares the model.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): its constructor has run.
+        policies ([`Policies`]): the adapters.
+    """
+    if trainer.accelerator.is_fsdp2:
+        _check_layers(trainer)
+        _check_4bit(trainer)
+        WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
+        if not trainer.model.get_base_model().config.get_text_config().tie_word_embeddings:
+            in_the_precision_of_the_head(trainer.model)
+        # All layers then take part in every backward pass, whichever of them the adapter of an agent has
+        trainer.model.enable_input_require_grads()
+        logger.info("The base is sharded over the processes (FSDP2). Adapters and critics are whole on each of them.")
+
+
+def _check_layers(trainer: GRPOTrainer) -> None:
+    given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    layers = names_of_layers(trainer.model)
+    if given is not None and sorted(given) != layers:
+        raise ValueError(
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
+            f"{', '.join(layers)}. Leave it out."
+        )
+
+
+def _check_4bit(trainer: GRPOTrainer) -> None:
+    """FSDP2 casts what it gathers to the type of mixed precision. That would change the bytes of 4-bit weights."""
+    stored, policy = storage_of_4bit(trainer.model), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    computes = getattr(policy, "param_dtype", None)
+    if stored is None or not stored.is_floating_point or computes in (None, stored):
+        return
+    raise ValueError(
+        f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "
+        f"changes the bytes. Set `BitsAndBytesConfig(bnb_4bit_quant_storage={computes})`."
+    )
+
+
+def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
+    """
+    Keep the passes of the processes in step, if the base is sharded.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): has the model.
+        processes ([`Processes`]): their collectives wait for passes.
+    """
+    if trainer.accelerator.is_fsdp2 and processes.count > 1:
+        backbone = trainer.model.get_base_model().base_model
+        steps = LockStep(trainer.model, backbone, timeout_of_processes())
+        processes.before_collectives(steps.wait, lambda: steps.is_in_pass)
+        trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)
