@@ -51,7 +51,7 @@ class Run:
         self.draws, self.episodes, self.evaluated = draws, episodes, evaluated
         self.chance, self.now, self.acted = 0.5, 0.5, 0
         self.best, self.count, self.step = Adapters(count), count, 0
-        args = types.SimpleNamespace(on_collapse="restore", collapse_drop=0.1, collapse_window=8)
+        args = types.SimpleNamespace(on_collapse="restore")
         self.watch = collapse.Collapse(
             best=self.best,
             policies=self,

@@ -21,6 +21,13 @@ from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_mo
 from .helpers import StopAt, config, moved, team_trainer, weights
 
 
+@pytest.fixture(autouse=True)
+def _as_in_the_package(monkeypatch):
+    """`make` sets other windows and drops: here they are put back."""
+    monkeypatch.setattr(collapse, "WINDOW", collapse.WINDOW)
+    monkeypatch.setattr(collapse, "DROP", collapse.DROP)
+
+
 @pytest.fixture(scope="module")
 def taught_model():
     return tiny_team_model()
@@ -42,9 +49,11 @@ class Spoil(TrainerCallback):
 
 
 def make(
-    model, folder, spoil=None, agents=None, callbacks=(), eval_dataset=None, reward_funcs=exact_answer, **settings
-):
-    defaults = {"collapse_window": 2, "collapse_drop": 0.4, "max_steps": 8, "learning_rate": 1e-5, "seed": 1}
+    model, folder, spoil=None, agents=None, callbacks=(), eval_dataset=None, reward_funcs=exact_answer, window=2,
+    drop=0.4, **settings
+):  # fmt: skip
+    collapse.WINDOW, collapse.DROP = window, drop
+    defaults = {"max_steps": 8, "learning_rate": 1e-5, "seed": 1}
     defaults |= {"per_device_train_batch_size": 64, "lr_scheduler_type": "constant", "on_collapse": "restore"}
     trainer = team_trainer(
         model, folder, agents=agents or tiny_agents(), reward_funcs=reward_funcs, settings=defaults | settings,
@@ -205,8 +214,7 @@ def test_evaluations_say_which_adapters_are_the_best(taught_model, tmp_path):
 @pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
 @pytest.mark.slow
 def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
-    settings = {"on_collapse": on, **({"collapse_drop": 0.1, "collapse_window": 8} if on == "ignore" else {})}
-    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), max_steps=10, **settings)
+    trainer = make(taught_model, tmp_path, Spoil(3, "actor"), max_steps=10, on_collapse=on)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert sum("or the team has fallen" in text for text in caplog.messages) == count
@@ -218,8 +226,7 @@ def test_it_is_said_once(taught_model, tmp_path, caplog, on, count):
 def test_a_run_that_does_not_fall_is_left_alone(taught_model, tmp_path):
     ends = []
     for on in ("restore", "ignore"):
-        settings = {} if on == "restore" else {"collapse_drop": 0.1, "collapse_window": 8}
-        trainer = make(taught_model, tmp_path / on, on_collapse=on, max_steps=4, **settings)
+        trainer = make(taught_model, tmp_path / on, on_collapse=on, max_steps=4)
         trainer.train()
         ends.append(weights(trainer))
     assert not moved(*ends)
@@ -228,7 +235,7 @@ def test_a_run_that_does_not_fall_is_left_alone(taught_model, tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_restores_the_same(taught_model, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 100, "learning_rate": 1e-3}
-    settings["collapse_drop"] = 0.7  # both batches of the window have to be bad
+    settings["drop"] = 0.7  # both batches of the window have to be bad
     # Whatever the weights were spoiled to before the interruption is in the checkpoint
     whole = make(taught_model, tmp_path / "whole", Spoil(4, "actor"), **settings)
     whole.train()
@@ -245,10 +252,7 @@ def test_a_resumed_run_restores_the_same(taught_model, tmp_path):
     ("settings", "message"),
     [
         ({"on_collapse": "undo"}, "`on_collapse` must be one of 'warn', 'restore', 'ignore'"),
-        ({"collapse_drop": 1.5}, "`collapse_drop` must be a finite number in"),
-        ({"collapse_window": 0}, "`collapse_window` must be a finite number above 0"),
         ({"on_collapse": "restore", "sync_ref_model": True, "beta": 0.1}, "but not the references that follow them"),
-        ({"on_collapse": "ignore", "collapse_window": 4}, "has no effect with `on_collapse='ignore'`"),
         ({"use_vllm": True, "max_staleness": 1, "on_collapse": "restore"}, "that `on_collapse='restore'` takes back"),
     ],
     ids=str,
@@ -283,7 +287,7 @@ def watching(trainer):
 
 def test_a_fall_of_batches_is_said_calmly_and_once_it_lasts(model_folder, tmp_path, caplog):
     """Their rows may have become harder; an evaluation of the same questions tells."""
-    trainer = make(model_folder, tmp_path, on_collapse="warn", collapse_window=8, collapse_drop=0.1)
+    trainer = make(model_folder, tmp_path, on_collapse="warn", window=8, drop=0.1)
     feed, draws = watching(trainer), np.random.default_rng(0)
     with caplog.at_level(logging.WARNING):
         feed(draws.random((50, 32)) < 0.5)
@@ -567,8 +571,8 @@ def test_an_evaluation_before_the_first_step_is_not_the_best(taught_model, tmp_p
 
 @pytest.mark.parametrize(("last", "is_back"), [(0.43, True), (0.47, False)])
 def test_a_last_evaluation_below_the_best_ends_the_run_with_the_best(model_folder, tmp_path, last, is_back):
-    """By `collapse_drop` (a tenth here), also where luck could explain it."""
-    trainer = make(model_folder, tmp_path, collapse_drop=0.1)
+    """By a tenth, also where luck could explain it."""
+    trainer = make(model_folder, tmp_path, drop=0.1)
     watch = trainer.parts.collapse
     watch._is_training, trainer.state.global_step, trainer.state.max_steps = True, 4, 8
     watch._error_of_evaluation = lambda: 0.05
@@ -600,7 +604,7 @@ def test_evaluations_that_were_no_fall_are_the_best_from_then_on(model_folder, t
 def test_a_resumed_run_can_restore_at_its_end(taught_model, tmp_path):
     """Its last batch was drawn before the interruption: the trial needs its rows."""
     settings = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": 8}
-    settings |= {"collapse_window": 4, "learning_rate": 1e-3, "per_device_train_batch_size": 32}
+    settings |= {"window": 4, "learning_rate": 1e-3, "per_device_train_batch_size": 32}
 
     class Best(TrainerCallback):
         """An evaluation that was better, early in the run, and one that has fallen, after the last batch."""
@@ -675,7 +679,7 @@ def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
 @pytest.mark.slow
 def test_an_evaluation_that_has_fallen_is_looked_at(taught_model, tmp_path, caplog):
     """Long before the mean reward of twenty batches says so."""
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "collapse_window": 20, "num_generations_eval": 1}
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "window": 20, "num_generations_eval": 1}
     trainer = make(taught_model, tmp_path, Spoil(3, "actor"), eval_dataset=tiny_dataset(64, seed=1), **settings)
     with caplog.at_level(logging.WARNING):
         trainer.train()

@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from marft_trl import Workflow
+from marft_trl.rollout import dynamic_sampling
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import StopAt, config, moved, team_trainer, varied_reward, weights
@@ -25,7 +26,14 @@ def reward_of(*names):
     return some_reward
 
 
-def trainer_with(model, folder, reward, callbacks=None, dataset=None, **settings):
+@pytest.fixture(autouse=True)
+def _as_in_the_package(monkeypatch):
+    """Tests set other limits: here they are put back."""
+    monkeypatch.setattr(dynamic_sampling, "MOST_PROMPTS", dynamic_sampling.MOST_PROMPTS)
+
+
+def trainer_with(model, folder, reward, callbacks=None, dataset=None, most=3.0, **settings):
+    dynamic_sampling.MOST_PROMPTS = most
     defaults = {"dynamic_sampling": True, "per_device_train_batch_size": 16, "max_steps": 3, "report_to": []}
     return team_trainer(
         model, folder, settings=defaults | settings, reward_funcs=reward, callbacks=callbacks,
@@ -53,7 +61,7 @@ def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
         scores.update(zip(zip(map(str, prompts), map(str, completions), strict=True), found, strict=True))
         return found
 
-    trainer = trainer_with(model_folder, tmp_path, noting, dynamic_sampling_limit=8.0)
+    trainer = trainer_with(model_folder, tmp_path, noting, most=8.0)
     rollouts = trained_rollouts(trainer)
     trainer.train()
     for rollout in rollouts:
@@ -75,7 +83,7 @@ def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
 
 
 def test_it_stops_at_its_limit(model_folder, tmp_path):
-    trainer = trainer_with(model_folder, tmp_path, reward_of(), dynamic_sampling_limit=2.5)
+    trainer = trainer_with(model_folder, tmp_path, reward_of(), most=2.5)
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))
@@ -135,7 +143,7 @@ def test_columns_of_reward_functions_stay_with_their_episodes(model_folder, tmp_
 @pytest.mark.parametrize("advantage", ["c3", pytest.param("turn", marks=pytest.mark.slow)])
 def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
     settings = {"advantage": advantage, "turn_candidates": 2, "num_generations": 1}
-    settings |= {"per_device_train_batch_size": 4, "max_steps": 2, "dynamic_sampling_limit": 6.0}
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 2, "most": 6.0}
     trainer = trainer_with(model_folder, tmp_path, reward_of("Ann", "Ben", "Cat"), **settings)
     rollouts = trained_rollouts(trainer)
     trainer.train()
@@ -197,9 +205,6 @@ def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tm
         ({"advantage": "gae", "critic": "shared"}, "which teaches something with `advantage='gae'`"),
         ({"credit": "removed"}, "with `credit='removed'` their turns differ"),
         ({"credit": "per_step"}, "with `credit='per_step'` their turns differ"),
-        ({"dynamic_sampling_limit": 0.5}, "must be at least 1"),
-        ({"dynamic_sampling_limit": 0}, "`dynamic_sampling_limit` must be a finite number above 0"),
-        ({"dynamic_sampling": False, "dynamic_sampling_limit": 4.0}, "has no effect with `dynamic_sampling=False`"),
     ],
     ids=str,
 )
@@ -226,7 +231,8 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
             gain = float(len(turns[0].text) % 3)
             episode.earn(turns[1], {"reasoner": gain, "actor": -gain})
 
-    settings = {"dynamic_sampling": True, "max_steps": 1, "returns": "agent", "dynamic_sampling_limit": 4.0}
+    settings = {"dynamic_sampling": True, "max_steps": 1, "returns": "agent"}
+    dynamic_sampling.MOST_PROMPTS = 4.0
     trainer = team_trainer(
         model_folder, tmp_path, settings=settings, workflow=Rivals(), reward_funcs=None, agents=tiny_agents()
     )
@@ -247,7 +253,7 @@ def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
         calls[step] = calls.get(step, 0) + 1
         return [0.0 if calls[step] == 1 else None for _ in completions]
 
-    trainer = trainer_with(model_folder, tmp_path, reward, dynamic_sampling_limit=6.0, max_unscored_batches=2)
+    trainer = trainer_with(model_folder, tmp_path, reward, most=6.0, max_unscored_batches=2)
     trainer.train()
     assert len(calls) == 3 and min(calls.values()) > 3
 
@@ -290,8 +296,9 @@ def test_equal_rewards_of_episodes_of_other_lengths_teach_nothing(model_folder, 
     def same(completions, **kwargs):
         return [0.3] * len(completions)
 
-    settings = {"dynamic_sampling": True, "dynamic_sampling_limit": 1.0, "credit_kind": "rewards", "max_steps": 1}
+    settings = {"dynamic_sampling": True, "credit_kind": "rewards", "max_steps": 1}
     settings |= {"advantage": advantage, "gamma": gamma}
+    dynamic_sampling.MOST_PROMPTS = 1.0
     trainer = team_trainer(model_folder, tmp_path, workflow=Lengths(), reward_funcs=same, settings=settings)
     trainer.train()
     (entry,) = (one for one in trainer.state.log_history if "dynamic_sampling/with_signal" in one)

@@ -385,7 +385,7 @@ def test_an_episode_that_fails_once_is_tried_again(small_model, tmp_path):
     assert log["episodes/retried"] == 0.25 and log["frac_unscored"] == 0.0 and len(seen) == 1
     stubborn = trainer_in(
         tmp_path / "stubborn", small_model, workflow=Fragile(lambda episode, _: episode.row == seen[0]),
-        settings={"on_episode_error": "retry", "max_episode_retries": 1},
+        settings={"on_episode_error": "retry"},
     )  # fmt: skip
     with pytest.raises(EpisodeError, match="failed in episode"):
         stubborn.train()

@@ -81,7 +81,7 @@ def test_what_is_left_unset_follows_the_rest():
         ({"token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `advantage='group'`"),
         ({**PPO, "level": "action", "token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `level='action'`"),
         ({**PPO, "credit_kind": "returns", "gae_lambda": 0.9}, r"`gae_lambda=0.9` has no effect with `credit_kind="),
-        ({"critic_max_grad_norm": 1.0}, r"`critic_max_grad_norm=1.0` has no effect with `advantage='group'`"),
+        ({"critic_sees": "history"}, r"`critic_sees='history'` has no effect with `advantage='group'`"),
         ({**PPO, "critic_warmup_steps": 9, "max_steps": 8}, r"no agent would ever learn"),
         ({"agent_iteration_interval": 8, "max_steps": 8}, r"leaves no step of `max_steps` \(8\) to the second"),
         ({**PPO, **LONE, "level": "action"}, r"one episode in a generation batch .* or set `normalize_advantages="),

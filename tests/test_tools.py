@@ -20,7 +20,6 @@ from marft_trl.rollout.prompts import PromptBuilder, Query
 from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.trainer.setup import tool_limits
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
 from .helpers import (
@@ -614,30 +613,6 @@ def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_pat
     ]
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert [turn.agent for turn in episode.turns] == ["solver"] * (1 + rounds) + ["judge"]
-
-
-def test_limits_of_results_and_of_calls_at_once_are_those_of_the_arguments(model_folder, tmp_path):
-    def repeat(count: int) -> str:
-        """
-        Repeat a letter.
-
-        Args:
-            count: How often.
-
-        Returns:
-            The letters.
-        """
-        return "x" * count
-
-    settings = {"max_tool_output_length": 5, "max_parallel_tools": 3}
-    trainer = tool_trainer(model_folder, tmp_path, settings, agents=[AgentSpec("solver", tools=[repeat])])
-    call = '<tool_call>\n{"name": "repeat", "arguments": {"count": 9}}\n</tool_call>'
-    texts = iter([call, "done"])
-    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [Sampled(ids_of(next(texts)))]
-    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "x?"}]}])
-    (result,) = [item.text for item in episode.feedback]
-    assert "x" * 5 in result and "x" * 6 not in result
-    assert tool_limits(trainer.args).parallel == 3
 
 
 def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):

@@ -276,7 +276,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"reward_timeout": 0}, "`reward_timeout` must be a finite number above 0, or None for no limit"),
         ({"max_episode_turns": 0}, "`max_episode_turns` must be a finite number above 0"),
         ({"max_skipped_share": 2.0}, r"`max_skipped_share` must be a finite number in \[0, 1\]"),
-        ({"max_episode_retries": 1.5}, "`max_episode_retries` must be an integer"),
+        ({"max_staleness": 1.5}, "`max_staleness` must be an integer"),
         ({"on_episode_error": "skipp"}, "Did you mean 'skip'"),
         ({"per_device_train_batch_size": 6}, "divisible by"),
         ({"save_only_model": True}, "`save_only_model=True`.*could not go on from such checkpoints"),
@@ -328,7 +328,7 @@ def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
         "distributed_state",
     }
     assert converted.skip_rows_without_signal is True
-    for wrong in ({"rae_decay": 1.5}, {"eval_k": [0]}, {"collapse_window": 0}):
+    for wrong in ({"rae_decay": 1.5}, {"eval_k": [0]}, {"turn_candidates": 0}):
         bent = GRPOConfig("x", **common)
         vars(bent).update(wrong)
         with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
@@ -665,6 +665,18 @@ def test_accumulation_is_set_in_one_place(model_folder, tmp_path):
     settings = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
     with pytest.raises(ValueError, match="`accelerator_config` has `gradient_accumulation_kwargs`.*Set `gradient_acc"):
         team_trainer(model_folder, tmp_path, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("learning_rat", "`MARFTConfig` has no setting `learning_rat`. Did you mean 'learning_rate'?"),
+        ("collapse_window", "There is no setting `collapse_window` any more: eight generation batches are watched."),
+    ],
+)
+def test_settings_that_are_none(tmp_path, name, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        MARFTConfig(str(tmp_path), **{name: 1})
 
 
 def test_checkpoints_of_another_way_to_end_are_left_out(tmp_path, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..rules.baselines import BASELINES
@@ -27,6 +27,8 @@ UPDATE_ORDERS = ("joint", "sequential", "resampled")
 CANDIDATE_REWARDS = ("episode", "turn")
 CONTINUATIONS = ("best", "sampled")
 ON_EPISODE_ERROR = ("raise", "skip", "retry")
+# Further tries of what has failed, with `on_episode_error="retry"`
+EPISODE_RETRIES = 2
 CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")
@@ -36,9 +38,9 @@ _LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
 
 _AT_LEAST_ZERO = (
     *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
-    *("critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps", "agent_iteration_interval"),
+    *("critic_learning_rate", "critic_warmup_steps", "agent_iteration_interval"),
     *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    *("max_episode_retries", "max_staleness"),
+    "max_staleness",
     *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
 )
 _ABOVE_ZERO = (
@@ -47,20 +49,19 @@ _ABOVE_ZERO = (
     *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
     "sequential_clip",
     *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
-    *("max_tool_calls", "max_tool_output_length", "tool_timeout", "max_tool_calling_iterations"),
-    *("max_parallel_tools", "dynamic_sampling_limit", "collapse_window"),
+    *("max_tool_calls", "tool_timeout", "max_tool_calling_iterations"),
     *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
     *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
 )
 _SHARES = (
     *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
     "rae_decay",
-    *("max_skipped_share", "collapse_drop"),
+    "max_skipped_share",
 )
 _INTEGERS = (
     *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
-    *("max_tool_calls", "max_tool_output_length", "max_episode_retries", "vllm_max_inflight", "max_staleness"),
-    *("max_parallel_tools", "collapse_window", "candidate_samples"),
+    *("max_tool_calls", "vllm_max_inflight", "max_staleness"),
+    "candidate_samples",
 )
 _INTEGERS_OR_NONE = (
     *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
@@ -69,7 +70,7 @@ _INTEGERS_OR_NONE = (
 )
 _NEEDED = (
     *(*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS),
-    *("vllm_server_timeout", "vllm_request_timeout", "dynamic_sampling_limit"),
+    *("vllm_server_timeout", "vllm_request_timeout"),
 )
 # Meaning of `None`, for error messages.
 _NONE_MEANS = {
@@ -113,16 +114,11 @@ _DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
         (name, "advantage", "turn", uses_candidates)
         for name in ("turn_candidates", "continue_from", "candidate_reward", "candidate_samples")
     ),
-    ("dynamic_sampling_limit", "dynamic_sampling", True, lambda args: bool(args.dynamic_sampling)),
-    *(
-        (name, "on_collapse", "restore", lambda args: args.on_collapse != "ignore")
-        for name in ("collapse_drop", "collapse_window")
-    ),
     *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
     *(
         (name, "advantage", "gae", lambda args: args.advantage == "gae")
         for name in (
-            *("normalize_advantages", "critic_learning_rate", "critic_max_grad_norm", "value_clip", "value_loss"),
+            *("normalize_advantages", "critic_learning_rate", "value_clip", "value_loss"),
             *("gae_lambda", "token_gamma", "token_gae_lambda", "critic_sees", "normalize_values"),
         )
     ),
@@ -131,6 +127,30 @@ _DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
         for name in ("gamma", "gae_lambda")
     ),
 ]
+
+
+# Settings of earlier versions, and what is in their place
+_GONE = {
+    "critic_max_grad_norm": "`max_grad_norm` is the critic's, too",
+    "dynamic_sampling_limit": "three times the prompts of a batch are drawn at most",
+    "collapse_window": "eight generation batches are watched",
+    "collapse_drop": "a tenth is how far a reward may fall",
+    "max_tool_output_length": "4096 characters of a result are shown; let the tool return what is to be shown",
+    "max_parallel_tools": "synchronous tools run one at a time; write one that may run beside others as `async def`",
+    "max_episode_retries": "what has failed is tried twice again",
+}
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """
+    Raises:
+        TypeError: a name is none of a setting. The message has the nearest one, or what is in its place.
+    """
+    for name in given:
+        if name in _GONE:
+            raise TypeError(f"There is no setting `{name}` any more: {_GONE[name]}. Leave it out.")
+        if name not in known:
+            raise TypeError(f"`MARFTConfig` has no setting `{name}`.{did_you_mean(name, known)}")
 
 
 def check_numbers(args: Any) -> None:
@@ -448,11 +468,6 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
             f"`dynamic_sampling=True` asks for further prompts when rewards are known, and "
             f"`max_staleness={args.max_staleness}` samples ahead. Set `max_staleness=0`, or leave it out.",
         ),
-        (
-            args.dynamic_sampling_limit < 1,
-            f"`dynamic_sampling_limit` ({args.dynamic_sampling_limit}) counts the prompts of the batch itself, so it "
-            "must be at least 1.",
-        ),
     ]
 
 
@@ -501,7 +516,7 @@ def check_timeouts(args: Any, num_processes: int, patience: float | None) -> Non
     """
     if num_processes == 1 or patience is None:
         return
-    tries = args.max_episode_retries + 1 if args.on_episode_error == "retry" else 1
+    tries = EPISODE_RETRIES + 1 if args.on_episode_error == "retry" else 1
     for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):
         limit = getattr(args, name)
         if limit is not None and limit * tries >= patience:

@@ -26,13 +26,8 @@ class LimitSettings:
             Maximum number of tool calls before an agent's final turn. The first call beyond it gets an error message;
             further calls are ignored. If `max_tool_calling_iterations` is set, it also limits how often the agent
             continues after tool results.
-        max_tool_output_length (`int`, *optional*, defaults to `4096`):
-            Maximum number of characters of a tool result that are shown to the agent.
         tool_timeout (`float`, *optional*, defaults to `30.0`):
             Maximum time in seconds of one tool call. After it, the agent gets an error message as the result.
-        max_parallel_tools (`int`, *optional*, defaults to `1`):
-            Maximum number of synchronous tools that run at the same time. If it is more than 1, the tools have to be
-            safe for threads, and what they draw from common random generators is not reproducible.
         workflow_timeout (`float`, *optional*, defaults to `600.0`):
             Maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool, such as
             an environment. Training then stops with an error. As long as functions called by other episodes keep
@@ -46,10 +41,8 @@ class LimitSettings:
             What happens if a reward function, a workflow or an environment fails. `"raise"`: the last complete step is
             saved, and training ends with the error. `"skip"`: the episode is left out, or the completion remains
             unscored; both are counted (`episodes/skipped`, `rewards/<name>/skipped`). `"retry"`: it is tried again
-            `max_episode_retries` times, and training ends if it fails again. Errors of tools are results that the
+            twice, and training ends if it fails again. Errors of tools are results that the
             agent is told, and never end a run.
-        max_episode_retries (`int`, *optional*, defaults to `2`):
-            Number of further tries with `on_episode_error="retry"`.
         max_skipped_share (`float`, *optional*, defaults to `0.5`):
             Largest share of the episodes of a generation batch that may be skipped. Above it, training ends.
         max_episode_turns (`int`, *optional*, defaults to `1000`):
@@ -77,17 +70,9 @@ class LimitSettings:
         default=16,
         metadata={"help": "Maximum number of tool calls before an agent's final turn."},
     )
-    max_tool_output_length: int = field(
-        default=4096,
-        metadata={"help": "Maximum number of characters of a tool result that are shown to the agent."},
-    )
     tool_timeout: float = field(
         default=30.0,
         metadata={"help": "Maximum time in seconds of one tool call."},
-    )
-    max_parallel_tools: int = field(
-        default=1,
-        metadata={"help": "Maximum number of synchronous tools that run at the same time."},
     )
     workflow_timeout: float | None = field(
         default=600.0,
@@ -103,10 +88,6 @@ class LimitSettings:
             "help": "What happens if a reward function, a workflow or an environment fails.",
             "choices": list(ON_EPISODE_ERROR),
         },
-    )
-    max_episode_retries: int = field(
-        default=2,
-        metadata={"help": "Number of further tries with on_episode_error='retry'."},
     )
     max_skipped_share: float = field(
         default=0.5,

@@ -34,6 +34,7 @@ from .checks import (
     check_collapse,
     check_combinations,
     check_failures,
+    check_names,
     check_numbers,
     check_supported,
 )
@@ -119,8 +120,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             standardization.
         critic_learning_rate (`float`, *optional*, defaults to `5e-5`):
             Peak learning rate of the critic.
-        critic_max_grad_norm (`float`, *optional*, defaults to `None`):
-            Maximum gradient norm of the critic. If `None`, `max_grad_norm` is used.
         critic_warmup_steps (`int`, *optional*, defaults to `0`):
             Number of optimizer steps at the start of training in which only the critic is trained.
         value_clip (`float`, *optional*, defaults to `0.2`):
@@ -159,12 +158,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             a randomly `"sampled"` one. If `None`, it is `"best"` with `advantage="turn"` and `"sampled"` with `"c3"`.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether groups that teach nothing are replaced by groups of further prompts (DAPO), which are drawn from
-            the dataset at random: those whose episodes all earned the same, or, with candidates for turns, episodes
-            whose candidates do not differ. `reward` is then the mean over all that was drawn; `dynamic_sampling/*`
-            has the number of prompts, the share with a signal, and the share of the batch that was filled.
-        dynamic_sampling_limit (`float`, *optional*, defaults to `3.0`):
-            Largest number of prompts that are drawn for a generation batch with `dynamic_sampling=True`, as a multiple
-            of its own prompts. Beyond it, groups that teach nothing stay in the batch.
+            the dataset at random, up to three times the prompts of the batch: those whose episodes all earned the
+            same, or, with candidates for turns, episodes whose candidates do not differ. `reward` is then the mean
+            over all that was drawn; `dynamic_sampling/*` has the number of prompts, the share with a signal, and the
+            share of the batch that was filled.
         target_kl (`float`, *optional*, defaults to `None`):
             Maximum KL divergence from the sampling policy. An agent's update is skipped above it. `None` disables the
             limit.
@@ -184,15 +181,11 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             Clip range of the ratio products of `update_order="sequential"`, which are clipped to
             `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
         on_collapse (`str`, *optional*, defaults to `"warn"`):
-            What happens if the team has collapsed: the mean reward of the last `collapse_window` generation batches,
-            or an evaluation, is below its best by more than `collapse_drop` and by more than luck explains. `"warn"`:
+            What happens if the team has collapsed: the mean reward of the last eight generation batches, or
+            an evaluation, is below its best by more than a tenth and by more than luck explains. `"warn"`:
             it is said once. `"restore"`: adapters that have fallen, which is found by trial, go back to their weights
             and optimizer state at the best mean (in a run with evaluations, at the best `eval_reward`), and the batch
             is sampled anew. `"ignore"`: nothing.
-        collapse_drop (`float`, *optional*, defaults to `0.1`):
-            How far a reward may be below its best, as a share of its largest absolute value so far, in `[0, 1]`.
-        collapse_window (`int`, *optional*, defaults to `8`):
-            Number of generation batches whose mean reward is watched.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
             Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
             of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a
@@ -315,10 +308,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         default=5e-5,
         metadata={"help": "Peak learning rate of the critic."},
     )
-    critic_max_grad_norm: float | None = field(
-        default=None,
-        metadata={"help": "Maximum gradient norm of the critic. If None, max_grad_norm is used."},
-    )
     critic_warmup_steps: int = field(
         default=0,
         metadata={"help": "Number of optimizer steps at the start in which only the critic is trained."},
@@ -377,10 +366,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         default=False,
         metadata={"help": "Whether groups that teach nothing are replaced by groups of further prompts."},
     )
-    dynamic_sampling_limit: float = field(
-        default=3.0,
-        metadata={"help": "Largest number of prompts drawn for a batch with dynamic_sampling, relative to its own."},
-    )
     target_kl: float | None = field(
         default=None,
         metadata={"help": "KL divergence above which an agent's update is skipped. None disables the limit."},
@@ -410,14 +395,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     on_collapse: str = field(
         default="warn",
         metadata={"help": "What happens if the mean reward falls from its best.", "choices": list(ON_COLLAPSE)},
-    )
-    collapse_drop: float = field(
-        default=0.1,
-        metadata={"help": "How far the mean reward may fall, as a share of its largest absolute value."},
-    )
-    collapse_window: int = field(
-        default=8,
-        metadata={"help": "Number of generation batches whose mean reward is watched for a collapse."},
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
@@ -453,6 +430,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
         config = super().__new__(cls)
         names = [item.name for item in fields(cls) if item.init]
+        check_names(kwargs, names)
         config.given = frozenset([*names[: len(args)], *kwargs])
         return config
 

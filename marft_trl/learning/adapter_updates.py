@@ -273,8 +273,7 @@ class AdapterUpdates:
 
     @property
     def _critic_max_norm(self) -> float:
-        own = self._args.critic_max_grad_norm
-        return (self._args.max_grad_norm if own is None else own) or math.inf  # 0: no clipping, as for `max_grad_norm`
+        return self._args.max_grad_norm or math.inf  # 0: no clipping
 
     def _metric_names(self, adapter: str) -> list[str]:
         return [f"agents/{agent}" for agent in self._policies.agents_of(adapter)] or ["critic"]

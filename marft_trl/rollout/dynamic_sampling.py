@@ -22,6 +22,11 @@ from .own_returns import OwnReturns
 from .rollouts import Drawn, Rollout, Rollouts
 
 
+# Largest number of prompts that are drawn for a generation batch, as a multiple of its own prompts. Beyond it, groups
+# that teach nothing stay in the batch
+MOST_PROMPTS = 3.0
+
+
 class DynamicSampling:
     """
     Fills generation batches with groups that have a signal: episodes of a prompt whose rewards differ, or, where
@@ -35,7 +40,7 @@ class DynamicSampling:
         rollouts ([`Rollouts`]): runs episodes.
         dataset (`Callable`): `dataset()` returns the training set.
         own ([`OwnReturns`]): what agents received by name.
-        args ([`MARFTConfig`]): `dynamic_sampling_limit`, the seed.
+        args ([`MARFTConfig`]): the seed.
         uses_candidates (`bool`): whether candidates for a turn are compared.
         settings ([`TrlSettings`]): sizes of groups.
         state ([`TrlState`]): values that reward functions logged.
@@ -80,7 +85,7 @@ class DynamicSampling:
         found = self._have_signal(rollout, size)
         batch.open = [place for place, has in enumerate(found) if not has]
         total = len(found)
-        most, drawn, used, rounds = self._args.dynamic_sampling_limit * total, total, sum(found), [rollout]
+        most, drawn, used, rounds = MOST_PROMPTS * total, total, sum(found), [rollout]
         while batch.open and (count := self._next_round(len(batch.open), used, drawn, total, most, size)):
             further = self._rollouts.run(self._rows(count, size), training, further=True)
             columns, has_signal = self._columns(further), self._have_signal(further, size)

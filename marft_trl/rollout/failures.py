@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.checks import EPISODE_RETRIES
 from ..config.marft_config import MARFTConfig
 from ..episodes.collector import EpisodeError
 from ..episodes.records import Episode
@@ -39,7 +40,7 @@ class OnFailure:
     @classmethod
     def of(cls, args: MARFTConfig) -> OnFailure:
         """The settings of a configuration."""
-        return cls(args.on_episode_error, args.max_episode_retries, args.reward_timeout)
+        return cls(args.on_episode_error, EPISODE_RETRIES, args.reward_timeout)
 
     @property
     def skips(self) -> bool:

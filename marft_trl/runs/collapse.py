@@ -26,6 +26,8 @@ from .falls import Falls
 
 logger = get_logger(__name__)
 
+# Generation batches whose mean reward is watched, and how far it may fall, as a share of its largest absolute value
+WINDOW, DROP = 8, 0.1
 # Standard errors of a mean that luck may explain, the best of many windows included: if nobody looks closer, and if a
 # trial follows
 _ERRORS, _ERRORS_BEFORE_TRIAL = 5.0, 3.0
@@ -54,8 +56,8 @@ class _Trial(NamedTuple):
 
 class Collapse(TrainerCallback):
     """
-    Watches the mean reward of the last `collapse_window` generation batches ([`Falls`]), and evaluations of the
-    trainer's own set. The team has collapsed when an evaluation is below the best one by more than `collapse_drop` of
+    Watches the mean reward of the last [`WINDOW`] generation batches ([`Falls`]), and evaluations of the
+    trainer's own set. The team has collapsed when an evaluation is below the best one by more than [`DROP`] of
     it, and by more than luck explains: five standard errors of its episodes. Where only the batches have fallen, their
     rows may have become harder, so that is said calmly, and once three windows in a row agree.
 
@@ -75,7 +77,7 @@ class Collapse(TrainerCallback):
         error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
         group_size (`Callable`): number of episodes of a prompt in a generation batch.
         step (`Callable`): number of optimizer steps so far.
-        args ([`MARFTConfig`]): `on_collapse`, `collapse_drop`, `collapse_window`.
+        args ([`MARFTConfig`]): `on_collapse`.
         metrics ([`Metrics`]): get how far the mean is below its best, and what was restored.
         processes ([`Processes`]): all processes restore, or none.
     """
@@ -97,7 +99,7 @@ class Collapse(TrainerCallback):
         self._error_of_evaluation, self._group_size, self._step = error_of_evaluation, group_size, step
         self._args, self._metrics, self._processes = args, metrics, processes
         errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
-        self._falls = Falls(args.collapse_window, args.collapse_drop, errors)
+        self._falls = Falls(WINDOW, DROP, errors)
         self._best_step = 0
         # From the first one on, copies are those of the best evaluation; with its standard error
         self._best_evaluation: tuple[float, float] | None = None
@@ -197,7 +199,7 @@ class Collapse(TrainerCallback):
             return
         errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
         luck = errors * math.hypot(error, its_error)
-        is_below = best - reward > self._args.collapse_drop * abs(best)
+        is_below = best - reward > DROP * abs(best)
         has_fallen = is_below and best - reward > luck
         if self.restores and state.global_step >= state.max_steps and (is_below or self._has_restored):
             # No batch follows, so nothing is lost by going back; all were evaluated on the same questions
@@ -230,7 +232,7 @@ class Collapse(TrainerCallback):
         if self._fallen_evaluation is not None:
             best = self._best_evaluation[0] if self._best_evaluation is not None else math.nan
             return f"`eval_reward` is {self._fallen_evaluation:.4g}, and its best was {best:.4g}"
-        batches = f"the last {self._args.collapse_window} generation batches"
+        batches = f"the last {WINDOW} generation batches"
         return f"the mean reward of {batches} is {self._falls.mean:.4g}, and its best was {self._falls.best:.4g}"
 
     def _say(self) -> None:

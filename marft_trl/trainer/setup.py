@@ -194,13 +194,7 @@ def user_objects(
 
 def tool_limits(args: MARFTConfig) -> ToolLimits:
     """Limits of tool calls, from the training arguments."""
-    return ToolLimits(
-        args.max_tool_calls,
-        args.max_tool_calling_iterations,
-        args.max_tool_output_length,
-        args.tool_timeout,
-        args.max_parallel_tools,
-    )
+    return ToolLimits(args.max_tool_calls, args.max_tool_calling_iterations, seconds=args.tool_timeout)
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:

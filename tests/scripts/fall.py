@@ -3,6 +3,7 @@
 import os
 import sys
 
+from marft_trl.runs import collapse
 from marft_trl.tiny import tiny_agents, tiny_dataset
 from tests.helpers import team_trainer
 
@@ -19,8 +20,9 @@ def reward(completions, **kwargs):
 
 
 def main(model, folder):
+    collapse.WINDOW, collapse.DROP = 2, 0.2
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
-    settings |= {"on_collapse": "restore", "collapse_window": 2, "collapse_drop": 0.2, "max_steps": 6, "use_cpu": True}
+    settings |= {"on_collapse": "restore", "max_steps": 6, "use_cpu": True}
     trainer = team_trainer(
         model, folder, agents=tiny_agents(), reward_funcs=reward, settings=settings, train_dataset=tiny_dataset(64)
     )

@@ -17,7 +17,7 @@ KINDS = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "stored": {"steps_per_generation": 2},
     "iterations": {"num_iterations": 2},
-    "dynamic": {"dynamic_sampling": True, "dynamic_sampling_limit": 3.0},
+    "dynamic": {"dynamic_sampling": True},
     "own returns": {"returns": "agent"},
 }
 

@@ -66,7 +66,7 @@ LEARNING = {
     "candidates": {"advantage": "turn", "turn_candidates": 2},
     "orchestrated": {},
     "opponents": {"max_steps": 4},
-    "dynamic": {"dynamic_sampling": True, "dynamic_sampling_limit": 6.0, "entropy_coef": 0.0, "beta": 0.0},
+    "dynamic": {"dynamic_sampling": True, "entropy_coef": 0.0, "beta": 0.0},
 }
 
 
