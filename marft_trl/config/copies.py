@@ -9,7 +9,7 @@ from ..system.redaction import is_published, without_paths, without_secrets
 
 
 class Copies:
-    """Base of training arguments whose files and logs have no secrets, and whose copies have them."""
+    """Mixin: secrets are kept in copies of the config, and removed from files and logs."""
 
     def __getstate__(self):
         # The Trainer pickles its arguments into `training_args.bin`, which is uploaded, so secrets are removed.

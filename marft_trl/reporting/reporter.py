@@ -348,7 +348,7 @@ class Reporter:
             if len(values) != expected:
                 raise ValueError(
                     f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "
-                    "function has to log one value per completion, once per call."
+                    "function has to log a list with one value for each completion."
                 )
         return extra
 

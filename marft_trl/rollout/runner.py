@@ -175,7 +175,7 @@ class EpisodeRunner:
     # ---- Episodes of servers, in an event loop of the caller's ----
 
     def in_background(self) -> EpisodeRunner:
-        """A runner of the same team for another thread than the one that trains, whose random states it leaves."""
+        """A copy of this runner for a background thread. It does not touch the training thread's random states."""
         self.randomness.shares = True
         other = copy.copy(self)
         vars(other).update(options={}, dropped_turns=0, _trains_beside=True)

@@ -251,7 +251,7 @@ def whole_turn(answer: Mapping[str, Any], order: Order, url: str) -> Generated:
     elif not generated.ids:
         wrong = "it has no token"
     if wrong is not None:
-        raise AnswerError(f"{url} answered for the adapter {order.adapter!r} with a turn that is not whole: {wrong}.")
+        raise AnswerError(f"{url} answered for the adapter {order.adapter!r} with an incomplete turn: {wrong}.")
     return generated
 
 

@@ -99,7 +99,7 @@ class Processes:
         self._wait, self._are_stuck = wait, are_stuck
 
     def wait(self) -> None:
-        """Wait until all processes have reached this place, and help them with what they do before it."""
+        """Barrier. With a sharded base, a waiting process also takes part in the other processes' passes."""
         self._wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Processes:
     # ---- Failures ----
 
     def agreed(self, error: Result) -> Result:
-        """The error, of which all processes know, because they have looked at the same numbers."""
+        """Mark an error as raised on all processes, so that it is not announced again."""
         self._agreed = error
         return error
 
