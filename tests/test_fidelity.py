@@ -353,7 +353,7 @@ def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
         assert torch.equal(reference, references[key]), key
 
 
-@pytest.mark.parametrize("how", ["episode", "turn"])
+@pytest.mark.parametrize("how", ["turn", "turn_itself"])
 def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folder, tmp_path, how):
     scored = []
 
@@ -361,17 +361,17 @@ def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folde
         scored.append([its[-1].agent for its in turns])
         return [float(len(text)) for text in completions]
 
-    settings = {"advantage": "turn", "turn_candidates": 3, "num_generations": 1, "candidate_reward": how}
+    settings = {"advantage": how, "turn_candidates": 3, "num_generations": 1}
     trainer = team_trainer(
         model_folder, tmp_path, reward_funcs=reward, settings={**settings, "per_device_train_batch_size": 2}
     )
     trainer.model.train()
     rollout = trainer.parts.rollouts.run(tiny_dataset(2).to_list(), training=True)
     ends = {agent for its in scored[:-1] for agent in its}  # the last call scores the episodes themselves
-    assert ends == ({"actor"} if how == "episode" else {"reasoner", "actor"})
+    assert ends == ({"actor"} if how == "turn" else {"reasoner", "actor"})
     for node in rollout.nodes:
         lengths = [float(len(turn.text)) for turn in node.turns]
-        if how == "turn" or node.turns[0].agent == "actor":
+        if how == "turn_itself" or node.turns[0].agent == "actor":
             assert node.returns == lengths
         else:
             assert node.returns != lengths

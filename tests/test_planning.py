@@ -126,8 +126,7 @@ CANDIDATES = {
     "group": ({}, 1),
     "turn": ({"advantage": "turn", "turn_candidates": 3, "num_generations": 1}, 3),
     "scored turns": (
-        {"advantage": "turn", "turn_candidates": 3, "num_generations": 1, "candidate_reward": "turn",
-         "candidate_samples": 1},
+        {"advantage": "turn_itself", "turn_candidates": 3, "num_generations": 1, "candidate_samples": 1},
         3,
     ),
     "c3": ({"advantage": "c3", "turn_candidates": 3, "candidate_samples": 2, "num_generations": 1}, 6),

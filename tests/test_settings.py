@@ -195,7 +195,6 @@ ELSEWHERE = {
     **dict.fromkeys(("eval_right_at", "eval_right_by"), "test_samples.py"),
     **dict.fromkeys(("ddp_backend", "remove_unused_columns", "trust_remote_code"), "test_validation.py"),
     **dict.fromkeys(("max_tool_calls", "max_tool_calling_iterations"), "test_tools.py"),
-    **dict.fromkeys(("candidate_reward",), "test_fidelity.py"),
     "continue_from": "test_own_credit.py",
     "chat_template_kwargs": "test_persistence.py",
     "critic_sees": "test_central_critic.py",

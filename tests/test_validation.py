@@ -270,7 +270,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"use_policy_ratio": False, "target_kl": 0.1, "num_iterations": 2}, "which `use_policy_ratio=False` leaves"),
         ({"sequential_clip": 0.2}, "`sequential_clip=0.2` has no effect with `update_order='joint'`"),
         ({"sequential_clip": 0}, "`sequential_clip` must be a finite number above 0, or None for no clipping"),
-        ({"candidate_reward": "turn"}, "`candidate_reward='turn'` has no effect"),
+        ({"advantage": "turn_itself", "candidate_samples": 2}, "with `advantage='turn_itself'` they are scored as"),
         ({"top_p": 2.0}, "`top_p` must be a finite number of at most 1"),
         ({"min_p": 1.5}, "`min_p` must be a finite number of at most 1"),
         ({"reward_timeout": 0}, "`reward_timeout` must be a finite number above 0, or None for no limit"),

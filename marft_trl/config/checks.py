@@ -24,7 +24,6 @@ VALUE_LOSSES = ("huber", "squared")
 ON_COLLAPSE = ("warn", "restore", "ignore")
 AGENT_WEIGHTS = ("size", "equal")
 UPDATE_ORDERS = ("joint", "sequential", "resampled")
-CANDIDATE_REWARDS = ("episode", "turn")
 CONTINUATIONS = ("best", "sampled")
 ON_EPISODE_ERROR = ("raise", "skip", "retry")
 # Further tries of what has failed, with `on_episode_error="retry"`
@@ -91,6 +90,11 @@ def has_turn_ratio(args: Any) -> bool:
     return args.level in LEVELS and LEVELS[args.level].ratio == "sequence"
 
 
+def completes_candidates(args: Any) -> bool:
+    """`True` if candidates for a turn are compared by the episodes that are completed from them."""
+    return uses_candidates(args) and BASELINES[args.advantage].completes
+
+
 def uses_candidates(args: Any) -> bool:
     """`True` if candidates for a turn are compared."""
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
@@ -112,7 +116,7 @@ _DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
     ("own_reward_weight", "credit", "per_step", lambda args: CREDITS[args.credit].scores_turns),
     *(
         (name, "advantage", "turn", uses_candidates)
-        for name in ("turn_candidates", "continue_from", "candidate_reward", "candidate_samples")
+        for name in ("turn_candidates", "continue_from", "candidate_samples")
     ),
     *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
     *(
@@ -137,6 +141,7 @@ _GONE = {
     "collapse_drop": "a tenth is how far a reward may fall",
     "max_tool_output_length": "4096 characters of a result are shown; let the tool return what is to be shown",
     "max_parallel_tools": "synchronous tools run one at a time; write one that may run beside others as `async def`",
+    "candidate_reward": "`advantage='turn_itself'` is `advantage='turn'` with `candidate_reward='turn'`",
     "max_episode_retries": "what has failed is tried twice again",
 }
 
@@ -216,7 +221,6 @@ def check_choices(args: Any) -> None:
         "update_order": UPDATE_ORDERS,
         "agent_weight": AGENT_WEIGHTS,
         "on_collapse": ON_COLLAPSE,
-        "candidate_reward": CANDIDATE_REWARDS,
         "continue_from": (None, *CONTINUATIONS),
         "context_overflow": CONTEXT_OVERFLOWS,
         "on_episode_error": ON_EPISODE_ERROR,
@@ -383,9 +387,9 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
             f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
         ),
         (
-            args.candidate_samples > 1 and args.candidate_reward == "turn",
+            args.candidate_samples > 1 and not completes_candidates(args),
             f"`candidate_samples={args.candidate_samples}` completes episodes from candidates, but with "
-            "`candidate_reward='turn'` they are scored as they are. Leave one of them out.",
+            "`advantage='turn_itself'` they are scored as they are. Leave one of them out.",
         ),
         (
             uses_candidates(args) and args.credit_kind == "rewards",

@@ -20,7 +20,6 @@ from ..system.redaction import without_secrets
 from .checks import (
     ACTION_LOGPROBS,
     AGENT_WEIGHTS,
-    CANDIDATE_REWARDS,
     CONTINUATIONS,
     CREDIT_KINDS,
     CRITIC_VIEWS,
@@ -75,9 +74,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         advantage (`str`, *optional*, defaults to `"group"`):
             Baseline that the return of a turn is compared with. `"group"`: the episodes of the same prompt; `"agent"`:
             the turns of the same agent in these episodes; `"turn"` and `"c3"`: the other candidates for the same turn,
-            standardized or as they are; `"leave_one_out"`: the other episodes of the same prompt; `"batch"`: all
-            episodes of the generation batch; `"rae"`: the mean of earlier batches; `"none"`: no baseline; `"gae"`: the
-            values of a critic.
+            standardized or as they are; `"turn_itself"`: as `"turn"`, with candidates that are scored as if they were
+            the answer, as in AT-GRPO's code, which needs no further generation; `"leave_one_out"`: the other episodes
+            of the same prompt; `"batch"`: all episodes of the generation batch; `"rae"`: the mean of earlier batches;
+            `"none"`: no baseline; `"gae"`: the values of a critic.
         returns (`str`, *optional*, defaults to `None`):
             Rewards that an agent learns from. `"agent"`: those that it receives itself, which are rewards for all, and
             rewards by its name (a mapping from an environment or from `episode.earn`). Turns are then compared with
@@ -146,13 +146,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         counterfactual_samples (`int`, *optional*, defaults to `1`):
             Number of re-runs for each turn with `credit="counterfactual"` or `"removed"`.
         turn_candidates (`int`, *optional*, defaults to `4`):
-            Number of candidates that are sampled for each turn with `advantage="turn"` or `"c3"`.
+            Number of candidates that are sampled for each turn with `advantage="turn"`, `"turn_itself"` or `"c3"`.
         candidate_samples (`int`, *optional*, defaults to `1`):
             Number of episodes that are completed from each candidate. Its return is their mean reward.
-        candidate_reward (`str`, *optional*, defaults to `"episode"`):
-            Reward of a candidate: `"episode"` completes an episode from the candidate and uses
-            its reward; `"turn"` scores the candidate as if it were the team's answer, as AT-GRPO's code does. `"turn"`
-            needs no further generation.
         continue_from (`str`, *optional*, defaults to `None`):
             Candidate that the episode continues from: the `"best"` one, which biases the observations that follow, or
             a randomly `"sampled"` one. If `None`, it is `"best"` with `advantage="turn"` and `"sampled"` with `"c3"`.
@@ -350,13 +346,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     candidate_samples: int = field(
         default=1,
         metadata={"help": "Number of episodes that are completed from each candidate for a turn."},
-    )
-    candidate_reward: str = field(
-        default="episode",
-        metadata={
-            "help": "Reward of a candidate: that of the 'episode' completed from it, or of the 'turn' as the answer.",
-            "choices": list(CANDIDATE_REWARDS),
-        },
     )
     continue_from: str | None = field(
         default=None,

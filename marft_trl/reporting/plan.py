@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
-from ..config.checks import uses_candidates
+from ..config.checks import completes_candidates, uses_candidates
 from ..config.marft_config import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
@@ -237,7 +237,7 @@ class Planner:
             changed = agents[:-1] if rule.removes else agents
             return episodes * max(sum(agent in self._trained() for agent in changed), 1)
         most = max(self._candidates(agent) for agent in agents)
-        completes = most > 1 and args.candidate_reward != "turn" and len(agents) > 1
+        completes = most > 1 and completes_candidates(args) and len(agents) > 1
         return episodes * most * (args.candidate_samples if completes else 1)
 
     def _rows_at_once(self, wave: Sequence[str]) -> int:
@@ -371,7 +371,7 @@ class Planner:
         policies = {agent.name for agent in self._agents if agent.has_policy}
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
-        extra = (uses_candidates(args) and args.candidate_reward != "turn") or CREDITS[args.credit].reruns
+        extra = completes_candidates(args) or CREDITS[args.credit].reruns
         return (
             f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
             "other" + (", besides those of what completes candidates and of re-runs" if extra else "")

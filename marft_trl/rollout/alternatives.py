@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..config.checks import completes_candidates
 from ..config.marft_config import MARFTConfig
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
@@ -115,7 +116,7 @@ class Alternatives:
         worth = torch.zeros(len(jobs))
         records = {index: requests[index].episode.record() for index in turns}
         episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
-        if own_weight < 1 and self._args.candidate_reward == "turn":
+        if own_weight < 1 and not completes_candidates(self._args):
             worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
         elif own_weight < 1:
             skips, samples = _pending_before(requests), self._args.candidate_samples

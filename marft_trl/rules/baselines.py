@@ -88,6 +88,8 @@ class Baseline:
             Whether it divides by the deviation that `scale_rewards` names.
         uses_candidates (`bool`, *optional*, defaults to `False`):
             Whether it compares candidates for one turn, which the trainer then samples.
+        completes (`bool`, *optional*, defaults to `True`):
+            Whether candidates are worth the episodes that are completed from them, and not themselves as answers.
         goes_on (`str`, *optional*, defaults to `"best"`):
             Value of `continue_from` if none is set.
         takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
@@ -106,6 +108,7 @@ class Baseline:
     needs_group: bool = False
     scales: bool = False
     uses_candidates: bool = False
+    completes: bool = True
     goes_on: str = "best"
     takes_normalized_objectives: bool = False
     is_running: bool = False
@@ -170,6 +173,7 @@ BASELINES: dict[str, Baseline] = {
         ),
         Baseline("agent", _agent, needs_group=True, scales=True, takes_normalized_objectives=True),
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
+        Baseline("turn_itself", _turn, scales=True, uses_candidates=True, completes=False, in_evaluation="group"),
         Baseline("c3", _c3, uses_candidates=True, goes_on="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),

@@ -18,7 +18,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..agents import AgentSpec, as_reward_funcs, as_tools
-from ..config.checks import check_timeouts, uses_candidates
+from ..config.checks import check_timeouts, completes_candidates, uses_candidates
 from ..config.dataset_checks import column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
@@ -317,10 +317,10 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
             f"know nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set "
             "`credit='equal'`, which completes the episode from every candidate."
         )
-    if workflow.earns and args.candidate_reward == "turn" and uses_candidates(args):
+    if workflow.earns and uses_candidates(args) and not completes_candidates(args):
         raise ValueError(
-            "`candidate_reward='turn'` scores each candidate before the episode goes on, so it knows nothing of what "
-            f"it would earn in the workflow `{type(workflow).__name__}`. Set `candidate_reward='episode'`."
+            "`advantage='turn_itself'` scores each candidate before the episode goes on, so it knows nothing of what "
+            f"it would earn in the workflow `{type(workflow).__name__}`. Set `advantage='turn'`."
         )
     if workflow.earns and args.multi_objective_aggregation == "normalize_then_sum" and args.credit_kind == "rewards":
         raise ValueError(
