@@ -82,8 +82,6 @@ _NONE_MEANS = {
     "max_episode_turns": "no limit",
 }
 
-# `(field, other field, value)`: the field has no effect unless the other field has this value.
-
 
 def has_turn_ratio(args: Any) -> bool:
     """`True` if the level has one policy ratio per turn."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..system.event_loop import Lane, at_most, give_up, in_any_thread, in_thread, one_at_a_time
+from ..system.event_loop import Lane, give_up, in_thread, one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,12 @@ class ToolLimits:
             `calls` limits them.
         output (`int`): maximum number of characters of a result that are shown to the agent.
         seconds (`float`): maximum wall-clock time of one call, in seconds.
-        parallel (`int`): maximum number of synchronous tools that run at the same time. If it is more than 1, they
-            have to be safe for threads.
     """
 
     calls: int = 16
     rounds: int | None = None
     output: int = 4096
     seconds: float = 30.0
-    parallel: int = 1
 
 
 # Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
@@ -134,14 +131,10 @@ async def _outcome_of(
     seconds = limits.seconds
     if inspect.iscoroutinefunction(function):
         return await _within(awaited(function(**arguments)), seconds)
-    if limits.parallel > 1 and lane == "tools":
-        async with at_most(limits.parallel):
-            value, error = await _within(in_any_thread(called), seconds)
-    else:
-        async with one_at_a_time():
-            value, error = await _within(in_thread(called, lane), seconds)
-            if isinstance(error, _GaveUp):
-                give_up(lane)
+    async with one_at_a_time():
+        value, error = await _within(in_thread(called, lane), seconds)
+        if isinstance(error, _GaveUp):
+            give_up(lane)
     if error is None and inspect.isawaitable(value):  # an asynchronous function behind a decorator
         return await _within(awaited(value), seconds)
     return value, error

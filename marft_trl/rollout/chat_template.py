@@ -17,10 +17,6 @@ from ..config.dataset_checks import has_other_content
 from ..episodes.records import Messages
 
 
-_CALL = {"type": "function", "function": {"name": "x", "arguments": {}}}
-_CALLING: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-
-
 class ChatTemplate:
     """
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
@@ -69,11 +65,7 @@ class ChatTemplate:
         Raises:
             ValueError: The template rewrites what stands before the results.
         """
-        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-        calling: Messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
+        calling = _calling(results[0]["name"])
         mark, hollow = _hollow(results)
         before = self.render(calling, functions, add_generation_prompt=False)
         whole = self.render([*calling, *hollow], functions)
@@ -124,7 +116,7 @@ class ChatTemplate:
     def renders_called_results(self) -> bool:
         """`True` if the template renders tool results after a message with tool calls."""
         messages: Messages = [
-            *_CALLING,
+            *_calling(),
             {"role": "tool", "name": "x", "content": "x"},
             {"role": "assistant", "content": "x"},
             {"role": "user", "content": "x"},
@@ -138,7 +130,9 @@ class ChatTemplate:
         """`True` if the template shows the tool calls of a message."""
         user: Messages = [{"role": "user", "content": "x"}]
         with contextlib.suppress(ValueError):
-            return self.render([*_CALLING, *user]) != self.render([*user, {"role": "assistant", "content": ""}, *user])
+            return self.render([*_calling(), *user]) != self.render(
+                [*user, {"role": "assistant", "content": ""}, *user]
+            )
         return False
 
     @functools.cached_property
@@ -201,6 +195,12 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
 def unbound(function: Callable) -> Callable:
     """Return a method without its object. All episodes share the tools, but each has its own environment."""
     return getattr(function, "__func__", function)
+
+
+def _calling(name: str = "x") -> Messages:
+    """A conversation that ends with the call of a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages]:

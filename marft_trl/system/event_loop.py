@@ -27,9 +27,6 @@ _OWN = threading.local()
 Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 _GRACE = 5.0  # seconds
-_SIDE_BY_SIDE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]
-_SIDE_BY_SIDE = weakref.WeakKeyDictionary()
-_IDLE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Worker]] = weakref.WeakKeyDictionary()
 _UNSET = object()
 _WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worker]] = weakref.WeakKeyDictionary()
 
@@ -130,36 +127,6 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
 def _surrounded(function: Callable[[], Any], around: Around | None) -> Any:
     with contextlib.nullcontext() if around is None else around():
         return function()
-
-
-@contextlib.asynccontextmanager
-async def at_most(count: int) -> AsyncIterator[None]:
-    """Context manager: wait until fewer than `count` functions run side by side, then allow [`in_any_thread`]."""
-    limits = _SIDE_BY_SIDE.setdefault(asyncio.get_running_loop(), {})
-    async with limits.setdefault(count, asyncio.Semaphore(count)):
-        yield
-
-
-async def in_any_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """
-    Run a function in a thread that nothing else uses. It sees the caller's context variables. A function that is
-    abandoned keeps its thread.
-
-    Returns: the function's result, and the exception that it raised or `None`.
-    """
-    loop = asyncio.get_running_loop()
-    idle = _IDLE.setdefault(loop, [])
-    if not idle:
-        idle.append(_Worker())
-        weakref.finalize(loop, idle[-1].end)
-    worker = idle.pop()
-    try:
-        outcome = await worker.run(loop, functools.partial(contextvars.copy_context().run, function))
-    except BaseException:
-        worker.end()
-        raise
-    idle.append(worker)
-    return outcome
 
 
 def give_up(lane: Lane) -> None:
