@@ -293,7 +293,7 @@ def test_a_fall_of_batches_is_said_calmly_and_once_it_lasts(model_folder, tmp_pa
         feed(draws.random((50, 32)) < 0.5)
         feed(draws.random((16, 32)) < 0.05)
         assert not caplog.messages
-        feed(draws.random((40, 32)) < 0.05)
+        feed(draws.random((14, 32)) < 0.05)  # with windows of 16, not before 23
     (said,) = caplog.messages
     assert "The mean reward of the last 8 generation batches is 0.0" in said and "COLLAPSED" not in said
     assert "Either the rows have become harder, or the team has fallen" in said and "`eval_strategy`" in said
