@@ -156,7 +156,7 @@ def main():
                 {
                     "separate passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=False),
                     "mixed passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=True),
-                    "chosen by trial": Steps(options, path, many, *sizes, varied, workflow),
+                    "by default": Steps(options, path, many, *sizes, varied, workflow),
                 },
                 options.repeats,
             )

@@ -1,7 +1,7 @@
 """Rows of several agents in one pass: the gradients are those of separate passes."""
 
 import contextlib
-import time
+import dataclasses
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ from peft import LoraConfig
 from torch import nn
 
 from marft_trl import AgentSpec, Sequential
-from marft_trl.learning import mixing
+from marft_trl.learning.mixing import MixedPasses
+from marft_trl.rules.rows import MicroBatch, Row
 from marft_trl.seams.mixing import MixedLora
 from marft_trl.tiny import tiny_model
 from marft_trl.workflows import Debate
 
-from .helpers import StopAt, lora, moved, team_trainer, weights
+from .helpers import lora, moved, team_trainer, weights
 
 
 NAMES = ["one", "two", "three", "four", "five"]
@@ -97,7 +98,7 @@ def test_gradients_are_those_of_separate_passes(model_folder, tmp_path, settings
     counted.clear()
     loss, mixed = gradients(trainer, slice_)
     few = len(counted)
-    trainer.args.mixed_passes = False
+    trainer.parts.loss.mixing = None
     counted.clear()
     plain_loss, plain = gradients(trainer, slice_)
     assert few < len(counted) and loss == pytest.approx(plain_loss, rel=1e-5, abs=1e-7)
@@ -139,9 +140,9 @@ def test_agents_of_one_adapter_have_passes_of_their_own(model_folder, tmp_path):
     counted = passes(trainer)
     _, mixed = gradients(trainer, slice_)
     assert len(counted) in (2, 3, 4)  # two groups, each of one or two passes
-    trainer.args.mixed_passes = False
+    kept, trainer.parts.loss.mixing = trainer.parts.loss.mixing, None
     assert_same(mixed, gradients(trainer, slice_)[1])
-    trainer.args.mixed_passes = True
+    trainer.parts.loss.mixing = kept
     trainer.train()
     (entry,) = (entry for entry in trainer.state.log_history if "agents/left/grad_share" in entry)
     assert sum(entry[f"agents/{name}/grad_share"] for name in ("one", "two", "left", "right")) == pytest.approx(1)
@@ -154,7 +155,7 @@ def test_no_prefix_is_shared_between_adapters(model_folder, tmp_path):
     slice_ = sliced(trainer)
     assert len({tuple(row.prompt_ids.tolist()) for row in slice_.rows}) == 2
     _, mixed = gradients(trainer, slice_)
-    trainer.args.mixed_passes = False
+    trainer.parts.loss.mixing = None
     assert_same(mixed, gradients(trainer, slice_)[1])
 
 
@@ -187,69 +188,53 @@ def test_a_4_bit_base(small_model, tmp_path):
             parameter.data.normal_(std=0.1)
     slice_ = sliced(trainer)
     _, mixed = gradients(trainer, slice_)
-    trainer.args.mixed_passes = False
+    trainer.parts.loss.mixing = None
     assert_same(mixed, gradients(trainer, slice_)[1])
 
 
 # ---- When ----
 
 
-def tried(trainer):
-    """Trains with clocks of the trial that are noted."""
-    seen, inner = [], trainer.parts.loss.mixing.decide
-
-    def noting(batches, run):
-        seen.append(len(batches))
-        return inner(batches, run)
-
-    trainer.parts.loss.mixing.decide = noting
-    return seen
+def shaped(adapter, rows, prompt, completion):
+    """A micro-batch of rows of these lengths, which have nothing in common."""
+    ids = [torch.full((prompt,), number) for number in range(rows)]
+    row = Row(agent=adapter, adapter=adapter, prompt_ids=ids[0], completion_ids=torch.zeros(completion).long())
+    return MicroBatch(adapter, [dataclasses.replace(row, prompt_ids=its) for its in ids])
 
 
-@pytest.mark.parametrize("faster", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_trial_decides_and_changes_nothing_else(model_folder, tmp_path, monkeypatch, faster):
-    """With a clock that lets one kind of passes look slow."""
-    ends = {}
-    for mixed in (None, faster):
-        trainer = make(model_folder, tmp_path / str(mixed), agents(), mixed_passes=mixed, num_iterations=2)
-        watched, clock = trainer.parts.loss.mixing, [0.0]
-        inner = MixedLora.use
+class Bounds:
+    """What is asked of a [`MicroBatcher`]."""
 
-        def using(self, names, clock=clock, inner=inner):
-            clock[0] += -0.5 if faster else 10.0
-            return inner(self, names)
+    max_tokens, is_checkpointing = 4096, False
 
-        monkeypatch.setattr(MixedLora, "use", using)
-        monkeypatch.setattr(mixing.time, "perf_counter", lambda clock=clock: clock[0] + time.monotonic())
-        seen = tried(trainer)
+
+def joined(batches, always=False, **bounds):
+    found = MixedPasses(None, type("", (Bounds,), bounds)(), always).plan(batches)
+    return sorted(len(group) for group in found)
+
+
+def test_counts_decide_which_micro_batches_share_a_pass():
+    """512 tokens of a micro-batch, a quarter of padding, the bound of tokens: by hand, and without a clock."""
+    small = [shaped(name, 4, 100, 29) for name in NAMES]  # 4 rows of 128 tokens, the last of which is not read
+    assert joined(small) == [5]
+    large = [shaped(name, 4, 101, 29) for name in NAMES]  # 516 tokens each
+    assert joined(large) == [1] * 5 and joined(large, always=True) == [5]
+    assert joined(small, max_tokens=4 * 512) == [1, 4]
+    assert joined(small, is_checkpointing=True) == [1] * 5
+    uneven = [shaped("one", 4, 59, 2), shaped("two", 4, 99, 2)]  # 800 tokens in place of 640: a quarter more
+    assert joined(uneven) == [2] and joined([shaped("one", 4, 58, 2), uneven[1]]) == [1, 1]
+    assert joined([small[0], shaped("one", 4, 100, 29)]) == [1, 1]  # rows of one adapter are cut by their own bound
+
+
+def test_a_large_team_of_small_turns_shares_passes_by_default(model_folder, tmp_path):
+    """And trains what separate passes train, on every run to the bit."""
+    ends = []
+    for place, mixed in enumerate((None, None, True)):
+        folder, debate = tmp_path / str(place), Debate(NAMES, rounds=1)
+        trainer = make(model_folder, folder, agents(), debate, mixed_passes=mixed, num_iterations=2)
         trainer.train()
-        monkeypatch.undo()
-        assert len(seen) == (1 if mixed is None else 0)
-        assert watched.are_on == faster
-        ends[mixed] = weights(trainer)
-    assert not moved(ends[None], ends[faster])  # the trial leaves gradients and random numbers as they are
-
-
-def test_a_process_without_memory_for_the_trial_takes_part_in_the_decision(model_folder, tmp_path, monkeypatch):
-    """Each process knows for itself whether gradients are checkpointed; what they add up, they add up together."""
-    trainer = make(model_folder, tmp_path, agents(), mixed_passes=None, gradient_checkpointing=None)
-    watched, slice_ = trainer.parts.loss.mixing, sliced(trainer)
-    seen, inner = [], trainer.parts.processes.sum
-    monkeypatch.setattr(trainer.parts.processes, "sum", lambda value: seen.append(value.tolist()) or inner(value))
-    monkeypatch.setattr(type(trainer.parts.batcher), "is_checkpointing", property(lambda self: True))
-    gradients(trainer, slice_)
-    assert [0.0, 0.0] in seen and watched.are_open and not watched.are_on
-
-
-def test_a_resumed_run_does_not_try_again(model_folder, tmp_path, monkeypatch):
-    settings = {"mixed_passes": None, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    monkeypatch.setattr(mixing, "_FASTER", 1e9)  # whatever the clock says
-    make(model_folder, tmp_path, agents(), callbacks=[StopAt(1)], **settings).train()
-    monkeypatch.setattr(mixing, "_FASTER", 0.0)
-    resumed = make(model_folder, tmp_path, agents(), **settings)
-    seen = tried(resumed)
-    resumed.train(resume_from_checkpoint=True)
-    assert not seen and resumed.parts.loss.mixing.are_on
+        ends.append(weights(trainer))
+    assert not moved(ends[0], ends[1]) and not moved(ends[0], ends[2])
 
 
 @pytest.mark.parametrize(
@@ -274,11 +259,9 @@ def test_what_cannot_be_mixed_is_said(model_folder, tmp_path, settings, message)
     [{"team": agents(["one", "two", "three"])}, {"mixed_passes": False}, {"gradient_checkpointing": True}],
     ids=str,
 )
-def test_where_no_trial_is_made(model_folder, tmp_path, settings):
+def test_where_passes_are_not_mixed(model_folder, tmp_path, settings):
     trainer = make(model_folder, tmp_path, **{"mixed_passes": None, **settings}, max_steps=1)
-    seen = tried(trainer)
-    trainer.train()
-    assert not seen and not trainer.parts.loss.mixing.are_on
+    assert trainer.parts.loss.mixing is None
 
 
 def test_other_passes_in_between_are_an_error():

@@ -218,7 +218,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
     names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
-    names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse", "mixing"}
+    names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse"}
     names |= {"reporter"}
     assert set(owners) == names
     for name, owner in owners.items():
@@ -376,7 +376,6 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
     collapsed = {"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True, "has_restored": True}
     collapsed["best_evaluation"] = 0.75
     owners["collapse"].load_state_dict(collapsed)
-    owners["mixing"].load_state_dict({"is_faster": True})
     owners["reporter"].load_state_dict({"generated_tokens": 512})
     with owners["user_randomness"].theirs():
         torch.rand(3)

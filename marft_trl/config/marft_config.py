@@ -199,8 +199,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             bit; models with learned position embeddings (GPT-2) are passed explicit positions.
         mixed_passes (`bool`, *optional*, defaults to `None`):
             Whether rows of several agents, each with the LoRA of its own, go through the model together in training.
-            If `None`, this is tried out on the first rows of a team with at least four trained adapters, and done if
-            it is faster. Gradients change only by rounding. It does not go with gradient checkpointing.
+            If `None`, micro-batches of at most 512 tokens on average do, in a team with at least four trained
+            adapters. Gradients change only by rounding. It does not go with gradient checkpointing.
         skip_rows_without_signal (`bool`, *optional*, defaults to `None`):
             Whether rows whose gradient is exactly 0, because their advantage is 0 and nothing else is in the loss, are
             left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
@@ -402,7 +402,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     )
     mixed_passes: bool | None = field(
         default=None,
-        metadata={"help": "Whether rows of several agents share a pass. If None, where a trial shows it is faster."},
+        metadata={
+            "help": "Whether rows of several agents share a pass. If None, small micro-batches of large teams do."
+        },
     )
     skip_rows_without_signal: bool | None = field(
         default=None,

@@ -15,7 +15,6 @@ from ..config.marft_config import MARFTConfig
 from ..rollout.generator import Sampling
 from ..rules.levels import Level
 from ..rules.rows import MicroBatch, Row, Slice
-from ..seams.mixing import MixedLora
 from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
 from ..system.processes import Processes
 from ..system.run_metrics import Metrics, StepMetrics
@@ -68,7 +67,7 @@ class TeamLoss:
         collate ([`Collator`]): makes tensors of rows.
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
-        mixing ([`MixedPasses`]): which micro-batches share a pass.
+        mixing ([`MixedPasses`], *optional*): which micro-batches share a pass.
         policies ([`Policies`]): switch adapters.
         level ([`Level`]): unit of the policy ratio.
         samplings (`Mapping[str, Sampling]`): how each agent samples.
@@ -87,7 +86,7 @@ class TeamLoss:
         collate: Collator,
         critic: CriticLearner | None,
         updates: AdapterUpdates,
-        mixing: MixedPasses,
+        mixing: MixedPasses | None,
         policies: Policies,
         level: Level,
         samplings: Mapping[str, Sampling],
@@ -124,8 +123,6 @@ class TeamLoss:
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        if self.mixing.are_open:
-            self._try_mixing(model, slice_, learning, backward)
         parts = self._parts(model, slice_, learning, self._notes)
         if not parts:  # no agent of the slice learns on this process; others may have rows
             return torch.zeros((), device=self._processes.device, requires_grad=True)
@@ -181,7 +178,7 @@ class TeamLoss:
                 Part([], functools.partial(self._critic.loss, batch, slice_, steps, notes.values)) for batch in batches
             ]
         batches = list(self._batcher.cut(trained))
-        return parts + self._of_policies(model, batches, slice_, thresholds, notes, self.mixing.are_on)
+        return parts + self._of_policies(model, batches, slice_, thresholds, notes)
 
     def _of_policies(
         self,
@@ -190,11 +187,10 @@ class TeamLoss:
         slice_: Slice,
         thresholds: Mapping[str, torch.Tensor],
         notes: Notes,
-        is_mixed: bool,
     ) -> list[Part]:
         """The losses of micro-batches of policies, of which several may share a pass."""
         parts = []
-        for group in self.mixing.plan(batches) if is_mixed else [[batch] for batch in batches]:
+        for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
             losses = [
                 functools.partial(self._of_batch, model, batch, slice_, thresholds.get(batch.agent), notes)
                 for batch in group
@@ -205,21 +201,8 @@ class TeamLoss:
 
     def _together(self, batches: Sequence[MicroBatch], losses: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
         """The sum of the losses of micro-batches that share a pass."""
-        with self._log_probs.mixed(batches, cast(MixedLora, self.mixing.lora)):
+        with self._log_probs.mixed(batches, cast(MixedPasses, self.mixing).lora):
             return torch.stack([loss() for loss in losses]).sum()
-
-    def _try_mixing(
-        self, model: nn.Module, slice_: Slice, learning: frozenset[str], backward: Callable[[torch.Tensor], None]
-    ) -> None:
-        """Find out whether micro-batches of several agents should share passes."""
-        rows = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
-        batches = list(self._batcher.cut(self._signal.split(rows)[0]))
-
-        def run(is_mixed: bool) -> None:
-            for part in self._of_policies(model, batches, slice_, {}, Notes(self._agents), is_mixed):
-                backward(part.loss())
-
-        self.mixing.decide(batches, run)
 
     def _note_without_signal(
         self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes

@@ -1,32 +1,27 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Micro-batches of several agents in one pass, where that is faster."""
+"""Micro-batches of several agents in one pass, where they are many and small."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-from accelerate.logging import get_logger
 from torch import nn
 
 from ..config.marft_config import MARFTConfig
 from ..rules.rows import MicroBatch, Row
 from ..seams.mixing import MixedLora
 from ..shared_prefix.prefixes import plan_passes
-from ..system.processes import Processes
 from ..weights.policies import Policies
 from .micro_batcher import MicroBatcher
 
 
-logger = get_logger(__name__)
-
-# Trained adapters from which on a trial is made. With fewer, there is little to gain
+# Trained adapters from which on passes are mixed by default. With fewer, there is little to gain
 _FEWEST = 4
-# Mixed passes have to take less than this share of the time of separate ones
-_FASTER = 0.9
-_REPEATS = 2
+# Tokens of a micro-batch, averaged over those of a pass, up to which passes are mixed by default. Larger ones keep
+# the device busy by themselves. Measured on one core of a CPU (docs/performance.md). Counts, unlike a clock, are the same
+# on every machine and in every run
+_SMALL = 512
 # Padding between rows of different lengths costs passes at most this much more tokens
 _PADDING = 1.25
 
@@ -36,77 +31,45 @@ class MixedPasses:
     Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
 
     Args:
-        model (`nn.Module`): the model with the adapters, without wrappers.
-        policies ([`Policies`]): the adapters.
-        args ([`MARFTConfig`]): `mixed_passes`.
+        lora ([`MixedLora`]): lets rows of several adapters go through the model.
         batcher ([`MicroBatcher`]): the bound of tokens in a pass, and whether gradients are checkpointed.
-        places_rows (`bool`): whether passes give positions, which mixed ones do.
-        processes ([`Processes`]): they decide together.
+        always (`bool`): whether large micro-batches share passes too (`mixed_passes=True`).
     """
 
-    def __init__(
-        self,
+    def __init__(self, lora: MixedLora, batcher: MicroBatcher, always: bool):
+        self.lora, self._batcher, self._always = lora, batcher, always
+
+    @classmethod
+    def of(
+        cls,
         model: nn.Module,
         policies: Policies,
         args: MARFTConfig,
         batcher: MicroBatcher,
         places_rows: bool,
-        processes: Processes,
-    ):
-        self._model, self._policies, self._args, self._batcher = model, policies, args, batcher
-        self._processes = processes
-        self.why_not = self._reason(places_rows)
-        self.lora = MixedLora(model) if self.why_not is None else None
-        self._is_faster: bool | None = None
-
-    def _reason(self, places_rows: bool) -> str | None:
-        """Why rows are not mixed, or `None` if they may be."""
-        trained = self._policies.trained
-        if self._args.mixed_passes is False:
-            return "`mixed_passes=False`"
-        if len(trained) < (2 if self._args.mixed_passes else _FEWEST):
-            return f"{len(trained)} adapters are trained"
-        if self._processes.have_shards:
-            return "the base is in shards"
-        if not places_rows:
-            return "rows take the passes of `GRPOTrainer`"
-        if self._args.mixed_passes and self._args.gradient_checkpointing is True:
-            return "gradients are checkpointed (`gradient_checkpointing=True`)"
-        return MixedLora.why_not(self._model, trained)
-
-    def check(self) -> None:
+        has_shards: bool,
+    ) -> MixedPasses | None:
         """
-        Raise if rows are to be mixed and cannot be.
+        The mixed passes of a run, or `None` if every micro-batch has a pass of its own.
+
+        Args:
+            model (`nn.Module`): the model with the adapters, without wrappers.
+            policies ([`Policies`]): the adapters.
+            args ([`MARFTConfig`]): `mixed_passes`.
+            batcher ([`MicroBatcher`]): cuts rows into micro-batches.
+            places_rows (`bool`): whether passes give positions, which mixed ones do.
+            has_shards (`bool`): whether the base is in shards.
 
         Raises:
-            ValueError: `mixed_passes=True`; the message has the reason.
+            ValueError: `mixed_passes=True`, and rows cannot be mixed; the message has the reason.
         """
-        if self._args.mixed_passes and self.why_not is not None:
+        why_not = _why_not(model, policies, args, places_rows, has_shards)
+        if args.mixed_passes and why_not is not None:
             raise ValueError(
-                f"`mixed_passes=True` lets the rows of several agents share a pass, but {self.why_not}. Leave it out: "
-                "then rows are mixed where that is possible and faster."
+                f"`mixed_passes=True` lets the rows of several agents share a pass, but {why_not}. Leave it out: then "
+                "rows are mixed where that is possible and saves time."
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
-        return {"is_faster": self._is_faster}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
-        self._is_faster = state["is_faster"]
-
-    @property
-    def are_on(self) -> bool:
-        """`True` if rows are mixed now."""
-        if self.lora is None or self._batcher.is_checkpointing:
-            return False
-        return bool(self._args.mixed_passes or self._is_faster)
-
-    @property
-    def are_open(self) -> bool:
-        """`True` if a trial would tell whether to mix. The same on all processes, which decide together."""
-        undecided = self._args.mixed_passes is None and self._is_faster is None
-        return self.lora is not None and undecided and self._args.gradient_checkpointing is not True
+        return None if why_not is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
 
     def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         """
@@ -115,6 +78,8 @@ class MixedPasses:
         Args:
             batches (`Sequence[MicroBatch]`): micro-batches of one agent each.
         """
+        if self._batcher.is_checkpointing:  # passes would be run again, layer by layer
+            return [[batch] for batch in batches]
         groups: list[tuple[list[MicroBatch], list[_Shape]]] = []
         for batch in sorted(batches, key=lambda one: max(row.length for row in one.rows)):
             shape = _Shape.of(batch.rows)
@@ -129,50 +94,29 @@ class MixedPasses:
 
     def _fit(self, shapes: Sequence[_Shape]) -> bool:
         """Whether micro-batches of these shapes may share a pass."""
-        together, apart = _Shape.tokens(shapes), sum(_Shape.tokens([one]) for one in shapes)
+        joined, apart = _Shape.tokens(shapes), sum(_Shape.tokens([shape]) for shape in shapes)
         most = self._batcher.max_tokens
-        return together <= _PADDING * apart and (most is None or together <= most)
+        if joined > _PADDING * apart or (most is not None and joined > most):
+            return False
+        return self._always or apart <= _SMALL * len(shapes)
 
-    def decide(self, batches: Sequence[MicroBatch], run: Callable[[bool], None]) -> None:
-        """
-        Try both kinds of passes on micro-batches, on all processes. Gradients and random numbers stay as they are.
 
-        Args:
-            batches (`Sequence[MicroBatch]`): micro-batches of this process.
-            run (`Callable`): `run(is_mixed)` runs their forward and backward passes.
-        """
-        # Each process knows for itself whether its rows fit without checkpoints of gradients
-        shares = not self._batcher.is_checkpointing and len(self.plan(batches)) < len(batches)
-        times = torch.zeros(2, dtype=torch.float64)
-        if shares:
-            times = torch.tensor([min(self._timed(run, mixed)) for mixed in (False, True)], dtype=torch.float64)
-        separate, mixed = self._processes.sum(times).tolist()
-        if separate:
-            self._is_faster = mixed < _FASTER * separate
-            verb = "share passes" if self._is_faster else "have passes of their own"
-            logger.info(f"Micro-batches of the agents {verb}: mixed ones take {mixed / separate:.2f} of the time.")
-
-    def _timed(self, run: Callable[[bool], None], is_mixed: bool) -> list[float]:
-        """Seconds of some runs, after one that is not counted."""
-        parameters = [p for name in self._policies.trained for p in self._policies.parameters(name).values()]
-        kept = [parameter.grad for parameter in parameters]
-        seconds = []
-        with torch.random.fork_rng():
-            for _ in range(_REPEATS + 1):
-                for parameter in parameters:
-                    parameter.grad = None
-                self._wait_for_device()
-                begin = time.perf_counter()
-                run(is_mixed)
-                self._wait_for_device()
-                seconds.append(time.perf_counter() - begin)
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-        return seconds[1:]
-
-    def _wait_for_device(self) -> None:
-        if self._processes.device.type == "cuda":
-            torch.cuda.synchronize(self._processes.device)
+def _why_not(
+    model: nn.Module, policies: Policies, args: MARFTConfig, places_rows: bool, has_shards: bool
+) -> str | None:
+    """Why rows are not mixed, or `None` if they may be."""
+    trained = policies.trained
+    if args.mixed_passes is False:
+        return "`mixed_passes=False`"
+    if len(trained) < (2 if args.mixed_passes else _FEWEST):
+        return f"{len(trained)} adapters are trained"
+    if has_shards:
+        return "the base is in shards"
+    if not places_rows:
+        return "rows take the passes of `GRPOTrainer`"
+    if args.gradient_checkpointing is True:
+        return "gradients are checkpointed (`gradient_checkpointing=True`)"
+    return MixedLora.why_not(model, trained)
 
 
 class _Shape(NamedTuple):

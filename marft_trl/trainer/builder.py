@@ -383,13 +383,10 @@ class Builder:
         sequential = SequentialFactors(log_probs, choices.level, args.sequential_clip, self.metrics, self.processes)
         return batcher, log_probs, learner, loss, updates, sequential
 
-    def _mixing(self, batcher: MicroBatcher) -> MixedPasses:
-        trainer = self._trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        places = self.passes.give_positions
-        self.mixing = MixedPasses(model, self._choices.policies, self._args, batcher, places, self.processes)
-        self.mixing.check()
-        return self.mixing
+    def _mixing(self, batcher: MicroBatcher) -> MixedPasses | None:
+        model, places = self._trainer.accelerator.unwrap_model(self._trainer.model), self.passes.give_positions
+        shards = self.processes.have_shards
+        return MixedPasses.of(model, self._choices.policies, self._args, batcher, places, shards)
 
     def _critic_learner(self, batcher: MicroBatcher) -> CriticLearner | None:
         choices = self._choices

@@ -109,7 +109,6 @@ def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
         "rollouts": rollouts,
         "dynamic_sampling": sampling,
         "collapse": collapse,
-        "mixing": builder.mixing,
         "reach": reach,
         "own_returns": builder.own_returns,
         "running_baselines": builder.running,
