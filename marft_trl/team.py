@@ -21,10 +21,10 @@ from trl.trainer.utils import create_model_from_path
 from .agents import AgentSpec, as_tools
 from .config.dataset_checks import check_prompts
 from .config.evaluation import check_sampling
+from .config.sampling import Sampling, decoding
 from .episodes.records import Episode, Messages
 from .episodes.tools import ToolLimits, tool_name
 from .rollout import preparing
-from .rollout.generator import Sampling, decoding
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
 from .rollout.runner import EpisodeRunner

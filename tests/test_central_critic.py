@@ -99,7 +99,7 @@ def test_normalized_values_take_large_rewards(model_folder, tmp_path, size=1e3):
     workflow = EnvironmentLoop(Sized, turns="one")
     settings = {**PPO, "critic": "per_agent", "level": "action", "normalize_values": True, "gae_lambda": 1.0}
     first, second = run(model_folder, tmp_path, workflow, steps=2, **settings)
-    for rollout, rows, _ in (first, second):
+    for rollout, rows in (first, second):
         for episode, its in zip(rollout.episodes, rows, strict=True):
             for one in its:
                 expected = torch.full((1,), float(sum(episode.own[one.agent])))
@@ -113,7 +113,7 @@ def test_a_central_critic_reads_what_others_did(model_folder, tmp_path, critic):
     """Agents see their own turns alone; the critic reads all turns before the joint step, and learns from them."""
     workflow = EnvironmentLoop(Alternating, turns="one", shows="own", horizon=4)
     settings = {**PPO, "num_generations": 4, "critic": critic, "critic_sees": "history", "num_iterations": 2}
-    ((rollout, rows, last),) = run(model_folder, tmp_path, workflow, steps=2, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, workflow, steps=2, **settings)
     for episode, its in zip(rollout.episodes, rows, strict=True):
         for turn, one in zip(episode.turns, its, strict=True):
             assert turn.prompt_ids == tuple(one.prompt_ids.tolist())  # the policy is scored on what it saw
@@ -123,4 +123,4 @@ def test_a_central_critic_reads_what_others_did(model_folder, tmp_path, critic):
         said = {rollout.episodes[first + index].turns[0].text for index in range(4)}
         assert len({tuple(one.prompt_ids.tolist()) for one in seconds}) == 1
         assert len({tuple(one.critic_prompt_ids.tolist()) for one in seconds}) == len(said)
-    assert all(set(values) == {"left", "right"} for values in last)
+    assert all({row.agent for row in its if row.last_value} == {"left", "right"} for its in rows)

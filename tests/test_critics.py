@@ -146,10 +146,10 @@ def train_and_count(model_folder, tmp_path, settings, keeps=True, plants=False):
     with_values = critic.with_values
 
     def note(rollout, rows, may_keep):
-        filled, last_values = with_values(rollout, rows, may_keep and keeps)
+        filled = with_values(rollout, rows, may_keep and keeps)
         kept.append(critic.num_kept_passes)
         assert all(not row.old_values.requires_grad for row in filled)
-        return filled, last_values
+        return filled
 
     trainer.model.train()
     trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)  # a step that was broken off

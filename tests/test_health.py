@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential
+from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.episodes.live import LiveEpisode
 from marft_trl.functional import moments, standardized
 from marft_trl.reporting.health import PATIENCE, Health
@@ -45,7 +46,8 @@ class Watched:
         )
         args = MARFTConfig(str(tmp_path), use_cpu=True, **settings)
         parts = {"planner": dict(self.layer.named_parameters())}
-        self.health = Health(NAMES, policies, lambda: parts, 400, args, self.metrics)
+        team = TeamSetup([AgentSpec(name) for name in NAMES], None, policies, None, None, {}, {}, None)
+        self.health = Health(team, RunContext(args, None, None, self.metrics, None), lambda: parts, 400)
         self.state = SimpleNamespace(global_step=0)
         self.health.on_train_begin(None, self.state, None)
 

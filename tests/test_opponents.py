@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Team
 from marft_trl.agents import check_team
+from marft_trl.config.team_setup import TeamSetup
 from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.reporting.games import GameMetrics, Played
@@ -490,7 +492,9 @@ class Pool:
 
 
 def test_win_rates_by_hand():
-    games = GameMetrics(["left", "right"], ["left"], own=None, copies=Pool())
+    policies = SimpleNamespace(is_trained=lambda name: name == "left")
+    team = TeamSetup([AgentSpec("left"), AgentSpec("right")], None, policies, None, None, {}, {}, None)
+    games = GameMetrics(team, own=None, copies=Pool())
     results = [(1, -1, 2), (0.1 + 0.2, 0.3, 2), (-2, 2, 5), (3, 1, 5)]
     played = [Played({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
     assert games.metrics([*played, None]) == {

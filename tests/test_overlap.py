@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_trl import functional
+from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.collector import EpisodeError
 from marft_trl.episodes.records import SampledBy
 from marft_trl.learning.schedules import Schedule
-from marft_trl.rollout.failures import Failures, OnFailure
+from marft_trl.rollout.failures import Failures
 from marft_trl.rules.rows import Row, Slice
 from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
 from marft_trl.servers.library import AdapterLibrary, Entry, MismatchError, Probe
@@ -78,7 +79,8 @@ def correction(tmp_path, tolerance=0.1, staleness=lambda adapter, version: 0, **
     store = {"train": defaultdict(list), "eval": defaultdict(list)}
     metrics = Metrics(store, lambda: True)
     args = config(tmp_path, use_vllm=True, **changes)
-    return SamplingCorrection(args, tolerance, metrics, one_process(), staleness), store["train"]
+    run = RunContext(args, None, None, metrics, one_process())
+    return SamplingCorrection(run, tolerance, staleness), store["train"]
 
 
 def test_turns_are_weighed_and_reported(tmp_path):
@@ -220,7 +222,8 @@ def overlapped(passes, every, accumulation, staleness, seed, delay=0.0, fails=No
     schedule = Schedule(("a",), every)
     ahead, runner = LookAhead(state, schedule, staleness), FakeRunner(seed, fails)
     found, largest = [], 0
-    overlap = Overlap(runner, ahead.upcoming, ahead.number, staleness, OnFailure(), Failures(), one_process())
+    args = SimpleNamespace(max_staleness=staleness, on_episode_error="raise", reward_timeout=None)
+    overlap = Overlap(RunContext(args, None, state, None, one_process()), runner, ahead, Failures())
     number = 0
     try:
         for count in passes:

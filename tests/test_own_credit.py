@@ -20,7 +20,7 @@ def test_discounts_run_over_ones_own_turns(model_folder, tmp_path, sees):
     """The last own turn gets the whole return, the one before it half of it, and so on."""
     workflow = EnvironmentLoop(sees, turns="one" if sees is Alternating else "all")
     settings = {"advantage": "none", "credit": "step_discount", "credit_discount": 0.5}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, workflow, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, workflow, **settings)
     assert any(own(one, "left") for one in rollout.episodes)
     for episode, its in zip(rollout.episodes, rows, strict=True):
         for agent in ("left", "right"):
@@ -38,7 +38,7 @@ def letters(completions, **kwargs):
 def test_scores_of_a_turn_come_on_top_of_what_its_agent_receives(model_folder, tmp_path, kind, weight):
     agents = [AgentSpec("left", reward_funcs=letters), AgentSpec("right", reward_funcs=letters)]
     settings = {"advantage": "none", "credit": "per_step", "own_reward_weight": weight, "credit_kind": kind}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, GAME, agents, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, GAME, agents, **settings)
     for episode, its in zip(rollout.episodes, rows, strict=True):
         for turn, row in zip(episode.turns, its, strict=True):
             counted = [turn]
@@ -65,7 +65,7 @@ def test_reruns_are_compared_by_what_the_agent_of_the_turn_receives(
 
     monkeypatch.setattr(EpisodeRunner, "run", run_and_note)
     settings = {"advantage": advantage, "credit": credit}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, GAME, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, GAME, **settings)
     if credit == "removed":
         places = [k for episode in rollout.episodes for k in range(len(episode.turns))]
         assert all(again.turns[k].completion_ids == () for again, k in zip(done, places, strict=True))
@@ -109,7 +109,7 @@ def test_candidates_are_compared_by_what_their_agent_receives(model_folder, tmp_
 
     Game.rounds = rounds
     settings = {"advantage": "turn", "turn_candidates": 3, "continue_from": how, "num_generations": 2}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, EnvironmentLoop(Game, turns="one"), **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, EnvironmentLoop(Game, turns="one"), **settings)
     last, sign = ("left", 1) if rounds == 5 else ("right", -1)
     for index, (episode, its) in enumerate(zip(rollout.episodes, rows, strict=True)):
         nodes = [node for node in rollout.nodes if node.episode == index]
@@ -140,7 +140,7 @@ def test_turns_that_call_tools_receive_what_their_agent_receives(model_folder, t
     settings = {"advantage": "none", "max_completion_length": 64}
     if critic:
         settings |= {"advantage": "gae", "critic": critic, "gae_lambda": 1.0, "level": "action", "num_generations": 1}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, EnvironmentLoop(Duel), agents, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, EnvironmentLoop(Duel), agents, **settings)
     calling = [one for one in rollout.episodes if one.turns[0].tool_calls]
     assert len(calling) == 6 and all(len(one.turns) == 7 and one.turns[1].agent == "left" for one in calling)
     assert any(own(one, "left") for one in calling)

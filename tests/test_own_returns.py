@@ -76,9 +76,9 @@ class Seen:
     def __getattr__(self, name):
         return getattr(self.estimator, name)
 
-    def estimate(self, rollout, rows, training, last_values=()):
-        done = self.estimator.estimate(rollout, rows, training, last_values)
-        self.calls.append((rollout, done.rows, last_values))
+    def estimate(self, rollout, rows, training):
+        done = self.estimator.estimate(rollout, rows, training)
+        self.calls.append((rollout, done.rows))
         return done
 
 
@@ -149,7 +149,7 @@ SLOW = pytest.mark.slow
 def test_opposed_rewards_reach_every_own_turn(model_folder, tmp_path, advantage, agents):
     """By formulas of their own for each baseline: what one gains, the other loses."""
     formula, over_batch = FORMULAS[advantage]
-    ((rollout, rows, _),) = run(model_folder, tmp_path, EnvironmentLoop(Duel), agents, advantage=advantage)
+    ((rollout, rows),) = run(model_folder, tmp_path, EnvironmentLoop(Duel), agents, advantage=advantage)
     assert rollout.has_own_returns and any(own(one, "left") for one in rollout.episodes)
     for agent in ("left", "right"):
         cells = groups(rollout, agent, 4)
@@ -171,7 +171,7 @@ def test_returns_to_go_of_games(model_folder, tmp_path, environment, side_by_sid
     turns = "one" if environment is Alternating else "all"
     workflow = EnvironmentLoop(environment, turns=turns, side_by_side=side_by_side)
     settings = {"advantage": "none", "credit_kind": "rewards", "gamma": 0.5}
-    ((rollout, rows, _),) = run(model_folder, tmp_path, workflow, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, workflow, **settings)
     for episode, its in zip(rollout.episodes, rows, strict=True):
         steps = episode.joint_steps()
         for turn, row in zip(episode.turns, its, strict=True):
@@ -192,7 +192,7 @@ def test_a_critic_learns_what_its_agent_will_receive(model_folder, tmp_path, cri
     """Without discounts, the target of every value is what the agent receives from the turn on."""
     settings = {"advantage": "gae", "critic": critic, "level": level, "gae_lambda": 1.0, "num_generations": 1}
     workflow = EnvironmentLoop(environment, turns="one" if environment is Alternating else "all")
-    ((rollout, rows, _),) = run(model_folder, tmp_path, workflow, **settings)
+    ((rollout, rows),) = run(model_folder, tmp_path, workflow, **settings)
     for episode, its in zip(rollout.episodes, rows, strict=True):
         for row in its:
             torch.testing.assert_close(
@@ -205,9 +205,11 @@ def test_a_critic_learns_what_its_agent_will_receive(model_folder, tmp_path, cri
 def test_where_a_horizon_cuts_every_agent_goes_on_with_its_own_value(model_folder, tmp_path):
     settings = {"advantage": "gae", "critic": "multi_head", "level": "action", "gae_lambda": 1.0, "gamma": 0.5}
     workflow = EnvironmentLoop(Alternating, turns="one", horizon=4)
-    ((_, rows, last),) = run(model_folder, tmp_path, workflow, num_generations=1, **settings)
-    for its, values in zip(rows, last, strict=True):
-        assert list(values) == ["left", "right"] and values["left"] != values["right"]  # left would act next
+    ((_, rows),) = run(model_folder, tmp_path, workflow, num_generations=1, **settings)
+    for its in rows:
+        values = {row.agent: row.last_value for row in its[2:]}
+        assert list(values) == ["left", "right"] and values["left"] != values["right"]
+        assert [row.last_value for row in its[:2]] == [0.0, 0.0]
         # left acts at steps 0 and 2, right at 1 and 3, and what comes next is step 4
         expected = [0.5**4 * values["left"], 0.5**3 * values["right"], 0.5**2 * values["left"], 0.5 * values["right"]]
         assert [row.agent for row in its] == ["left", "right", "left", "right"]
@@ -269,7 +271,7 @@ def test_rae_compares_with_earlier_batches(model_folder, tmp_path):
     calls = run(
         model_folder, tmp_path, EnvironmentLoop(Duel), advantage="rae", num_generations=1, steps=2, learning_rate=0.0
     )
-    (first, _, _), (second, rows, _) = calls
+    (first, _), (second, rows) = calls
     for agent in ("left", "right"):
         before = statistics.mean(own(one, agent) for one in first.episodes)
         for episode, its in zip(second.episodes, rows, strict=True):

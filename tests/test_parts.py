@@ -12,6 +12,7 @@ from torch import nn
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
 from marft_trl.advantages.credit import CreditAssigner
 from marft_trl.advantages.estimators import BaselineEstimator
+from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.learning.adapter_updates import AdapterUpdates
 from marft_trl.learning.sequential import SequentialFactors
 from marft_trl.reporting.reporter import Reporter
@@ -94,9 +95,17 @@ REWARDS = SimpleNamespace(
 TRAINED = SimpleNamespace(is_trained=lambda agent: agent == "planner")
 
 
+def run_of(args, processes, board, settings=None, state=None):
+    return RunContext(args, settings, state, board.metrics(), processes)
+
+
+def team_of(agents=AGENTS, policies=TRAINED, level=None):
+    return TeamSetup(agents, None, policies, None, level, {}, {}, None)
+
+
 def credit_of(args, processes, board, scorer=None, earns=False):
     own = OwnReturns(args.returns, REWARDS, processes)
-    return CreditAssigner(None, scorer, REWARDS, own, earns, args, board.metrics(), processes)
+    return CreditAssigner(run_of(args, processes, board), scorer, REWARDS, own, earns)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +143,14 @@ def estimator(args, processes, board):
         group_size=lambda training: 2 if training else 1,
     )
     running = RunningBaselines(args.rae_decay)
-    return BaselineEstimator(credit, REWARDS, AGENTS, TRAINED, args, settings, processes, running)
+    return BaselineEstimator(team_of(), run_of(args, processes, board, settings), credit, REWARDS, running)
 
 
 def test_one_advantage_for_all_turns_of_an_episode(tmp_path, processes):
     board, args = Board(), config(tmp_path, scale_rewards="none")
     its, baseline = rollout([1.0, 0.0, 0.5, 0.5]), estimator(args, processes, board)
     assert [[turn.agent for turn in turns] for turns in baseline.turns(its, True)] == [["planner"]] * 4
-    rows, std, credited = baseline.estimate(its, rows_of(its), training=True)
+    rows, std, credited, _ = baseline.estimate(its, rows_of(its), training=True)
     assert [[row.advantage for row in mine] for mine in rows] == [[0.5] * 2, [-0.5] * 2, [0.0] * 2, [0.0] * 2]
     assert std[0] > 0 and std[2] == 0 and credited == {"planner", "solver"}
     assert all(row.advantage == 0.0 for mine in rows_of(its) for row in mine)  # the rows that went in stay
@@ -169,14 +178,16 @@ def test_factors_of_joint_actions_by_hand(processes):
         scoring=lambda: torch.no_grad(), of_policy=lambda rows: [moved[row.number] for row in rows]
     )
     for level, divisor in ((TokenLevel(), 1), (ActionLevel("token"), 2)):
-        factors = SequentialFactors(scores, level, None, board.metrics(), processes)
+        run = run_of(SimpleNamespace(sequential_clip=None), processes, board)
+        factors = SequentialFactors(team_of(level=level), run, scores)
         (slice_,) = factors.after_update([Slice(rows)], "planner")
         first, second = math.exp(0.5 / divisor), math.exp(-1.0 / divisor)
         assert [row.factor for row in slice_.rows] == pytest.approx([first, first, second, second])
         (again,) = factors.after_update([slice_], "planner")
         assert again.rows[0].log_factor == pytest.approx(1.0 / divisor)
     assert [row.factor for row in rows] == [1.0] * 4 and factors.after_update([Slice(rows)], None)[0].rows is rows
-    clipped = SequentialFactors(scores, TokenLevel(), 0.1, board.metrics(), processes)
+    run = run_of(SimpleNamespace(sequential_clip=0.1), processes, board)
+    clipped = SequentialFactors(team_of(level=TokenLevel()), run, scores)
     assert clipped.after_update([Slice(rows)], "planner")[0].rows[2].factor == pytest.approx(0.9)
     assert board["train"]["sequential_factor/mean"][0] == pytest.approx((math.exp(0.5) + math.exp(-1)) / 2)
 
@@ -204,7 +215,8 @@ def test_updates_of_plain_layers(tmp_path):
     accelerator, board, policies = Accelerator(cpu=True), Board(), TwoLayers()
     state = SimpleNamespace(entropy_coef=0.0, optimizer_step=0)
     agents = [AgentSpec("one", learning_rate=0.5), AgentSpec("two")]
-    updates = AdapterUpdates(policies, None, agents, args, board.metrics(), Processes(accelerator), state, accelerator)
+    team, run = team_of(agents, policies), run_of(args, Processes(accelerator), board, state=state)
+    updates = AdapterUpdates(team, run, accelerator)
     optimizer = torch.optim.SGD([p for layer in policies.layers.values() for p in layer.parameters()], lr=0.1)
     updates.split_groups(optimizer, is_ours=True)
     assert [(group["adapter"], group["lr"]) for group in optimizer.param_groups] == [("one", 0.5), ("two", 0.1)]
@@ -221,7 +233,7 @@ def test_updates_of_plain_layers(tmp_path):
     policies.layers["two"].weight.grad.fill_(math.inf)
     updates.clip(0.5)
     assert updates.state_dict()["skipped_in_a_row"] == {"two": 1}
-    again = AdapterUpdates(policies, None, agents, args, board.metrics(), Processes(accelerator), state, accelerator)
+    again = AdapterUpdates(team, run, accelerator)
     again.load_state_dict(copy.deepcopy(updates.state_dict()))
     assert again.state_dict() == updates.state_dict()
 
@@ -230,17 +242,15 @@ def rollouts(args, processes, board, per_func, counts=None):
     one = episode(0)
     if counts:
         one = Episode("q", one.row, 0, one.turns, one.answer, earned=one.earned, counts=counts)
-    runner = SimpleNamespace(dropped_turns=3, run=lambda rows, *_, **__: [one] * len(rows), publish=lambda: None)
-    branches = SimpleNamespace(take_generated=dict, take_nodes=list, answer_with_candidates=None)
+    runner = SimpleNamespace(dropped_turns=3, uses_tools=False, publish=lambda: None)
+    runner.run = lambda rows, *_, **__: [one] * len(rows)
     scorer = SimpleNamespace(
         of_batch=lambda episodes: torch.tensor([per_func] * len(episodes)), of_team=lambda scores: scores.sum(dim=1)
     )
     workflow = SimpleNamespace(earns=False)
     reach = RewardReach(["planner"])
-    own, metrics = OwnReturns(args.returns, REWARDS, processes), board.metrics()
-    return Rollouts(
-        runner, branches, scorer, REWARDS, workflow, own, reach, args, False, False, metrics, processes, Failures()
-    )
+    own, run = OwnReturns(args.returns, REWARDS, processes), run_of(args, processes, board)
+    return Rollouts(run, runner, workflow, scorer, REWARDS, own, reach, Failures())
 
 
 def test_rollouts_report_counts_and_stop_at_unscored_batches(tmp_path, processes):
@@ -273,11 +283,8 @@ def test_a_report_without_a_model(tmp_path, processes):
     tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(one) for one in ids], decode=str)
     rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
     settings = SimpleNamespace(log_completions=True, num_completions_to_print=None, group_size=lambda training: 2)
-    reporter = Reporter(
-        *(["planner", "solver"], rewards, [], tokenizer, UserRandomness(0, torch.device("cpu"))),
-        *(config(tmp_path), settings, board.metrics(), state, processes),
-        SimpleNamespace(played=lambda rollout: [None] * len(rollout.episodes), metrics=lambda played: {}),
-    )
+    run = run_of(config(tmp_path), processes, board, settings, state)
+    reporter = Reporter(team_of(), run, rewards, tokenizer, UserRandomness(0, torch.device("cpu")))
     advantages = [[0.5, None], [[0.1, 0.3], None]]
     reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], {"turns": 2, "tokens": 10})
     train = board["train"]

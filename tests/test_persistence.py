@@ -217,10 +217,8 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
     owners = whole.parts.checkpoints.owners
-    names = {"user_randomness", "rollouts", "reach", "updates", "sequential", "health", "users", "runner"}
-    names |= {"own_returns", "running_baselines", "value_scale", "copies", "dynamic_sampling", "collapse"}
-    names |= {"reporter"}
-    assert set(owners) == names
+    names = {"user_randomness", "rollouts", "reach", "updates", "health", "users", "runner", "own_returns"}
+    assert set(owners) == names | {"collapse", "reporter"}  # a feature that is off has no state
     for name, owner in owners.items():
         assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
@@ -357,26 +355,44 @@ def test_policies_know_their_parameters(model_folder, tmp_path):
     assert own["reasoner"] | own["actor"] == everything
 
 
-def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path):
+STATES = {
+    "health": {"in_a_row": {"no signal": 3}, "said": ["kl/a"], "norms": {}, "first_norms": {}},
+    "users": {"reward_funcs[0]": {"calls": 5}},
+    "rollouts": {"unscored_in_a_row": 3, "counted": {"train": ["workflow/rounds"], "eval": []}},
+    "reach": {"in_a_row": {"actor": 2}, "warned": [["reasoner"]], "cancelled": 4},
+    "updates": {"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}},
+    "sequential": {"warned": True},
+    "runner": {"runs": 7},
+    "own_returns": {"were_named": True},
+    "running_baselines": {"actor/": [0.5, 2]},
+    "value_scale": {"decay": 0.99999, "moments": {"_critic": [0.5, 2.0, 0.1]}},
+    "dynamic_sampling": {"drawn": 12},
+    "collapse": {"rewards": [0.5], "highest": 0.5, "largest": 0.5, "was_said": True, "best_evaluation": [0.7, 0.1]},
+    "reporter": {"generated_tokens": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "features"),
+    [
+        ({"update_order": "sequential", "advantage": "rae"}, {"sequential", "running_baselines"}),
+        ({**PPO, "critic": "shared", "normalize_values": True}, {"value_scale"}),
+        ({"dynamic_sampling": True}, {"dynamic_sampling"}),
+    ],
+    ids=["sequential", "critic", "dynamic"],
+)
+def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path, settings, features):
     agents = [*tiny_agents(), AgentSpec("rival", copy_of="actor")]
-    trainer, other = (team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum()) for _ in range(2))
+    trainer, other = (
+        team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum(), settings=settings)
+        for _ in range(2)
+    )
     owners = trainer.parts.checkpoints.owners
-    owners["health"].load_state_dict({"in_a_row": {"no signal": 3}, "said": ["kl/a"], "norms": {}, "first_norms": {}})
-    owners["users"].load_state_dict({"reward_funcs[0]": {"calls": 5}})
-    owners["rollouts"].load_state_dict({"unscored_in_a_row": 3, "counted": {"train": ["workflow/rounds"], "eval": []}})
-    owners["reach"].load_state_dict({"in_a_row": {"actor": 2}, "warned": [["reasoner"]], "cancelled": 4})
-    owners["updates"].load_state_dict({"entropy_control": {"actor": [0.5, 0.1]}, "skipped_in_a_row": {"actor": 2}})
-    owners["sequential"].load_state_dict({"warned": True})
-    owners["runner"].load_state_dict({"runs": 7})
-    owners["own_returns"].load_state_dict({"were_named": True})
-    owners["running_baselines"].load_state_dict({"actor/": [0.5, 2]})
-    owners["value_scale"].load_state_dict({"decay": 0.99999, "moments": {"_critic": [0.5, 2.0, 0.1]}})
+    optional = {"sequential", "running_baselines", "value_scale", "dynamic_sampling"}
+    assert set(owners) == {"copies", "user_randomness", *STATES} - optional | features
+    for name in owners.keys() & STATES.keys():
+        owners[name].load_state_dict(STATES[name])
     owners["copies"].take(20)
-    owners["dynamic_sampling"].load_state_dict({"drawn": 12})
-    collapsed = {"rewards": [0.5, 0.25], "highest": 0.5, "largest": 0.5, "was_said": True, "has_restored": True}
-    collapsed["best_evaluation"] = 0.75
-    owners["collapse"].load_state_dict(collapsed)
-    owners["reporter"].load_state_dict({"generated_tokens": 512})
     with owners["user_randomness"].theirs():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)

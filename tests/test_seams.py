@@ -30,8 +30,8 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
+from marft_trl.config.sampling import Sampling
 from marft_trl.learning.batching import collate
-from marft_trl.rollout.generator import Sampling
 from marft_trl.rules.rows import Row
 from marft_trl.seams import versions
 from marft_trl.seams.models import (

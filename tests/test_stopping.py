@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from marft_trl import AgentSpec, Team
-from marft_trl.rollout.generator import Sampling
+from marft_trl.config.sampling import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.trl import TrlEngine

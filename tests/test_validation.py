@@ -303,14 +303,14 @@ def test_no_number_that_is_not_one_gets_into_a_config(value, name):
 
 def test_a_grpo_config_keeps_its_values():
     theirs = GRPOConfig("x", learning_rate=3e-4, num_generations=4, per_device_train_batch_size=4, bf16=False)
-    ours = as_marft_config(theirs)
+    ours = as_marft_config(theirs, "m")
     assert isinstance(ours, MARFTConfig) and ours.learning_rate == 3e-4 and ours.advantage == "group"
     assert ours.generation_batch_size == theirs.generation_batch_size
     theirs.use_vllm, theirs.vllm_tensor_parallel_size = True, 2
     with pytest.raises(ValueError, match="vllm_mode='colocate'"):  # TRL's default
-        as_marft_config(theirs)
+        as_marft_config(theirs, "m")
     theirs.vllm_tensor_parallel_size = 1
-    assert (as_marft_config(theirs).vllm_mode, as_marft_config(theirs).use_vllm) == ("colocate", True)
+    assert (as_marft_config(theirs, "m").vllm_mode, as_marft_config(theirs, "m").use_vllm) == ("colocate", True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}], ids=str)
@@ -318,7 +318,7 @@ def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
     """Whatever is set nowhere is the same, whichever class was used."""
     common = {"learning_rate": 3e-4, "num_generations": 4, "per_device_train_batch_size": 4, "bf16": False, **settings}
     theirs = {"loss_type": "dapo", **common}
-    ours, converted = MARFTConfig("x", **theirs), as_marft_config(GRPOConfig("x", **common))
+    ours, converted = MARFTConfig("x", **theirs), as_marft_config(GRPOConfig("x", **common), "m")
     differing = {name for name in vars(ours) if getattr(ours, name) != getattr(converted, name, "missing")}
     assert differing <= {
         "given",
@@ -332,7 +332,7 @@ def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
         bent = GRPOConfig("x", **common)
         vars(bent).update(wrong)
         with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
-            as_marft_config(bent)
+            as_marft_config(bent, "m")
 
 
 def test_words_before_a_trainer_need_no_state_of_accelerate(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import functional
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives
@@ -17,8 +17,6 @@ from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollout
 from ..rules.credit_rules import CREDITS
 from ..seams.trl import TrlRewards
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
 
 
 class CreditAssigner:
@@ -26,29 +24,25 @@ class CreditAssigner:
     Gives every turn its part of the team's reward.
 
     Args:
-        alternatives ([`Alternatives`]): re-runs of counterfactual credit.
+        run ([`RunContext`]): the run that trains it.
         scorer ([`RewardScorer`]): rewards of single turns.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
         own ([`OwnReturns`]): what agents received by name.
         earns (`bool`): whether turns earn rewards in the workflow.
-        args ([`MARFTConfig`]): the credit and its settings.
-        metrics ([`Metrics`]): get the mean of the turns' own rewards.
-        processes ([`Processes`]): the processes of the run.
+        alternatives ([`Alternatives`], *optional*): re-runs of counterfactual credit.
     """
 
     def __init__(
         self,
-        alternatives: Alternatives,
+        run: RunContext,
         scorer: RewardScorer,
         rewards: TrlRewards,
         own: OwnReturns,
         earns: bool,
-        args: MARFTConfig,
-        metrics: Metrics,
-        processes: Processes,
+        alternatives: Alternatives | None = None,
     ):
         self._alternatives, self._scorer, self._rewards, self._earns = alternatives, scorer, rewards, earns
-        self._args, self._metrics, self._processes, self._own = args, metrics, processes, own
+        self._args, self._metrics, self._processes, self._own = run.args, run.metrics, run.processes, own
         self._own_rewards: list[list[float]] = []
 
     def take_own_rewards(self) -> list[list[float]]:
@@ -67,7 +61,7 @@ class CreditAssigner:
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
         episodes, rewards = rollout.episodes, rollout.own_rewards
         rule = CREDITS[credit]
-        if rule.reruns:
+        if rule.reruns and self._alternatives is not None:
             others = self._alternatives.counterfactual_rewards(episodes)
             pairs = zip(rewards, others, episodes, strict=True)
             return [functional.counterfactual_credit(self._by_turn(r, one), other) for r, other, one in pairs]

@@ -10,20 +10,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import functional
-from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import Episode, Turn
 from ..rollout.alternatives import Node
 from ..rollout.rollouts import Rollout
 from ..rules.baselines import BASELINES, Baseline, Samples
 from ..rules.credit_rules import CREDITS
-from ..rules.levels import Discounts, Level
+from ..rules.levels import Discounts
 from ..rules.rows import Row
 from ..rules.running import RunningBaselines
 from ..seams.trl import TrlRewards, TrlSettings
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
-from ..weights.policies import Policies
 from .credit import CreditAssigner
 
 
@@ -36,11 +33,20 @@ class Estimated(NamedTuple):
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode, for the
             metrics; `None` with a critic.
         credited (`set[str]`): agents of this process with an advantage, or with a critic a return, other than 0.
+        own_rewards (`list[list[float]]`): for each episode the own rewards of its turns; empty where there are none.
     """
 
     rows: list[list[Row]]
     std: torch.Tensor | None
     credited: set[str]
+    own_rewards: list[list[float]]
+
+
+class Scale(Protocol):
+    """Follows the value targets of generation batches."""
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Take in the rows of a generation batch."""
 
 
 class Estimator(Protocol):
@@ -49,21 +55,13 @@ class Estimator(Protocol):
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         """For each episode the turns, or candidates for turns, that need a row."""
 
-    def estimate(
-        self,
-        rollout: Rollout,
-        rows: Sequence[Sequence[Row]],
-        training: bool,
-        last_values: Sequence[Mapping[str, float]] = (),
-    ) -> Estimated:
+    def estimate(self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool) -> Estimated:
         """
         Args:
             rollout ([`Rollout`]): episodes with rewards.
             rows (`Sequence[Sequence[Row]]`): rows of each episode: one per turn, or, with candidates, one per
                 candidate of every node in turn.
             training (`bool`): whether the rows are trained on; else they are evaluated.
-            last_values (`Sequence[Mapping[str, float]]`): with a critic, for each episode that a horizon cut, values
-                of what agents would see next, of the one that would act next first; else empty.
         """
 
 
@@ -78,31 +76,24 @@ class BaselineEstimator:
     Advantages by comparing returns.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         credit ([`CreditAssigner`]): returns of turns.
         rewards ([`TrlRewards`]): weights of the reward functions.
-        agents (`Sequence[AgentSpec]`): the team.
-        policies ([`Policies`]): which agents are trained.
-        args ([`MARFTConfig`]): the baseline and the credit.
-        settings ([`TrlSettings`]): scaling of advantages, sizes of groups.
-        processes ([`Processes`]): the processes of the run.
-        running ([`RunningBaselines`]): mean returns of earlier batches.
+        running ([`RunningBaselines`], *optional*): mean returns of earlier batches, where the baseline is one.
     """
 
     def __init__(
         self,
+        team: TeamSetup,
+        run: RunContext,
         credit: CreditAssigner,
         rewards: TrlRewards,
-        agents: Sequence[AgentSpec],
-        policies: Policies,
-        args: MARFTConfig,
-        settings: TrlSettings,
-        processes: Processes,
-        running: RunningBaselines,
+        running: RunningBaselines | None = None,
     ):
         self._running = running
-        self._credit, self._rewards, self._args, self._processes = credit, rewards, args, processes
-        self._names = [agent.name for agent in agents]
-        self._policies, self._settings = policies, settings
+        self._credit, self._rewards, self._args, self._processes = credit, rewards, run.args, run.processes
+        self._names, self._policies, self._settings = team.names, team.policies, run.settings
 
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         if self.baseline(training).uses_candidates:
@@ -122,13 +113,7 @@ class BaselineEstimator:
         by_episode = self.baseline(training).by_episode is not None
         return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
 
-    def estimate(
-        self,
-        rollout: Rollout,
-        rows: Sequence[Sequence[Row]],
-        training: bool,
-        last_values: Sequence[Mapping[str, float]] = (),
-    ) -> Estimated:
+    def estimate(self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool) -> Estimated:
         group_size, scale = self._settings.group_size(training), self._settings.scale_rewards
         rewards = rollout.rewards
         if rollout.has_own_returns:
@@ -154,7 +139,7 @@ class BaselineEstimator:
         else:
             filled = self._compare(replace(rollout, rewards=rewards), rows, baseline, group_size, scale, training)
         credited = {row.agent for its_rows in filled for row in its_rows if torch.as_tensor(row.advantage).any()}
-        return Estimated(filled, std, credited)
+        return Estimated(filled, std, credited, self._credit.take_own_rewards())
 
     def _compare(
         self,
@@ -180,7 +165,7 @@ class BaselineEstimator:
             episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
             worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
             table = Samples(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
-            if baseline.is_running:
+            if self._running is not None and baseline.is_running:
                 table = replace(table, running=self._running.of(keys := [sample[4] for sample in everywhere]))
                 if training:
                     self._running.update(keys, worth, table.per_episode)
@@ -250,70 +235,57 @@ class CriticEstimator:
     Advantages and value targets by GAE. Rows have their `old_values`, one row for each turn.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         credit ([`CreditAssigner`]): rewards of turns.
-        level ([`Level`]): unit of advantages and values.
-        agents (`Sequence[AgentSpec]`): the team.
-        args ([`MARFTConfig`]): discounts and normalization.
-        metrics ([`Metrics`]): get the explained variance.
-        processes ([`Processes`]): the processes of the run.
+        scale ([`Scale`], *optional*): follows value targets, where values are normalized.
     """
 
-    def __init__(
-        self,
-        credit: CreditAssigner,
-        level: Level,
-        agents: Sequence[AgentSpec],
-        args: MARFTConfig,
-        metrics: Metrics,
-        processes: Processes,
-    ):
-        self._credit, self._level, self._args = credit, level, args
-        self._metrics, self._processes = metrics, processes
-        self._names = [agent.name for agent in agents]
+    def __init__(self, team: TeamSetup, run: RunContext, credit: CreditAssigner, scale: Scale | None = None):
+        args = run.args
+        self._credit, self._level, self._args, self._scale = credit, team.level, args, scale
+        self._metrics, self._processes, self._names = run.metrics, run.processes, team.names
         self._discounts = Discounts(args.gamma, args.gae_lambda, args.token_gamma, args.token_gae_lambda)
 
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         return [list(episode.turns) for episode in rollout.episodes]
 
-    def estimate(
-        self,
-        rollout: Rollout,
-        rows: Sequence[Sequence[Row]],
-        training: bool,
-        last_values: Sequence[Mapping[str, float]] = (),
-    ) -> Estimated:
+    def estimate(self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool) -> Estimated:
         rule, is_stream = credit_rule(self._args, training), self._args.credit_kind == "rewards"
         if rollout.has_own_returns and is_stream:
             streams = self._credit.streams(rollout, rule)
-            parts = zip(rollout.episodes, rows, streams, last_values, strict=True)
-            filled = [self._own_gae(*of_episode) for of_episode in parts]
+            filled = [self._own_gae(*its) for its in zip(rollout.episodes, rows, streams, strict=True)]
             gone = [own_returns_to_go(one, its, 1.0) for one, its in zip(rollout.episodes, streams, strict=True)]
-            return self._normalized_all(filled, self._credited(rollout, gone))
+            return self._normalized_all(filled, self._credited(rollout, gone), training)
         if rollout.has_own_returns and not CREDITS[rule].reruns:
             credits = self._credit.own_returns(rollout, rule)
         else:
             credits = self._credit.assign(rollout, rule)
         filled = []
-        for episode, its_rows, credit, last in zip(rollout.episodes, rows, credits, last_values, strict=True):
+        for episode, its_rows, credit in zip(rollout.episodes, rows, credits, strict=True):
             steps = torch.tensor(episode.joint_steps())
             if not is_stream:  # every turn is the last of an episode of its own
                 alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
                 filled.append([row for its in alone for row in its])
             else:
-                filled.append(self._gae(its_rows, credit, steps, next(iter(last.values()), 0.0)))
+                filled.append(self._gae(its_rows, credit, steps, its_rows[-1].last_value if its_rows else 0.0))
         if is_stream:
             pairs = zip(rollout.episodes, credits, strict=True)
             credits = [
                 functional.returns_to_go(its.nan_to_num(nan=0.0), torch.tensor(one.joint_steps()), 1.0)
                 for one, its in pairs
             ]
-        return self._normalized_all(filled, self._credited(rollout, credits))
+        return self._normalized_all(filled, self._credited(rollout, credits), training)
 
-    def _normalized_all(self, filled: Sequence[Sequence[Row]], credited: set[str]) -> Estimated:
+    def _normalized_all(self, filled: Sequence[Sequence[Row]], credited: set[str], training: bool) -> Estimated:
         """Rows with normalized advantages. They are logged before."""
-        self._log([row for its_rows in filled for row in its_rows])
-        totals = self._moments([row for its_rows in filled for row in its_rows])
-        return Estimated([[self._normalized(row, totals) for row in its] for its in filled], None, credited)
+        everything = [row for its_rows in filled for row in its_rows]
+        self._log(everything)
+        totals = self._moments(everything)
+        if training and self._scale is not None:
+            self._scale.update(everything)
+        rows = [[self._normalized(row, totals) for row in its_rows] for its_rows in filled]
+        return Estimated(rows, None, credited, self._credit.take_own_rewards())
 
     def _credited(self, rollout: Rollout, returns: Sequence[torch.Tensor]) -> set[str]:
         """Agents with a turn whose return is not 0. Advantages do not tell: errors of a critic make them non-zero."""
@@ -323,13 +295,7 @@ class CriticEstimator:
             found |= {turn.agent for turn, worth in pairs if worth}
         return found
 
-    def _own_gae(
-        self,
-        episode: Episode,
-        rows: Sequence[Row],
-        streams: Mapping[str, torch.Tensor],
-        last_values: Mapping[str, float],
-    ) -> list[Row]:
+    def _own_gae(self, episode: Episode, rows: Sequence[Row], streams: Mapping[str, torch.Tensor]) -> list[Row]:
         """Rows of an episode, where every agent goes from each of its turns to its next one."""
         steps, filled = torch.tensor(episode.joint_steps()), dict[int, Row]()
         for agent, received in streams.items():
@@ -337,7 +303,7 @@ class CriticEstimator:
             mine = functional.own_steps(received, steps, own, self._args.gamma)
             discounts = replace(self._discounts, gamma=mine.discounts)
             its = [rows[index] for index in own.tolist()]
-            done = self._gae(its, mine.rewards, mine.steps, last_values.get(agent, 0.0), discounts)
+            done = self._gae(its, mine.rewards, mine.steps, its[-1].last_value, discounts)
             filled |= dict(zip(own.tolist(), done, strict=True))
         return [filled[index] for index in range(len(rows))]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +15,8 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from .. import functional
-from ..agents import AgentSpec
-from ..config.marft_config import MARFTConfig
-from ..rules.critic import Critic
+from ..config.team_setup import RunContext, TeamSetup
 from ..seams.runs import restart_schedule, schedule_of_any_length
-from ..seams.trl import TrlState
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
-from ..weights.policies import Policies
 from . import gradients
 from .gradient_shares import GradientShares
 
@@ -60,36 +54,22 @@ class AdapterUpdates:
     The optimizer steps of a team, adapter by adapter.
 
     Args:
-        policies ([`Policies`]): adapters and which of them are trained.
-        critic ([`Critic`], *optional*): its parts are trained beside the adapters.
-        agents (`Sequence[AgentSpec]`): the team; agents may have learning rates of their own.
-        args ([`MARFTConfig`]): clipping, `target_kl`, entropy control.
-        metrics ([`Metrics`]): get norms, divergences and skipped updates.
-        processes ([`Processes`]): gradients are averaged over them.
-        state ([`TrlState`]): optimizer steps so far, and TRL's entropy coefficient.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         accelerator ([`~accelerate.Accelerator`]): scaling of gradients.
     """
 
-    def __init__(
-        self,
-        policies: Policies,
-        critic: Critic | None,
-        agents: Sequence[AgentSpec],
-        args: MARFTConfig,
-        metrics: Metrics,
-        processes: Processes,
-        state: TrlState,
-        accelerator: Accelerator,
-    ):
-        self._policies, self._critic, self._agents, self._args = policies, critic, agents, args
-        self._metrics, self._processes, self._state, self._accelerator = metrics, processes, state, accelerator
+    def __init__(self, team: TeamSetup, run: RunContext, accelerator: Accelerator):
+        self._policies, self._critic, self._agents, self._args = team.policies, team.critic, team.agents, run.args
+        self._metrics, self._processes, self._state = run.metrics, run.processes, run.state
+        self._accelerator = accelerator
         self.divergence = Divergence()
-        self.shares = GradientShares(policies, metrics, processes)
+        self.shares = GradientShares(team.policies, run.metrics, run.processes)
         self._is_open = False
         self._spoke: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
         # By adapter: coefficient of the entropy bonus, and the entropy it was set by
-        self._entropy_control = dict.fromkeys(policies.trained, (state.entropy_coef, math.inf))
+        self._entropy_control = dict.fromkeys(team.policies.trained, (run.state.entropy_coef, math.inf))
 
     def trained_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
         """Parameters of each trained adapter, and of each part of the critic, by name."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from .. import functional
-from ..agents import AgentSpec
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
@@ -19,7 +18,6 @@ from ..rules.credit_rules import CREDITS
 from ..rules.critic import Critic
 from ..rules.rows import MicroBatch, Row, Slice
 from ..system.processes import Processes
-from ..weights.policies import Policies
 from .micro_batcher import MicroBatcher
 from .schedules import Schedule
 from .value_scale import ValueScale
@@ -55,35 +53,28 @@ class CriticLearner:
     Asks the critic for values and trains it.
 
     Args:
-        critic ([`Critic`]): predicts values.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
+        schedule ([`Schedule`]): when new episodes are due.
         batcher ([`MicroBatcher`]): cuts rows into micro-batches.
         runner ([`EpisodeRunner`]): builds the observations that horizons cut off.
-        policies ([`Policies`]): which adapter an agent acts with, and which references are the bare base.
-        agents (`Sequence[AgentSpec]`): the team.
-        schedule ([`Schedule`]): when new episodes are due.
-        args ([`MARFTConfig`]): loss and clipping of values, credit.
-        processes ([`Processes`]): the processes of the run.
-        share (`bool`): whether rows share what they have in common.
         scale ([`ValueScale`]): scale of the values.
     """
 
     def __init__(
         self,
-        critic: Critic,
+        team: TeamSetup,
+        run: RunContext,
+        schedule: Schedule,
         batcher: MicroBatcher,
         runner: EpisodeRunner,
-        policies: Policies,
-        agents: Sequence[AgentSpec],
-        schedule: Schedule,
-        args: MARFTConfig,
-        processes: Processes,
-        share: bool,
         scale: ValueScale,
     ):
         self._scale = scale
-        self._critic, self._batcher, self._runner, self._policies = critic, batcher, runner, policies
-        self._specs = {agent.name: agent for agent in agents}
-        self._schedule, self._args, self._processes, self._share = schedule, args, processes, share
+        self._critic = cast(Critic, team.critic)  # it is built for a team that has one
+        self._batcher, self._runner, self._policies = batcher, runner, team.policies
+        self._specs = {agent.name: agent for agent in team.agents}
+        self._schedule, self._args, self._processes, self._share = schedule, run.args, run.processes, batcher.share
         self._kept: list[_Kept] = []
         # Values of the micro-batches that are about to be trained on, where they were kept
         self._known: dict[MicroBatch, torch.Tensor] = {}
@@ -108,30 +99,28 @@ class CriticLearner:
 
     # ---- Values of a rollout ----
 
-    def with_values(
-        self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False
-    ) -> tuple[list[Row], list[dict[str, float]]]:
+    def with_values(self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False) -> list[Row]:
         """
+        Rows with `old_values` (and the features of a frozen critic), and with `last_value` where a horizon cut the
+        episode: for the agent that would have acted, at the last turn of the episode, or, if each agent has its own
+        return, for every agent at its own last turn.
+
         Args:
             rollout ([`Rollout`]): what happened.
-            rows (`Sequence[Row]`): its training rows.
+            rows (`Sequence[Row]`): its training rows, one for each turn.
             may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
-
-        Returns: the rows with `old_values` (and the features of a frozen critic), and for each episode that a horizon
-        cut the values of what agents would see next, by agent.
         """
         if self._args.critic_sees == "history":
             rows = self._with_histories(rollout, rows)
         beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
         filled = self._fill([*rows, *beyond.values()], may_keep)
-        last_values: list[dict[str, float]] = [{} for _ in rollout.episodes]
-        for (index, agent), row in zip(beyond, filled[len(rows) :], strict=True):
-            last_values[index][agent] = row.old_values[0].item() if row.old_values is not None else 0.0
-        return filled[: len(rows)], last_values
-
-    def note_targets(self, rows: Sequence[Row]) -> None:
-        """Let the scale of the values follow the value targets of a generation batch."""
-        self._scale.update(rows)
+        filled, ahead = filled[: len(rows)], filled[len(rows) :]
+        last_turns = {(row.episode, row.agent if rollout.has_own_returns else ""): row.number for row in filled}
+        for (index, agent), row in zip(beyond, ahead, strict=True):
+            place = last_turns.get((index, agent if rollout.has_own_returns else ""))
+            if place is not None and row.old_values is not None:
+                filled[place] = replace(filled[place], last_value=row.old_values[0].item())
+        return filled
 
     def _with_histories(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
         """Rows, one for each turn, that the critic reads with all that had happened before their joint step."""

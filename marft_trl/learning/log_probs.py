@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..config.marft_config import MARFTConfig
-from ..rollout.generator import Sampling
+from ..config.team_setup import TeamSetup
 from ..rules.rows import MicroBatch, Row
 from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
 from ..system.processes import Processes
-from ..weights.policies import Policies
 from .batching import Collator
 from .micro_batcher import MicroBatcher
 
@@ -38,11 +37,9 @@ class LogProbs:
     Scores completions under the policies and references of agents.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
         model (`nn.Module`): the model as it is trained.
         reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.
-        policies ([`Policies`]): switch adapters.
-        samplings (`Mapping[str, Sampling]`): how each agent samples; it is scored at the temperature that it samples
-            with.
         temperature ([`ScoringTemperature`]): switches the temperature of the LM head.
         plain (`Callable`): TRL's own pass, see [`trl_log_probs`].
         passes ([`Passes`]): how rows go through the model.
@@ -54,10 +51,9 @@ class LogProbs:
 
     def __init__(
         self,
+        team: TeamSetup,
         model: nn.Module,
         reference: PreTrainedModel | None,
-        policies: Policies,
-        samplings: Mapping[str, Sampling],
         temperature: ScoringTemperature,
         plain: Callable[..., tuple[torch.Tensor, Any, Any]],
         passes: Passes,
@@ -66,8 +62,8 @@ class LogProbs:
         accelerator: Accelerator,
         checkpointing_kwargs: dict[str, Any] | None,
     ):
-        self._model, self._reference, self._policies = model, reference, policies
-        self._samplings, self._temperature, self._plain = samplings, temperature, plain
+        self._model, self._reference, self._policies = model, reference, team.policies
+        self._samplings, self._temperature, self._plain = team.samplings, temperature, plain
         self._passes, self._batcher, self._collate = passes, batcher, collate
         self._accelerator, self._checkpointing_kwargs = accelerator, checkpointing_kwargs
         self._transform: Transform | None = None

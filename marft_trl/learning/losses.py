@@ -11,14 +11,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from ..config.marft_config import MARFTConfig
-from ..rollout.generator import Sampling
-from ..rules.levels import Level
+from ..config.team_setup import RunContext, TeamSetup
 from ..rules.rows import MicroBatch, Row, Slice
-from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings, TrlState
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics, StepMetrics
-from ..weights.policies import Policies
+from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings
+from ..system.run_metrics import StepMetrics
 from .adapter_updates import AdapterUpdates, Divergence
 from .batching import Collator, loss_weights
 from .critic_learner import CriticLearner, ValueSums
@@ -61,6 +57,8 @@ class TeamLoss:
     The losses of slices.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
         log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
         batcher ([`MicroBatcher`]): cuts rows into micro-batches.
@@ -68,18 +66,12 @@ class TeamLoss:
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
         mixing ([`MixedPasses`], *optional*): which micro-batches share a pass.
-        policies ([`Policies`]): switch adapters.
-        level ([`Level`]): unit of the policy ratio.
-        samplings (`Mapping[str, Sampling]`): how each agent samples.
-        args ([`MARFTConfig`]): the policy ratio, the steps of a generation batch, entropy control.
-        settings ([`TrlSettings`]): the loss.
-        state ([`TrlState`]): the mode, and the micro-steps of an optimizer step.
-        metrics ([`Metrics`]): get the metrics of losses.
-        processes ([`Processes`]): the processes of the run.
     """
 
     def __init__(
         self,
+        team: TeamSetup,
+        run: RunContext,
         trl_loss: TrlLoss,
         log_probs: LogProbs,
         batcher: MicroBatcher,
@@ -87,23 +79,15 @@ class TeamLoss:
         critic: CriticLearner | None,
         updates: AdapterUpdates,
         mixing: MixedPasses | None,
-        policies: Policies,
-        level: Level,
-        samplings: Mapping[str, Sampling],
-        args: MARFTConfig,
-        settings: TrlSettings,
-        state: TrlState,
-        metrics: Metrics,
-        processes: Processes,
     ):
         self._trl_loss, self._log_probs, self._batcher, self._collate = trl_loss, log_probs, batcher, collate
-        self._critic, self._updates, self._policies, self._level = critic, updates, policies, level
-        self._samplings, self._agents = samplings, list(samplings)
-        self._args, self._state, self._metrics, self._processes = args, state, metrics, processes
+        self._critic, self._updates, self._policies, self._level = critic, updates, team.policies, team.level
+        self._samplings, self._agents = team.samplings, team.names
+        self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.mixing = mixing
-        self._settings, self._signal = settings, Signal(args, settings, state)
+        self._settings, self._signal = run.settings, Signal(run.args, run.settings, run.state)
         self._notes = Notes(self._agents, updates.divergence)
-        has_one_ratio = (level.ratio or args.importance_sampling_level) == "sequence"
+        has_one_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
         self._of_rows = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_one_ratio else ())}
 
     def of_slice(

@@ -54,7 +54,7 @@ class MicroBatcher:
         has_optimizer_state: Callable[[], bool],
     ):
         self._model, self._base, self._policies = model, base, policies
-        self._args, self._accelerator, self._share = args, accelerator, share
+        self._args, self._accelerator, self.share = args, accelerator, share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
         self.cost: ActivationCost | None = None  # measured on the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
@@ -63,7 +63,7 @@ class MicroBatcher:
     def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
         """Micro-batches of one agent each; `options` are those of [`micro_batches`]."""
         repeat = None
-        if self._share:
+        if self.share:
             repeat = 0.0 if self.cost is None else self.cost.per_repeat / self.cost.of_token(self.is_checkpointing)
         return micro_batches(rows, self._args.per_device_train_batch_size, self.max_tokens, repeat=repeat, **options)
 
@@ -106,7 +106,7 @@ class MicroBatcher:
                 torch.random.fork_rng(),
             ):
                 room = free_memory(self._accelerator.device)
-                return measure_activations(self._base, length, self._share, room)
+                return measure_activations(self._base, length, self.share, room)
         finally:
             self._base.train(was_training)
 

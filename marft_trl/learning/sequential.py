@@ -11,10 +11,8 @@ import torch
 from accelerate.logging import get_logger
 
 from .. import functional
-from ..rules.levels import Level
+from ..config.team_setup import RunContext, TeamSetup
 from ..rules.rows import Row, Slice
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
 from .log_probs import LogProbs
 
 
@@ -24,23 +22,26 @@ logger = get_logger(__name__)
 _LOWEST_EFFECTIVE_SHARE = 0.5
 
 
+def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
+    """As [`SequentialFactors.after_update`], where updates are sequential; else the slices as they are."""
+    return list(slices) if factors is None else factors.after_update(slices, adapter)
+
+
 class SequentialFactors:
     """
     Multiplies advantages by the policy ratios of agents that were updated before, in the same joint action.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         log_probs ([`LogProbs`]): scores the turns of an updated agent again.
-        level ([`Level`]): unit of the policy ratio.
-        clip (`float`, *optional*): clip range of the factors; `None` for no clipping.
-        metrics ([`Metrics`]): get the mean and the spread of the factors.
-        processes ([`Processes`]): the processes of the run.
 
     Source: HAPPO (2109.11251), the factor `M`.
     """
 
-    def __init__(self, log_probs: LogProbs, level: Level, clip: float | None, metrics: Metrics, processes: Processes):
-        self._log_probs, self._level, self._clip = log_probs, level, clip
-        self._metrics, self._processes = metrics, processes
+    def __init__(self, team: TeamSetup, run: RunContext, log_probs: LogProbs):
+        self._log_probs, self._level, self._clip = log_probs, team.level, run.args.sequential_clip
+        self._metrics, self._processes = run.metrics, run.processes
         self._warned = False
 
     def state_dict(self) -> dict[str, Any]:

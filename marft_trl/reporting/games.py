@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..config.team_setup import TeamSetup
 from ..rollout.own_returns import OwnReturns
 from ..rollout.rollouts import Rollout
 from ..weights.copies import PastCopies
@@ -30,14 +31,13 @@ class GameMetrics:
     Computes the metrics.
 
     Args:
-        agents (`Sequence[str]`): names of the agents.
-        trained (`Sequence[str]`): names of those that are trained.
+        team ([`TeamSetup`]): the team as it is trained.
         own ([`OwnReturns`]): what agents received by name.
-        copies ([`PastCopies`]): pools of past copies.
+        copies ([`PastCopies`], *optional*): pools of past copies.
     """
 
-    def __init__(self, agents: Sequence[str], trained: Sequence[str], own: OwnReturns, copies: PastCopies):
-        self._agents, self._trained, self._own, self._copies = list(agents), list(trained), own, copies
+    def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
+        self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
 
     def played(self, rollout: Rollout) -> list[Played | None]:
         """What came of the episodes of this process; `None` where nothing scored one, or all have one return."""
@@ -63,8 +63,9 @@ class GameMetrics:
         """
         known = [one for one in played if one is not None]
         metrics: dict[str, float] = {}
-        for name in self._copies.agents:
-            metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
+        if self._copies is not None:
+            for name in self._copies.agents:
+                metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
         if not known:
             return metrics
         for name in self._agents:
@@ -76,7 +77,7 @@ class GameMetrics:
         return metrics
 
     def _against_copies(self, known: Sequence[Played], name: str, other: str) -> dict[str, float]:
-        steps = self._copies.steps(other) if other in self._copies.agents else []
+        steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
         metrics: dict[str, float] = {}
         for age, step in enumerate(reversed(steps), 1):
             its = [one for one in known if one.copies.get(other) == step]

@@ -12,9 +12,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerCallback
 
-from ..config.marft_config import MARFTConfig
-from ..system.run_metrics import Metrics
-from ..weights.policies import Policies
+from ..config.team_setup import RunContext, TeamSetup
 
 
 logger = get_logger(__name__)
@@ -52,26 +50,21 @@ class Health(TrainerCallback):
     Watches the metrics of every optimizer step. All processes have the same ones.
 
     Args:
-        agents (`Sequence[str]`): names of the agents.
-        policies ([`Policies`]): adapters.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         parameters (`Callable`): `parameters()` gives the trained parameters of each adapter and part of the critic.
         vocabulary (`int`): number of tokens that can be drawn.
-        args ([`MARFTConfig`]): named in messages.
-        metrics ([`Metrics`]): the metrics of the run.
     """
 
     def __init__(
         self,
-        agents: Sequence[str],
-        policies: Policies,
+        team: TeamSetup,
+        run: RunContext,
         parameters: Callable[[], Mapping[str, Mapping[str, nn.Parameter]]],
         vocabulary: int,
-        args: MARFTConfig,
-        metrics: Metrics,
     ):
-        self._agents, self._policies, self._parameters = list(agents), policies, parameters
-        self._trained = [name for name in agents if policies.is_trained(name)]
-        self._vocabulary, self._args, self._metrics = vocabulary, args, metrics
+        self._agents, self._trained, self._policies = team.names, team.trained, team.policies
+        self._vocabulary, self._args, self._metrics, self._parameters = vocabulary, run.args, run.metrics, parameters
         self._in_a_row: dict[str, int] = {}
         self._said: set[str] = set()
         self._norms: dict[str, float] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -15,25 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
 from ..config.checks import completes_candidates, uses_candidates
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..learning.critic_learner import CriticLearner
 from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, readable, size_of
 from ..learning.micro_batcher import MicroBatcher
-from ..rollout.generator import Sampling
 from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
 from ..rules.credit_rules import CREDITS
-from ..rules.critic import Critic
-from ..rules.levels import Level
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
-from ..system.processes import Processes
 from ..weights.copies import PastCopies
-from ..weights.policies import Policies
-from ..workflows import Workflow
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 
@@ -66,53 +60,37 @@ class Planner:
     Says what a run will do.
 
     Args:
-        agents (`Sequence[AgentSpec]`): the team.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): builds observations, and runs the workflow with made-up turns.
-        policies ([`Policies`]): adapters.
-        critic ([`Critic`], *optional*): its memory.
-        learner ([`CriticLearner`], *optional*): whether passes of the critic are kept.
-        level ([`Level`]): what the critic reads.
         batcher ([`MicroBatcher`]): sizes of micro-batches.
         model (`nn.Module`): the model without wrappers of data parallelism.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): counts tokens.
-        samplings (`Mapping[str, Sampling]`): lengths of turns.
-        aliases (`Mapping[str, str]`): names under which agents know one another.
-        args ([`MARFTConfig`]): sizes of batches.
         window (`int`, *optional*): tokens that the model can attend to.
-        share (`bool`): whether rows share what they have in common.
-        processes ([`Processes`]): the processes of the run.
         train_dataset (`Callable`): `train_dataset()` returns the dataset whose first row is rehearsed.
-        copies ([`PastCopies`]): past copies, which take memory.
+        learner ([`CriticLearner`], *optional*): whether passes of the critic are kept.
+        copies ([`PastCopies`], *optional*): past copies, which take memory.
     """
 
     def __init__(
         self,
-        agents: Sequence[AgentSpec],
-        workflow: Workflow,
+        team: TeamSetup,
+        run: RunContext,
         runner: EpisodeRunner,
-        policies: Policies,
-        critic: Critic | None,
-        learner: CriticLearner | None,
-        level: Level,
         batcher: MicroBatcher,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        samplings: Mapping[str, Sampling],
-        aliases: Mapping[str, str],
-        args: MARFTConfig,
         window: int | None,
-        share: bool,
-        processes: Processes,
         train_dataset: Callable[[], Any],
-        copies: PastCopies,
+        learner: CriticLearner | None,
+        copies: PastCopies | None,
     ):
-        self._copies = copies
-        self._agents, self._workflow, self._runner, self._policies = list(agents), workflow, runner, policies
-        self._critic, self._learner, self._level, self._batcher = critic, learner, level, batcher
-        self._model, self._tokenizer, self._samplings, self._aliases = model, tokenizer, samplings, aliases
-        self._args, self._window, self._share, self._processes = args, window, share, processes
-        self._dataset = train_dataset
+        self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
+        self._critic, self._level = team.critic, team.level
+        self._samplings, self._aliases = team.samplings, team.aliases
+        self._args, self._processes = run.args, run.processes
+        self._runner, self._learner, self._batcher, self._copies = runner, learner, batcher, copies
+        self._model, self._tokenizer, self._window, self._dataset = model, tokenizer, window, train_dataset
 
     def plan(self) -> str:
         """
@@ -172,7 +150,7 @@ class Planner:
         cost = self._batcher.measure(turn)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
-            adapters=size_of(adapters) + self._copies.size(),
+            adapters=size_of(adapters) + (self._copies.size() if self._copies is not None else 0),
             critic=size_of(of_critic),
             gradients=size_of(trained),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
@@ -205,7 +183,7 @@ class Planner:
     def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
         """Numbers of tokens that the turns of an agent compute, repeat and score."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
-        same = same if self._share else 0
+        same = same if self._batcher.share else 0
         tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
         return tokens, rows * same, rows * new
 

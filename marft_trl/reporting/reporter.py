@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..functional import nan_std
 from ..metrics.at_k import Vote, at_k, last_box, sample_rows, write_samples
 from ..metrics.evaluation import EvalMetric, measure_answers, summarize
 from ..rollout.rollouts import Rollout
-from ..seams.trl import TrlRewards, TrlSettings, TrlState
-from ..system.processes import Processes
+from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
-from ..system.run_metrics import AGENT_METRICS, Metrics, length_metrics
+from ..system.run_metrics import AGENT_METRICS, length_metrics
 from .games import GameMetrics
 from .transcripts import Advantage, Transcript, html_page
 
@@ -65,48 +64,40 @@ class Reporter:
     Reports rollouts and evaluations.
 
     Args:
-        agents (`Sequence[str]`): names of the agents.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         rewards ([`TrlRewards`]): names of the reward functions.
-        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): spells tokens out.
         randomness ([`UserRandomness`]): random states of users' code.
-        args ([`MARFTConfig`]): folder of the run, column of references.
-        settings ([`TrlSettings`]): what is logged.
-        metrics ([`Metrics`]): the metrics of the run.
-        state ([`TrlState`]): steps and tokens so far.
-        processes ([`Processes`]): the processes of the run.
-        games ([`GameMetrics`]): metrics of agents with returns of their own.
+        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         vote (`Callable`): what is compared of the text of an answer when samples vote.
+        games ([`GameMetrics`], *optional*): metrics of agents with returns of their own, where there may be some.
     """
 
     def __init__(
         self,
-        agents: Sequence[str],
+        team: TeamSetup,
+        run: RunContext,
         rewards: TrlRewards,
-        eval_metrics: Sequence[EvalMetric],
         tokenizer: PreTrainedTokenizerBase,
         randomness: UserRandomness,
-        args: MARFTConfig,
-        settings: TrlSettings,
-        metrics: Metrics,
-        state: TrlState,
-        processes: Processes,
-        games: GameMetrics,
+        eval_metrics: Sequence[EvalMetric] = (),
         vote: Vote = last_box,
+        games: GameMetrics | None = None,
     ):
         self._games = games
-        self._agents, self._rewards, self._eval_metrics = list(agents), rewards, list(eval_metrics)
+        self._agents, self._rewards, self._eval_metrics = team.names, rewards, list(eval_metrics)
         self._tokenizer, self._randomness = tokenizer, randomness
-        self._args, self._settings = args, settings
-        self._metrics, self._state, self._processes = metrics, state, processes
+        self._args, self._settings = run.args, run.settings
+        self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
         self.generated_tokens = 0  # in training, candidates and re-runs included
         self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
-        self._k: Sequence[int] | None = args.eval_k
+        self._k: Sequence[int] | None = run.args.eval_k
         self._vote = vote
-        state.fill_table((), (), (), {}, {})
+        run.state.fill_table((), (), (), {}, {})
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
@@ -149,9 +140,10 @@ class Reporter:
             self._metrics.add("frac_reward_zero_std", share)
         self._metrics.add("frac_unscored", sampled.rewards.isnan().float().mean().item())
         self._report_turns(rollout, generated)
-        played = self._processes.gather(self._games.played(rollout))
-        for name, value in self._games.metrics(played).items():
-            self._metrics.add(name, value)
+        if self._games is not None:
+            played = self._processes.gather(self._games.played(rollout))
+            for name, value in self._games.metrics(played).items():
+                self._metrics.add(name, value)
         self._report_user_metrics()
         self._clear("train")
         self._tabulate(rollout, advantages, own_rewards)
@@ -247,7 +239,7 @@ class Reporter:
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
         self._report_user_metrics()
         self._tabulate(rollout)
-        played = self._games.played(rollout)
+        played = self._games.played(rollout) if self._games is not None else [None] * len(rollout.episodes)
         records = [
             {
                 "row": row,
@@ -277,7 +269,8 @@ class Reporter:
             return {}
         metrics = summarize(records, self._agents)
         self.evaluation_error = _standard_error([record["reward"] for record in records])
-        metrics |= self._games.metrics(record["played"] for record in records)
+        if self._games is not None:
+            metrics |= self._games.metrics(record["played"] for record in records)
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
         answers = [record["answer"] for record in records]

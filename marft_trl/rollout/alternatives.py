@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config.checks import completes_candidates
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun
 from ..rules.credit_rules import CREDITS
-from ..system.processes import Processes
-from ..weights.policies import Policies
 from .own_returns import OwnReturns
 from .reward_scorer import RewardScorer
 from .runner import EpisodeRunner, place_of
@@ -43,25 +41,16 @@ class Alternatives:
     Candidates and re-runs.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): runs episodes.
         scorer ([`RewardScorer`]): scores re-runs and candidates.
         own ([`OwnReturns`]): what agents received by name.
-        policies ([`Policies`]): which agents are trained.
-        args ([`MARFTConfig`]): number of candidates and samples, and the rewards of candidates.
-        processes ([`Processes`]): processes of the run.
     """
 
-    def __init__(
-        self,
-        runner: EpisodeRunner,
-        scorer: RewardScorer,
-        own: OwnReturns,
-        policies: Policies,
-        args: MARFTConfig,
-        processes: Processes,
-    ):
-        self._runner, self._scorer, self._own, self._policies = runner, scorer, own, policies
-        self._args, self._processes = args, processes
+    def __init__(self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: OwnReturns):
+        self._runner, self._scorer, self._own, self._policies = runner, scorer, own, team.policies
+        self._args, self._processes = run.args, run.processes
         self._nodes: list[Node] = []
         self._generated: Counter[str] = Counter()
 

@@ -12,11 +12,9 @@ import torch
 from datasets import Dataset
 
 from .. import functional
-from ..config.marft_config import MARFTConfig
+from ..config.checks import uses_candidates
+from ..config.team_setup import RunContext
 from ..episodes.records import Episode
-from ..seams.trl import TrlSettings, TrlState
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
 from .alternatives import Node
 from .own_returns import OwnReturns
 from .rollouts import Drawn, Rollout, Rollouts
@@ -37,34 +35,18 @@ class DynamicSampling:
     limit is reached, groups without a signal remain in the batch.
 
     Args:
+        run ([`RunContext`]): the run that trains it.
         rollouts ([`Rollouts`]): runs episodes.
         dataset (`Callable`): `dataset()` returns the training set.
         own ([`OwnReturns`]): what agents received by name.
-        args ([`MARFTConfig`]): the seed.
-        uses_candidates (`bool`): whether candidates for a turn are compared.
-        settings ([`TrlSettings`]): sizes of groups.
-        state ([`TrlState`]): values that reward functions logged.
-        metrics ([`Metrics`]): get how many prompts were drawn, and how many of them had a signal.
-        processes ([`Processes`]): the processes of the run.
 
     Source: DAPO (2503.14476), which draws whole batches until one is full.
     """
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        dataset: Callable[[], Dataset],
-        own: OwnReturns,
-        args: MARFTConfig,
-        uses_candidates: bool,
-        settings: TrlSettings,
-        state: TrlState,
-        metrics: Metrics,
-        processes: Processes,
-    ):
-        self._rollouts, self._dataset, self._own, self._args = rollouts, dataset, own, args
-        self._uses_candidates, self._settings, self._state = uses_candidates, settings, state
-        self._metrics, self._processes = metrics, processes
+    def __init__(self, run: RunContext, rollouts: Rollouts, dataset: Callable[[], Dataset], own: OwnReturns):
+        self._rollouts, self._dataset, self._own, self._args = rollouts, dataset, own, run.args
+        self._uses_candidates, self._settings, self._state = uses_candidates(run.args), run.settings, run.state
+        self._metrics, self._processes = run.metrics, run.processes
         self._drawn = 0  # prompts of the permutation that were used
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +60,7 @@ class DynamicSampling:
     def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
         """Like [`Rollouts.run`]; in training, groups without a signal are replaced."""
         rollout = self._rollouts.run(rows, training)
-        if not (training and self._args.dynamic_sampling):
+        if not training:
             return rollout
         size = self._settings.group_size(training)
         batch = _Batch(rollout, self._columns(rollout), size)
@@ -97,6 +79,10 @@ class DynamicSampling:
         self._metrics.add("dynamic_sampling/with_signal", used / drawn)
         self._metrics.add("dynamic_sampling/filled", 1 - len(batch.open) / total)
         return batch.rollout(rounds, used / drawn)
+
+    def take_generated(self) -> dict[str, int]:
+        """As [`Rollouts.take_generated`]."""
+        return self._rollouts.take_generated()
 
     # ---- What a batch needs ----
 

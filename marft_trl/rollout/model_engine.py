@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config.sampling import Sampling
 from ..seams.models import forward_in_precision
-from .generator import Sampling
 
 
 class ModelEngine:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from trl import is_conversational
 
+from ..config.team_setup import RunContext
 from ..episodes.records import Episode, Turn
 from ..functional import team_rewards
-from ..system.processes import Processes
 from ..system.randomness import UserRandomness
 from ..system.watchdog import time_limit
 from .failures import Failures, OnFailure
@@ -47,25 +47,23 @@ class RewardScorer:
     Scores episodes, and single turns outside of the one call per generation batch.
 
     Args:
+        run ([`RunContext`]): the run that trains it.
         rewards ([`RewardFunctions`]): the reward functions of the team.
         of_agents (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
         randomness ([`UserRandomness`]): random states of users' code.
-        policy ([`OnFailure`], *optional*): what happens if a function fails.
-        failures ([`Failures`], *optional*): gets what was skipped.
-        processes ([`Processes`], *optional*): the processes of the run.
+        failures ([`Failures`]): gets what was skipped.
     """
 
     def __init__(
         self,
+        run: RunContext,
         rewards: RewardFunctions,
         of_agents: Mapping[str, Sequence[Callable]],
         randomness: UserRandomness,
-        policy: OnFailure | None = None,
-        failures: Failures | None = None,
-        processes: Processes | None = None,
+        failures: Failures,
     ):
-        self._rewards, self._randomness, self._processes = rewards, randomness, processes
-        self._policy = policy or OnFailure()
+        self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
+        self._policy = policy = OnFailure.of(run.args)
         self._of_agents = {
             name: [checked_reward(func, policy, failures) for func in its] for name, its in of_agents.items()
         }

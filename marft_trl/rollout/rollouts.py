@@ -13,15 +13,15 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from ..config.checks import uses_candidates
 from ..config.dataset_checks import check_prompts
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rewards import environment_reward
 from ..rules.credit_rules import CREDITS
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
-from ..system.processes import Processes, ending_forks
-from ..system.run_metrics import Metrics
+from ..system.processes import ending_forks
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
@@ -97,52 +97,42 @@ class Rollouts:
     Runs the team on dataset rows and scores the episodes.
 
     Args:
+        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): runs episodes.
-        alternatives ([`Alternatives`]): samples candidates, where the baseline compares them.
+        workflow ([`Workflow`]): whether turns earn rewards in it.
         scorer ([`RewardScorer`]): scores episodes.
         rewards ([`TrlRewards`]): names and weights of the reward functions.
-        workflow ([`Workflow`]): whether turns earn rewards in it.
         own ([`OwnReturns`]): whether every agent learns from its own return.
         reach ([`RewardReach`]): watches whether rewards reach the agents.
-        args ([`MARFTConfig`]): credit, limits.
-        uses_candidates (`bool`): whether training compares candidates for a turn.
-        uses_tools (`bool`): whether agents may call tools.
-        metrics ([`Metrics`]): get counts of the workflow and of the model's window.
-        processes ([`Processes`]): the processes of the run.
         failures ([`Failures`]): what was skipped or tried again.
+        alternatives ([`Alternatives`], *optional*): candidates and re-runs, where credit or the baseline needs some.
         ahead ([`Ahead`], *optional*): has begun episodes while training runs.
     """
 
     def __init__(
         self,
+        run: RunContext,
         runner: EpisodeRunner,
-        alternatives: Alternatives,
+        workflow: Workflow,
         scorer: RewardScorer,
         rewards: TrlRewards,
-        workflow: Workflow,
         own: OwnReturns,
         reach: RewardReach,
-        args: MARFTConfig,
-        uses_candidates: bool,
-        uses_tools: bool,
-        metrics: Metrics,
-        processes: Processes,
         failures: Failures,
+        alternatives: Alternatives | None = None,
         ahead: Ahead | None = None,
     ):
         self._ahead = ahead
-        self._failures, self._policy = failures, OnFailure.of(args)
+        self._failures, self._policy = failures, OnFailure.of(run.args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
-        self._workflow, self._own, self._reach, self._args = workflow, own, reach, args
-        self._uses_candidates, self._uses_tools = uses_candidates, uses_tools
-        self._metrics, self._processes = metrics, processes
+        self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
+        self._uses_candidates = uses_candidates(run.args)
+        self._metrics, self._processes = run.metrics, run.processes
         self._unscored_in_a_row = 0
         self._has_told_of_unscored = False
-        self._counted: dict[str, set[str]] = {
-            "train": set(),
-            "eval": set(),
-        }  # names that workflows have counted so far
+        # Names that workflows have counted so far
+        self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
@@ -171,9 +161,11 @@ class Rollouts:
         """
         check_prompts(rows, "the dataset")
         self._runner.dropped_turns = 0
-        self._alternatives.take_nodes()
-        branching = self._uses_candidates and training
-        run = functools.partial(self._run, self._alternatives.answer_with_candidates if branching else None)
+        others = self._alternatives
+        if others is not None:
+            others.take_nodes()
+        branches = others is not None and self._uses_candidates and training
+        run = functools.partial(self._run, others.answer_with_candidates if others is not None and branches else None)
         if training and self._ahead is not None:
             episodes = self._ahead.episodes(rows)
         else:
@@ -187,8 +179,12 @@ class Rollouts:
         self._check_rewards(per_func, training and not further)
         self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
-        rewards, nodes = self._scorer.of_team(per_func), self._alternatives.take_nodes()
-        return Rollout(episodes, per_func, rewards, first, nodes, has_own_returns)
+        nodes = others.take_nodes() if others is not None else []
+        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, nodes, has_own_returns)
+
+    def take_generated(self) -> dict[str, int]:
+        """Take the numbers of `turns` and `tokens` of candidates and re-runs since the last call."""
+        return self._alternatives.take_generated() if self._alternatives is not None else {}
 
     def close(self) -> None:
         """Give up episodes under way, and take from servers what they were given."""
@@ -247,7 +243,7 @@ class Rollouts:
         for episode in episodes:
             counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})  # type: ignore[arg-type]
         ended = sum(episode.overflowed for episode in episodes)
-        if self._uses_tools:
+        if self._runner.uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
         own = (dict(counts), self._runner.dropped_turns, ended, len(episodes))
         everywhere = self._processes.gather([own])
@@ -262,7 +258,7 @@ class Rollouts:
         names |= set(total)
         for name in sorted(names):  # 0 where it did not happen this time
             self._metrics.add(name, total[name] / count)
-        if self._uses_tools:  # under TRL's names
+        if self._runner.uses_tools:  # under TRL's names
             calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
             self._metrics.add("tools/call_frequency", calls / count)
             self._metrics.add("tools/failure_frequency", failures / calls if calls else 0.0)

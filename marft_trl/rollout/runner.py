@@ -90,7 +90,7 @@ class EpisodeRunner:
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._tokenizer = tokenizer
         self._ends = tuple(ends)
-        self._limits, self._uses_tools, self._vocabulary = limits, uses_tools, vocabulary
+        self._limits, self.uses_tools, self._vocabulary = limits, uses_tools, vocabulary
         self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
@@ -293,7 +293,7 @@ class EpisodeRunner:
             requests (`Sequence[Request]`): the requests.
             key (`tuple`): place of their episodes in the run.
         """
-        undeclared = next((one for one in requests if one.functions and not self._uses_tools), None)
+        undeclared = next((one for one in requests if one.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
                 f"The workflow `{type(self._workflow).__name__}` gives agent {undeclared.agent!r} tools "
@@ -434,7 +434,7 @@ class EpisodeRunner:
 
     @functools.cached_property
     def _call_pattern(self) -> re.Pattern | None:
-        return call_pattern(self._tokenizer, self.prompts.template.source) if self._uses_tools else None
+        return call_pattern(self._tokenizer, self.prompts.template.source) if self.uses_tools else None
 
     def _before_calls(self, ids: list[int]) -> str | None:
         """Return the text before the tool calls, which is shown to teammates, or `None` if the turn has no calls."""

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..config.sampling import GREEDY, Sampling
 from ..seams.mixing import MixedLora
 from ..seams.models import generating_by
 from ..shared_prefix.decoding import Recorder, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
-from .generator import GREEDY, Sampled, Sampling
+from .generator import Sampled
 from .stopping import EndAtStopText, StopTexts
 
 
@@ -68,7 +69,7 @@ class TransformersGenerator:
             Engine that calls `generate`.
         policies ([`Policies`]):
             Policies of the team, used to activate the agents' adapters.
-        samplings (`dict[str, Sampling]`):
+        samplings (`Mapping[str, Sampling]`):
             Sampling settings of each agent.
         share (`bool`):
             Whether to compute the common prefix of several observations only once.
@@ -84,7 +85,7 @@ class TransformersGenerator:
         self,
         engine: Engine,
         policies: Policies,
-        samplings: dict[str, Sampling],
+        samplings: Mapping[str, Sampling],
         share: bool,
         records: bool,
         past: PastCopies | None = None,

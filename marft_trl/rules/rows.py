@@ -15,9 +15,9 @@ class Row:
     """
     A turn as a training row, with `P` prompt tokens and `L` completion tokens.
 
-    A row is made once from a turn. Later results are filled in by steps that return new rows, in
-    this order: [`~LogProbs.with_old`], [`~SamplingCorrection.corrected`], [`~LogProbs.with_reference`],
-    [`~CriticLearner.with_values`], the advantages, and in sequential updates [`~SequentialFactors.after_update`].
+    A row is made once from a turn. Later results are filled in by steps that return new rows: the fills of
+    [`Experience`] ([`~LogProbs.with_old`], [`~SamplingCorrection.corrected`], [`~LogProbs.with_reference`],
+    [`~CriticLearner.with_values`]), the advantages, and in sequential updates [`~SequentialFactors.after_update`].
 
     Args:
         agent (`str`):
@@ -61,6 +61,8 @@ class Row:
             `max(L, 1)` at token level.
         old_outputs (`torch.Tensor` of shape `(V,)`, *optional*):
             What the critic's head put out for the values, where these are normalized ([`ValueScale`]).
+        last_value (`float`):
+            Value of what is seen next, where a horizon cut the episode after the turn; 0 where the episode is over.
         features (`torch.Tensor` of shape `(V, H)`, *optional*):
             Inputs of the frozen critic: hidden states of the base.
         sampled_by ([`SampledBy`], *optional*):
@@ -91,6 +93,7 @@ class Row:
     old_values: torch.Tensor | None = None
     value_targets: torch.Tensor | None = None
     old_outputs: torch.Tensor | None = None
+    last_value: float = 0.0
     features: torch.Tensor | None = None
     sampled_by: SampledBy | None = None
     sampling_logps: torch.Tensor | None = None

@@ -31,6 +31,7 @@ class BestAdapters:
         self._policies, self._optimizer = policies, optimizer
         self._weights: dict[str, list[torch.Tensor]] = {}
         self._moments: dict[str, list[dict[str, Any]]] = {}
+        self.restored = 0  # how often adapters have gone back
 
     @property
     def adapters(self) -> list[str]:
@@ -62,6 +63,7 @@ class BestAdapters:
     @torch.no_grad()
     def restore(self, adapter: str) -> None:
         """Give an adapter the weights of its copy, and its optimizer the state of that time, in place."""
+        self.restored += 1
         own = list(self._policies.parameters(adapter).values())
         for parameter, tensor, moments in zip(own, self.weights(adapter), self._moments[adapter], strict=True):
             parameter.data.copy_(tensor)

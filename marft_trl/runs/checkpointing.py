@@ -15,11 +15,8 @@ from peft import PeftModel
 from torch import nn
 
 from ..agents import AgentSpec
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext, TeamSetup
 from ..learning.schedules import Schedule
-from ..rules.critic import Critic
-from ..seams.trl import TrlState
-from ..system.processes import Processes
 from ..system.randomness import RandomStates, undisturbed
 from ..weights.adapters import load_adapter_weights
 from ..weights.copies import PastCopies
@@ -54,48 +51,37 @@ class Checkpoints:
     forgets: the training rows in use, the position in them, the references, and the state of every owner.
 
     Args:
-        state ([`TrlState`]): position and training rows.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         owners (`Mapping[str, Stateful]`): objects with state, by the name they have in checkpoints.
         schedule ([`Schedule`]): when new episodes are due.
         model (`nn.Module`): the model with its adapters.
         ref_model (`nn.Module`, *optional*): TRL's reference model.
-        policies ([`Policies`]): adapters and their references.
-        critic ([`Critic`], *optional*): loaded beside the adapters.
-        agents (`Sequence[AgentSpec]`): the team.
-        anonymous (`str`, *optional*): kind of the anonymous ablation.
         settings ([`RunSettings`]): what decides the results of the run.
-        args ([`MARFTConfig`]): folder, `save_total_limit`, `sync_ref_model`, `resume_changes`.
-        processes ([`Processes`]): the processes of the run.
-        copies ([`PastCopies`]): past copies of adapters.
-        best ([`BestAdapters`]): adapters at the team's best.
+        copies ([`PastCopies`], *optional*): past copies of adapters.
+        best ([`BestAdapters`], *optional*): adapters at the team's best.
     """
 
     def __init__(
         self,
-        state: TrlState,
+        team: TeamSetup,
+        run: RunContext,
         owners: Mapping[str, Stateful],
         schedule: Schedule,
         model: Any,
         ref_model: nn.Module | None,
-        policies: Policies,
-        critic: Critic | None,
-        agents: Sequence[AgentSpec],
-        anonymous: str | None,
         settings: RunSettings,
-        args: MARFTConfig,
-        processes: Processes,
-        copies: PastCopies,
-        best: BestAdapters,
+        copies: PastCopies | None,
+        best: BestAdapters | None,
     ):
         self.copies, self.best = copies, best
         self.owners = dict(owners)
-        self.folder = RunFolder(args.output_dir or ".")
-        self.changes = ResumeChanges.of(args.resume_changes)  # type: ignore[arg-type]
-        self._state, self._schedule = state, schedule
-        self._model, self._ref_model, self._policies, self._critic = model, ref_model, policies, critic
-        self._agents, self._anonymous, self._settings = agents, anonymous, settings
-        self._args, self._processes = args, processes
-        self._random = RandomStates(processes.device)
+        self.folder = RunFolder(run.args.output_dir or ".")
+        self.changes = ResumeChanges.of(run.args.resume_changes)  # type: ignore[arg-type]
+        self._state, self._schedule, self._args, self._processes = run.state, schedule, run.args, run.processes
+        self._model, self._ref_model, self._policies, self._critic = model, ref_model, team.policies, team.critic
+        self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
+        self._random = RandomStates(run.processes.device)
         self._remembered: dict[str, Any] | None = None
         self._window: dict[str, Any] | None = None
 
@@ -169,9 +155,9 @@ class Checkpoints:
         save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
-        if self.copies.agents and self._args.should_save:
+        if self.copies is not None and self._args.should_save:
             self.copies.save(folder)
-        if self.best.adapters and self._args.should_save:
+        if self.best is not None and self.best.adapters and self._args.should_save:
             self.best.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
@@ -193,8 +179,14 @@ class Checkpoints:
                 "random": self._random.capture(),
                 "tokens": self._state.num_tokens_seen,
                 "entropy": self._state.entropy,
+                "restored": self._restored,
                 **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
             }
+
+    @property
+    def _restored(self) -> int:
+        """How often adapters have gone back to their best."""
+        return self.best.restored if self.best is not None else 0
 
     def remember_again(self) -> None:
         """Remember what a log of the present step has changed."""
@@ -220,7 +212,7 @@ class Checkpoints:
         Returns: whether a checkpoint of that step stands now.
         """
         kept = self._remembered
-        if kept is None or kept["step"] != self._state.optimizer_step:
+        if kept is None or (kept["step"], kept["restored"]) != (self._state.optimizer_step, self._restored):
             return False  # nothing was completed, or the failure came after the weights had changed
         if self.has_this_step():
             return True
@@ -309,9 +301,10 @@ class Checkpoints:
         """Go on from the state of this process in a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
-        if self.copies.agents:
+        if self.copies is not None:
             self.copies.load(folder, self.source_of)
-        self.best.load(folder, self.source_of)
+        if self.best is not None:
+            self.best.load(folder, self.source_of)
         is_changed = not self.changes.is_empty
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:
@@ -338,6 +331,12 @@ class Checkpoints:
     def source_of(self) -> Callable[[str], str | None] | None:
         """Name that an adapter has in the checkpoint, where the team was changed on purpose; else `None`."""
         return None if self.changes.is_empty else self.changes.source_of
+
+    def load_best(self, folder: str | Path) -> None:
+        """Go back to the weights of a checkpoint of this run."""
+        self.load_weights(folder)
+        if self.copies is not None:
+            self.copies.go_back_to(folder)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load the adapters of the team and the critic from a checkpoint, in place."""

@@ -15,10 +15,9 @@ import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext
 from ..rollout.rollouts import Rollout
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
+from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .best import BestAdapters
 from .falls import Falls
@@ -59,84 +58,44 @@ class Collapse(TrainerCallback):
     Watches the mean reward of the last [`WINDOW`] generation batches ([`Falls`]), and evaluations of the
     trainer's own set. The team has collapsed when an evaluation is below the best one by more than [`DROP`] of
     it, and by more than luck explains: five standard errors of its episodes. Where only the batches have fallen, their
-    rows may have become harder, so that is said calmly, and once three windows in a row agree.
-
-    With `on_collapse="restore"`, three standard errors are enough for a trial: the team acts on the prompts of the
-    batch as it is, with each adapter at its best, and with all of them. If that certainly earns more, the adapter that
-    helps most goes back to its best; if it brings back less than half of what all of them do, all go back. If it earns
-    no more, nothing has fallen, and the present adapters are the best from then on. Otherwise, the next full window
-    may be tried again. The best weights are those at the best mean or, in a run with evaluations, at the best
-    evaluation, which says more than a few batches.
+    rows may have become harder, so the warning is calm, and comes once three windows in a row agree.
 
     Args:
-        best ([`BestAdapters`]): adapters at the best mean or evaluation.
-        policies ([`Policies`]): the adapters.
-        act (`Callable`): `act(rows)` runs the team on dataset rows and returns the rewards of all processes' episodes.
-        forget (`Callable`): `forget(adapters, step)`: called when adapters are back at what they were after a step:
-            what is kept of later steps is no longer true.
+        run ([`RunContext`]): the run that trains it.
         error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
-        group_size (`Callable`): number of episodes of a prompt in a generation batch.
-        step (`Callable`): number of optimizer steps so far.
-        args ([`MARFTConfig`]): `on_collapse`.
-        metrics ([`Metrics`]): get how far the mean is below its best, and what was restored.
-        processes ([`Processes`]): all processes restore, or none.
     """
 
-    def __init__(
-        self,
-        best: BestAdapters,
-        policies: Policies,
-        act: Callable[[Sequence[dict[str, Any]]], torch.Tensor],
-        forget: Callable[[Sequence[str], int], None],
-        error_of_evaluation: Callable[[], float],
-        group_size: Callable[[], int],
-        step: Callable[[], int],
-        args: MARFTConfig,
-        metrics: Metrics,
-        processes: Processes,
-    ):
-        self._best, self._policies, self._act, self._forget = best, policies, act, forget
-        self._error_of_evaluation, self._group_size, self._step = error_of_evaluation, group_size, step
-        self._args, self._metrics, self._processes = args, metrics, processes
-        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
-        self._falls = Falls(WINDOW, DROP, errors)
-        self._best_step = 0
-        # From the first one on, copies are those of the best evaluation; with its standard error
-        self._best_evaluation: tuple[float, float] | None = None
-        self._fallen_evaluation: float | None = None  # below the best; a trial is due
-        self._error_of_fallen = 0.0
-        self._was_said = self._has_restored = self._is_training = False
-        self._is_of_another_set = False
-        self._last_rows: Sequence[dict[str, Any]] = ()
+    errors = _ERRORS
 
-    @property
-    def restores(self) -> bool:
-        """`True` if adapters are restored."""
-        return self._args.on_collapse == "restore"
+    def __init__(self, run: RunContext, error_of_evaluation: Callable[[], float]):
+        self._metrics, self._processes, self._settings, self._state = (
+            run.metrics,
+            run.processes,
+            run.settings,
+            run.state,
+        )
+        self._error_of_evaluation = error_of_evaluation
+        self._falls = Falls(WINDOW, DROP, self.errors)
+        # From the first one on, an evaluation says what the best is; with its standard error
+        self._best_evaluation: tuple[float, float] | None = None
+        self._fallen_evaluation: float | None = None  # below the best
+        self._was_said = self._is_training = self._is_of_another_set = False
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
         return {
             **self._falls.state_dict(),
-            "best_step": self._best_step,
             "was_said": self._was_said,
-            "has_restored": self._has_restored,
             "best_evaluation": self._best_evaluation,
             "fallen_evaluation": self._fallen_evaluation,
-            "error_of_fallen": self._error_of_fallen,
-            "last_rows": _plain(self._last_rows) if self.restores else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
         self._falls.load_state_dict(state)
-        self._best_step = state.get("best_step", 0)
-        self._was_said, self._has_restored = state["was_said"], state["has_restored"]
-        best = state["best_evaluation"]
+        self._was_said, best = state["was_said"], state["best_evaluation"]
         self._best_evaluation = (best[0], best[1]) if isinstance(best, (list, tuple)) else None
         self._fallen_evaluation = state.get("fallen_evaluation")
-        self._error_of_fallen = state.get("error_of_fallen", 0.0)
-        self._last_rows = state.get("last_rows", [])
 
     def is_undone(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> bool:
         """
@@ -148,24 +107,17 @@ class Collapse(TrainerCallback):
             rows (`Sequence[dict]`): their dataset rows.
         """
         rewards = (rollout.drawn or rollout).rewards
-        if self._args.on_collapse == "ignore" or rewards.isnan().all():
+        if rewards.isnan().all():
             return False
-        self._last_rows = rows
-        if self.restores and not self._best.adapters:  # of a run that has only warned so far
-            self._falls.best, self._best_evaluation = -math.inf, None
-        is_best = self._falls.see(rewards, self._group_size())
+        self._begin(rows)
+        is_best = self._falls.see(rewards, self._settings.group_size(training=True))
         if is_best and self._best_evaluation is None:
             self._take()
         if self._falls.is_full:
             self._metrics.add("collapse/below_best", self._falls.best - self._falls.mean)
         if self._fallen_evaluation is None and not self._falls.low:
             return False
-        if self.restores:
-            # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process
-            # whose rows had no signal has none
-            return not any(self._processes.gather([self._policies.have_gradients])) and self._restore(rows)
-        self._say()
-        return False
+        return self._undo(rows)
 
     @contextlib.contextmanager
     def looking_away(self, if_: bool) -> Iterator[None]:
@@ -176,56 +128,51 @@ class Collapse(TrainerCallback):
         finally:
             self._is_of_another_set = kept
 
+    # ---- What a watch that restores does in other ways ----
+
+    def _begin(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A batch with rewards has come."""
+
+    def _take(self) -> None:
+        """The team is at its best."""
+
+    def _undo(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """The team may have fallen."""
+        self._say()
+        return False
+
+    def _note_dip(self, reward: float, is_last: bool) -> None:
+        """An evaluation is a little below the best."""
+
+    def _note_fall(self, reward: float, error: float, has_fallen: bool, is_last: bool) -> None:
+        """An evaluation is below the best; `has_fallen`: by more than luck, `is_last`: no batch follows."""
+        if has_fallen:
+            self._fallen_evaluation = reward
+            self._say()
+
+    # ---- Called by the Trainer ----
+
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
 
-    def _take(self) -> None:
-        if self.restores:
-            self._best.take()
-            self._best_step = self._step()
-
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         reward, error = (metrics or {}).get("eval_reward", math.nan), self._error_of_evaluation()
-        is_watched = self._args.on_collapse != "ignore" and self._is_training and state.global_step > 0
-        if self._is_of_another_set or not is_watched or math.isnan(reward):
+        is_watched = self._is_training and state.global_step > 0 and not self._is_of_another_set
+        if not is_watched or math.isnan(reward):
             return
         best, its_error = self._best_evaluation or (-math.inf, 0.0)
         if reward >= best:
             self._best_evaluation, self._fallen_evaluation = (reward, error), None
             self._take()
             return
-        errors = _ERRORS_BEFORE_TRIAL if self.restores else _ERRORS
-        luck = errors * math.hypot(error, its_error)
-        is_below = best - reward > DROP * abs(best)
-        has_fallen = is_below and best - reward > luck
-        if self.restores and state.global_step >= state.max_steps and (is_below or self._has_restored):
-            # No batch follows, so nothing is lost by going back; all were evaluated on the same questions
-            self._end_with_best(f"evaluation, {best:.4g}, as the last one is {reward:.4g}")
-        elif has_fallen:
-            self._fallen_evaluation, self._error_of_fallen = reward, error
-            if not self.restores:
-                self._say()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
-        # restored once is not stable: it ends with its best adapters, unless the last ones earn as much
-        if state.global_step < state.max_steps or not self.restores or not self._best.adapters:
-            return
-        if control.should_evaluate and self._best_evaluation is not None:
-            return  # the evaluation tells
-        if self._has_restored:
-            trial = self._try(self._last_rows)
-            if trial.whole > 0:
-                self._end_with_best(f"{'evaluation' if self._best_evaluation else 'mean reward'}. {trial.shown}")
-        elif self._fallen_evaluation is not None or self._falls.has_fallen():
-            self._restore(self._last_rows)
-
-    def _end_with_best(self, what: str) -> None:
-        self._go_back(self._best.adapters)
-        logger.warning(f"The team has fallen in this run, so it ends with its adapters of the best {what}")
+        luck = self.errors * math.hypot(error, its_error)
+        if best - reward > DROP * abs(best):
+            self._note_fall(reward, error, best - reward > luck, state.global_step >= state.max_steps)
+        else:
+            self._note_dip(reward, state.global_step >= state.max_steps)
 
     def _found(self) -> str:
         """What was found, for messages."""
@@ -251,6 +198,103 @@ class Collapse(TrainerCallback):
                 f"{found[0].upper()}{found[1:]}. Either the rows have become harder, or the team has fallen: "
                 f"evaluations during training (`eval_strategy`) tell. If it has fallen, {cure}"
             )
+
+
+class Restoring(Collapse):
+    """
+    Takes adapters that have fallen back to their best (`on_collapse="restore"`).
+
+    Three standard errors are enough for a trial: the team acts on the prompts of the batch as it is, with each adapter
+    at its best, and with all of them. If that certainly earns more, the adapter that helps most goes back to its best;
+    if it brings back less than half of what all of them do, all go back. If it earns no more, nothing has fallen, and
+    the present adapters are the best from then on. Otherwise, the next full window may be tried again. The best
+    weights are those at the best mean or, in a run with evaluations, at the best evaluation, which says more than a
+    few batches.
+
+    Args:
+        run ([`RunContext`]): the run that trains it.
+        error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
+        policies ([`Policies`]): the adapters.
+        best ([`BestAdapters`]): adapters at the best mean or evaluation.
+        act (`Callable`): `act(rows)` runs the team on dataset rows and returns the rewards of all processes' episodes.
+        copies ([`PastCopies`], *optional*): past copies; those of later steps are forgotten.
+    """
+
+    errors = _ERRORS_BEFORE_TRIAL
+
+    def __init__(
+        self,
+        run: RunContext,
+        error_of_evaluation: Callable[[], float],
+        policies: Policies,
+        best: BestAdapters,
+        act: Callable[[Sequence[dict[str, Any]]], torch.Tensor],
+        copies: PastCopies | None = None,
+    ):
+        super().__init__(run, error_of_evaluation)
+        self._policies, self._best, self._act, self._copies = policies, best, act, copies
+        self._best_step, self._error_of_fallen, self._has_restored = 0, 0.0, False
+        self._last_rows: Sequence[dict[str, Any]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "best_step": self._best_step,
+            "has_restored": self._has_restored,
+            "error_of_fallen": self._error_of_fallen,
+            "last_rows": _plain(self._last_rows),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._best_step, self._has_restored = state.get("best_step", 0), state.get("has_restored", False)
+        self._error_of_fallen, self._last_rows = state.get("error_of_fallen", 0.0), state.get("last_rows", [])
+
+    def _begin(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._last_rows = rows
+        if not self._best.adapters:  # of a run that has only warned so far
+            self._falls.best, self._best_evaluation = -math.inf, None
+
+    def _take(self) -> None:
+        self._best.take()
+        self._best_step = self._state.optimizer_step
+
+    def _undo(self, rows: Sequence[dict[str, Any]]) -> bool:
+        # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process whose
+        # rows had no signal has none
+        return not any(self._processes.gather([self._policies.have_gradients])) and self._restore(rows)
+
+    def _note_fall(self, reward: float, error: float, has_fallen: bool, is_last: bool) -> None:
+        if is_last:  # no batch follows, so nothing is lost by going back; all were evaluated on the same questions
+            self._end_with_best_evaluation(reward)
+        elif has_fallen:
+            self._fallen_evaluation, self._error_of_fallen = reward, error
+
+    def _note_dip(self, reward: float, is_last: bool) -> None:
+        if is_last and self._has_restored:
+            self._end_with_best_evaluation(reward)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # What has fallen since the window was last full is not left behind, nor saved as the result. A run that was
+        # restored once is not stable: it ends with its best adapters, unless the last ones earn as much
+        if state.global_step < state.max_steps or not self._best.adapters:
+            return
+        if control.should_evaluate and self._best_evaluation is not None:
+            return  # the evaluation tells
+        if self._has_restored:
+            trial = self._try(self._last_rows)
+            if trial.whole > 0:
+                self._end_with_best(f"{'evaluation' if self._best_evaluation else 'mean reward'}. {trial.shown}")
+        elif self._fallen_evaluation is not None or self._falls.has_fallen():
+            self._restore(self._last_rows)
+
+    def _end_with_best_evaluation(self, reward: float) -> None:
+        best = self._best_evaluation[0] if self._best_evaluation is not None else math.nan
+        self._end_with_best(f"evaluation, {best:.4g}, as the last one is {reward:.4g}")
+
+    def _end_with_best(self, what: str) -> None:
+        self._go_back(self._best.adapters)
+        logger.warning(f"The team has fallen in this run, so it ends with its adapters of the best {what}")
 
     def _restore(self, rows: Sequence[dict[str, Any]]) -> bool:
         found, trial, evaluation = self._found(), self._try(rows), self._fallen_evaluation
@@ -279,7 +323,8 @@ class Collapse(TrainerCallback):
         self._has_restored = True
         for name in names:
             self._best.restore(name)
-        self._forget(names, self._best_step)
+        if self._copies is not None:  # what is kept of later steps is no longer true
+            self._copies.forget_after(self._best_step, names)
 
     def _try(self, rows: Sequence[dict[str, Any]]) -> _Trial:
         """Act with the best adapters, one of them and all of them, and with the present ones."""

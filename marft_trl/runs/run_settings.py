@@ -19,16 +19,13 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
+from ..config.team_setup import TeamSetup
 from ..config.unused import ALWAYS_UNUSED
 from ..rollout.views import View
-from ..rules.critic import Critic
 from ..system.redaction import without_secrets
 from ..weights.fingerprints import hash_of_weights
 from ..weights.manifest import BaseModel
-from ..weights.policies import Policies
-from ..workflows import Workflow
 from ..workflows.base import callable_name
 
 
@@ -89,27 +86,22 @@ class RunSettings:
     Collects what decides the results of a run.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
         args ([`MARFTConfig`]): training arguments.
-        agents (`Sequence[AgentSpec]`): the team.
-        policies ([`Policies`]): adapters.
-        workflow ([`Workflow`]): the workflow.
-        critic ([`Critic`], *optional*): predicts values.
         model (`nn.Module`): the model with its adapters.
         base (`Callable`): `base()` describes the base, the tokenizer and the chat template.
         rewards (`Mapping[str, Sequence]`): reward functions of the team, under `""`, and of agents.
         weights (`Sequence[float]`): weights of the team's reward functions.
         view (`Callable`): `view()` returns the present view.
         dataset: the training dataset.
+        dataset
         num_processes (`int`): number of processes.
     """
 
     def __init__(
         self,
+        team: TeamSetup,
         args: MARFTConfig,
-        agents: Sequence[AgentSpec],
-        policies: Policies,
-        workflow: Workflow,
-        critic: Critic | None,
         model: Any,
         base: Callable[[], BaseModel],
         rewards: Mapping[str, Sequence],
@@ -118,18 +110,13 @@ class RunSettings:
         dataset: Any,
         num_processes: int,
     ):
-        self._args, self._agents, self._policies, self._workflow, self._critic = (
-            args,
-            agents,
-            policies,
-            workflow,
-            critic,
-        )
+        self._args, self._agents, self._policies = args, team.agents, team.policies
+        self._workflow, self._critic = team.workflow, team.critic
         self._model, self._base, self._rewards, self._view = model, base, rewards, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
         # Now, because no process may have whole weights later
-        self._base_weights = hash_of_weights(model) if policies.has_adapters else None
+        self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
 
     def collect(self) -> dict[str, Any]:
         """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.runs.changes`]."""

@@ -8,13 +8,14 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rollout.failures import Failures, OnFailure, run_episodes
 from ..rollout.runner import EpisodeRunner
-from ..system.processes import Processes
+from .look_ahead import LookAhead
 
 
 # Seconds that the thread has to end
@@ -49,27 +50,15 @@ class Overlap:
     a batch is sampled from does not depend on how long rollouts and training take.
 
     Args:
+        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): runs episodes, on servers.
-        upcoming (`Callable`): `upcoming()` returns the rows of the next batches that are due, by their numbers.
-        number (`Callable`): `number()` returns the number of the batch that is due now.
-        staleness (`int`): number of batches that begin ahead.
-        policy ([`OnFailure`]): what happens to episodes that fail.
+        look_ahead ([`LookAhead`]): the number of the batch that is due, and the rows of later ones.
         failures ([`Failures`]): gets them.
-        processes ([`Processes`]): the processes of the run.
     """
 
-    def __init__(
-        self,
-        runner: EpisodeRunner,
-        upcoming: Callable[[], Mapping[int, Sequence[dict[str, Any]]]],
-        number: Callable[[], int],
-        staleness: int,
-        policy: OnFailure,
-        failures: Failures,
-        processes: Processes,
-    ):
-        self._runner, self._upcoming, self._number, self._staleness = runner, upcoming, number, staleness
-        self._policy, self._failures, self._processes = policy, failures, processes
+    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: LookAhead, failures: Failures):
+        self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
+        self._policy, self._failures, self._processes = OnFailure.of(run.args), failures, run.processes
         self._jobs: dict[int, _Job] = {}
         self._worker: _Worker | None = None
 
@@ -80,11 +69,11 @@ class Overlap:
         Raises:
             EpisodeError: an episode has failed, and is not skipped.
         """
-        now = self._number()
+        now = self._look_ahead.number()
         self._runner.publish()
         with self._processes.together():
             self._begin(now, rows)
-            for number, its_rows in sorted(self._upcoming().items()):
+            for number, its_rows in sorted(self._look_ahead.upcoming().items()):
                 if now < number <= now + self._staleness:
                     self._begin(number, its_rows)
             return self._take(now)

@@ -11,10 +11,8 @@ import torch
 from accelerate.logging import get_logger
 
 from .. import functional
-from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext
 from ..rules.rows import Row
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
 
 
 logger = get_logger(__name__)
@@ -32,23 +30,19 @@ class SamplingCorrection:
     Compares the log-probabilities of servers with the trainer's, and weighs tokens by their ratio.
 
     Args:
-        args ([`MARFTConfig`]): TRL's settings of the correction.
+        run ([`RunContext`]): the run that trains it.
         tolerance (`float`): mean difference of log-probabilities above which a run ends.
-        metrics ([`Metrics`]): get differences and weights, under TRL's names.
-        processes ([`Processes`]): the processes of the run.
         staleness (`Callable`): `staleness(adapter, version)` returns how often an adapter was published since.
     """
 
     def __init__(
         self,
-        args: MARFTConfig,
+        run: RunContext,
         tolerance: float,
-        metrics: Metrics,
-        processes: Processes,
         staleness: Callable[[str, int], int] = lambda adapter, version: 0,
     ):
-        self._args, self._tolerance, self._metrics, self._processes = args, tolerance, metrics, processes
-        self._staleness = staleness
+        self._args, self._tolerance = run.args, tolerance
+        self._metrics, self._processes, self._staleness = run.metrics, run.processes, staleness
         self._told: set[tuple[str, str]] = set()
 
     def corrected(self, rows: Sequence[Row]) -> list[Row]:

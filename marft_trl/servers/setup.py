@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
-from ..rollout.generator import Sampling
+from ..config.sampling import Sampling
+from ..config.team_setup import RunContext, TeamSetup
 from ..rules.credit_rules import CREDITS
 from ..system.event_loop import run_coroutine
-from ..system.processes import Processes
 from ..weights.copies import PastCopies, copy_entries, served_entries
 from ..weights.policies import Policies
 from .command import server_arguments
@@ -120,42 +120,37 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
 
 
 def make_vllm_generator(
+    team: TeamSetup,
+    run: RunContext,
     servers: ServerSettings,
-    args: MARFTConfig,
-    agents: Sequence[AgentSpec],
-    policies: Policies,
     model: PeftModel,
-    samplings: Mapping[str, Sampling],
     settings: Callable[[Sampling], dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     vocabulary: int,
     is_exact: bool,
     next_token: NextToken,
-    processes: Processes,
     past: PastCopies | None = None,
 ) -> VLLMGenerator:
     """
     The generator of a team on vLLM servers.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
         servers ([`ServerSettings`]): addresses and limits.
-        args ([`MARFTConfig`]): training arguments.
-        agents (`Sequence[AgentSpec]`): the team.
-        policies ([`Policies`]): its adapters.
-        model ([`~peft.PeftModel`]): has them.
-        samplings (`Mapping[str, Sampling]`): how each agent samples.
+        model ([`~peft.PeftModel`]): has the adapters.
         settings (`Callable`): all settings of `generate` of a [`Sampling`].
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
         ends (`Sequence[int]`): ids of the tokens that end a turn.
         vocabulary (`int`): number of token ids.
         is_exact (`bool`): whether the trainer computes in float32.
         next_token (`Callable`): the trainer's log-probabilities.
-        processes ([`Processes`]): the processes of the run.
         past ([`PastCopies`], *optional*): past copies that opponents act with.
     """
-    served = [agent for agent in agents if agent.has_policy]
-    entries = _entries(args, served, policies, model, next_token)
+    args = run.args
+    served = [agent for agent in team.agents if agent.has_policy]
+    entries = _entries(args, served, team.policies, model, next_token)
     for agent in served:
         entries |= _copies(agent, past, model, next_token) if past is not None and agent.copy_of is not None else {}
     library = AdapterLibrary(
@@ -165,9 +160,9 @@ def make_vllm_generator(
         vocabulary=vocabulary,
         tolerance=tolerance_of(args, is_exact),
     )
-    generator = VLLMGenerator(library, servers, policies, samplings, settings, tokenizer, ends, processes, past)
+    generator = VLLMGenerator(team, run.processes, library, servers, settings, tokenizer, ends, past)
     others = [agent.name for agent in served if not generator.samples_what_is_scored(agent.name)]
-    trained = [agent.name for agent in agents if agent.name in others and agent.trainable]
+    trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(
             f"`max_staleness={args.max_staleness}` weighs turns by the ratio of the present to the earlier weights, "

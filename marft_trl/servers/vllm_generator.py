@@ -13,14 +13,15 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 
+from ..config.sampling import Sampling
+from ..config.team_setup import TeamSetup
 from ..episodes.records import SampledBy
-from ..rollout.generator import Sampled, Sampling
+from ..rollout.generator import Sampled
 from ..rollout.stopping import StopTexts
 from ..system.event_loop import run_coroutine
 from ..system.processes import Processes
 from ..system.randomness import seed_of
 from ..weights.copies import PastCopies
-from ..weights.policies import Policies
 from .library import AdapterLibrary, Version
 from .replicas import Replicas, ServerSettings
 from .server import Order
@@ -53,14 +54,13 @@ class VLLMGenerator:
     Generates turns on vLLM servers.
 
     Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        processes ([`Processes`]): the first one publishes for all.
         library ([`AdapterLibrary`]): the adapters on the servers.
         servers ([`ServerSettings`]): addresses and limits.
-        policies ([`Policies`]): adapters of agents.
-        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
         settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
         ends (`Sequence[int]`): ids of the tokens that end a turn.
-        processes ([`Processes`]): the first one publishes for all.
         past ([`PastCopies`], *optional*): past copies that opponents act with.
 
     Attributes:
@@ -72,22 +72,21 @@ class VLLMGenerator:
 
     def __init__(
         self,
+        team: TeamSetup,
+        processes: Processes,
         library: AdapterLibrary,
         servers: ServerSettings,
-        policies: Policies,
-        samplings: Mapping[str, Sampling],
         settings: Callable[[Sampling], dict[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
-        processes: Processes,
         past: PastCopies | None = None,
     ):
         self._past = past
-        self.library, self.servers, self._policies = library, servers, policies
-        self._samplings, self._settings, self._ends = samplings, settings, list(ends)
+        self.library, self.servers, self._policies = library, servers, team.policies
+        self._samplings, self._settings, self._ends = team.samplings, settings, list(ends)
         self._processes = processes
-        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
-        self._requests = {agent: self._request(agent) for agent in samplings}
+        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in team.samplings.values()}
+        self._requests = {agent: self._request(agent) for agent in team.samplings}
         self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
         self._pinned: deque[dict[str, int]] = deque(maxlen=_REMEMBERED)  # numbers of the latest pins

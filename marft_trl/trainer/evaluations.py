@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..config.evaluation import check_k, check_sampling
-from ..config.marft_config import MARFTConfig
+from ..config.sampling import decoding
+from ..config.team_setup import RunContext
 from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
-from ..rollout.generator import decoding
 from ..rollout.runner import EpisodeRunner
-from ..seams.trl import TrlSettings
+from ..runs.collapse import Collapse
 
 
 class Evaluations:
@@ -23,21 +23,26 @@ class Evaluations:
     Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
 
     Args:
-        args ([`MARFTConfig`]): `eval_sampling`, `eval_k`.
-        settings ([`TrlSettings`]): how many episodes a question has.
+        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): samples turns.
         reporter ([`Reporter`]): reports several episodes of a question.
+        collapse ([`Collapse`], *optional*): looks at evaluations of the trainer's own set.
     """
 
-    def __init__(self, args: MARFTConfig, settings: TrlSettings, runner: EpisodeRunner, reporter: Reporter):
-        self._args, self._settings, self._runner, self._reporter = args, settings, runner, reporter
-        self._sampling: Mapping[str, Any] | None = args.eval_sampling  # type: ignore[assignment]
-        self._k: Sequence[int] | None = args.eval_k
+    def __init__(self, run: RunContext, runner: EpisodeRunner, reporter: Reporter, collapse: Collapse | None = None):
+        self._args, self._settings, self._runner, self._reporter = run.args, run.settings, runner, reporter
+        self._collapse = collapse
+        self._sampling: Mapping[str, Any] | None = run.args.eval_sampling  # type: ignore[assignment]
+        self._k: Sequence[int] | None = run.args.eval_k
         self._with_losses = True
 
     @contextlib.contextmanager
     def chosen(
-        self, num_samples: int | None, sampling: Mapping[str, float] | None, k: Sequence[int] | None
+        self,
+        num_samples: int | None,
+        sampling: Mapping[str, float] | None,
+        k: Sequence[int] | None,
+        is_other_set: bool = False,
     ) -> Iterator[None]:
         """
         Context manager: evaluations have these settings, where they are not `None`. May be nested: `evaluate` calls
@@ -47,6 +52,7 @@ class Evaluations:
             num_samples (`int`, *optional*): episodes of each question.
             sampling (`dict`, *optional*): as `eval_sampling`.
             k (`Sequence[int]`, *optional*): as `eval_k`.
+            is_other_set (`bool`, *optional*, defaults to `False`): whether it is not the trainer's own set.
 
         Raises:
             ValueError: as the same settings of [`MARFTConfig`], or a batch would have parts of questions.
@@ -56,9 +62,11 @@ class Evaluations:
         values = self._k if k is None else k
         check_k(values, num_samples or self._settings.group_size(training=False))
         kept = self._sampling, self._k
+        is_other = is_other_set or num_samples is not None or sampling is not None
+        watch = self._collapse.looking_away(is_other) if self._collapse is not None else contextlib.nullcontext()
         self._sampling, self._k = self._sampling if sampling is None else sampling, values
         try:
-            with self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
+            with watch, self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
                 yield
         finally:
             self._sampling, self._k = kept

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..advantages.credit import CreditAssigner
-from ..advantages.estimators import Estimator
-from ..config.marft_config import MARFTConfig
+from ..advantages.estimators import Estimated, Estimator
+from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import Turn
 from ..learning.batching import Pools, count_rows, cut_slices, together, weigh
 from ..learning.critic_learner import CriticLearner
@@ -19,18 +18,68 @@ from ..learning.micro_batcher import MicroBatcher
 from ..learning.schedules import Schedule
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
-from ..rollout.alternatives import Alternatives
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.reach import RewardReach
-from ..rollout.rollouts import Rollout
-from ..rules.critic import Critic
+from ..rollout.rollouts import Rollout, Rollouts
 from ..rules.rows import Row, Slice
 from ..runs.collapse import Collapse
-from ..seams.trl import TrlSettings
 from ..servers.sampling_correction import SamplingCorrection
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
-from ..weights.policies import Policies
+
+
+# Fills in what rows need of a model: `fill(rollout, rows, training)` returns the rows with it
+Fill = Callable[[Rollout, list[Row], bool], list[Row]]
+
+
+def fills_of(
+    run: RunContext,
+    log_probs: LogProbs,
+    learner: CriticLearner | None,
+    correction: SamplingCorrection | None,
+    needs_old: bool,
+) -> list[Fill]:
+    """
+    What the rows of a run need, in order. A later fill may use what an earlier one has computed: weights of servers'
+    tokens come from the old log-probabilities, a frozen critic reads the pass of the reference.
+
+    Args:
+        run ([`RunContext`]): whether there is a KL to a reference.
+        log_probs ([`LogProbs`]): log-probabilities.
+        learner ([`CriticLearner`], *optional*): values.
+        correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
+        needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
+    """
+
+    def old(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        with log_probs.scoring():
+            return log_probs.with_old(rows) if training else rows
+
+    def old_and_weights(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        if not training or correction is None:
+            return rows
+        with log_probs.scoring(), log_probs.without_dropout():  # as on a server
+            rows = log_probs.with_old(rows)
+        return correction.corrected(rows)
+
+    def reference(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        with log_probs.scoring():
+            if learner is None:
+                return log_probs.with_reference(rows)
+            return log_probs.with_reference(rows, learner.num_features_of_reference)
+
+    def values(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        if learner is None:
+            return rows
+        with log_probs.scoring():
+            return learner.with_values(rollout, rows, training and learner.may_keep_passes)
+
+    fills: list[Fill] = []
+    if needs_old:
+        fills.append(old if correction is None else old_and_weights)
+    if run.settings.beta != 0.0:
+        fills.append(reference)
+    if learner is not None:
+        fills.append(values)
+    return fills
 
 
 class Evaluated(NamedTuple):
@@ -61,122 +110,86 @@ class Experience:
     Makes slices of training rows out of dataset rows.
 
     Args:
-        rollouts ([`DynamicSampling`]): episodes with rewards.
-        collapse ([`Collapse`]): may restore adapters once it has seen the rewards.
-        alternatives ([`Alternatives`]): counts what was generated beside the episodes.
-        credit ([`CreditAssigner`]): has the rewards of single turns.
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
+        schedule ([`Schedule`]): trained adapters.
+        rollouts ([`Rollouts`] or [`DynamicSampling`]): episodes with rewards.
+        fills (`Sequence[Fill]`): what rows need before they have advantages, in order.
         estimator ([`Estimator`]): advantages.
-        log_probs ([`LogProbs`]): log-probabilities.
         batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
-        critic ([`Critic`], *optional*): which part values an agent.
-        learner ([`CriticLearner`], *optional*): values.
-        policies ([`Policies`]): adapters.
         reporter ([`Reporter`]): reports rollouts.
         reach ([`RewardReach`]): watches whether rewards reach the agents.
-        schedule ([`Schedule`]): trained adapters.
-        args ([`MARFTConfig`]): episodes of a slice.
-        settings ([`TrlSettings`]): KL, truncated turns, sizes of groups.
-        needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
-        share (`bool`): whether rows share what they have in common, so that groups stay together.
-        processes ([`Processes`]): the processes of the run.
-        correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
-        metrics ([`Metrics`]): forget those of episodes that are not trained on.
+        collapse ([`Collapse`], *optional*): may restore adapters once it has seen the rewards.
     """
 
     def __init__(
         self,
-        rollouts: DynamicSampling,
-        collapse: Collapse,
-        alternatives: Alternatives,
-        credit: CreditAssigner,
+        team: TeamSetup,
+        run: RunContext,
+        schedule: Schedule,
+        rollouts: Rollouts | DynamicSampling,
+        fills: Sequence[Fill],
         estimator: Estimator,
-        log_probs: LogProbs,
         batcher: MicroBatcher,
-        critic: Critic | None,
-        learner: CriticLearner | None,
-        policies: Policies,
         reporter: Reporter,
         reach: RewardReach,
-        schedule: Schedule,
-        args: MARFTConfig,
-        settings: TrlSettings,
-        needs_old: bool,
-        share: bool,
-        processes: Processes,
-        correction: SamplingCorrection | None,
-        metrics: Metrics,
+        collapse: Collapse | None = None,
     ):
-        self._rollouts, self._collapse, self._alternatives = rollouts, collapse, alternatives
-        self._credit, self._estimator = credit, estimator
-        self._log_probs, self._batcher, self._critic, self._learner = log_probs, batcher, critic, learner
-        self._policies, self._reporter, self._reach, self._schedule = policies, reporter, reach, schedule
-        self._args, self._settings, self._needs_old, self._share = args, settings, needs_old, share
-        self._processes, self._correction, self._metrics = processes, correction, metrics
+        self._policies, self._critic, self._schedule = team.policies, team.critic, schedule
+        self._args, self._settings, self._metrics, self._processes = run.args, run.settings, run.metrics, run.processes
+        self._rollouts, self._fills, self._estimator, self._batcher = rollouts, fills, estimator, batcher
+        self._reporter, self._reach, self._collapse = reporter, reach, collapse
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
-        before = self._metrics.mark()
-        rollout = self._rollouts.run(inputs, training=True)
-        after = self._metrics.mark()
-        if self._collapse.is_undone(rollout, inputs):
-            self._metrics.drop(before, after)
-            self._reporter.forget(rollout, self._alternatives.take_generated().get("tokens", 0))
-            rollout = self._rollouts.run(inputs, training=True)
-        rows, std, credited = self._estimated(rollout, training=True)
+        rollout = self._standing(inputs)
+        rows, std, credited, own_rewards = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))
-        advantages = advantages_by_turn(rollout, rows)
-        own_rewards, generated = self._credit.take_own_rewards(), self._alternatives.take_generated()
+        advantages, generated = advantages_by_turn(rollout, rows), self._rollouts.take_generated()
         self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
         order = torch.randperm(len(rows))  # the one draw that TRL makes here
-        if self._share:
+        if self._batcher.share:  # a group that stays together computes its prefixes once
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = together(order, [(first + index) // size for index in range(len(rows))])
         return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
+    def _standing(self, inputs: Sequence[dict[str, Any]]) -> Rollout:
+        """The episodes that are trained on; sampled anew where adapters went back to their best."""
+        before = self._metrics.mark()
+        rollout = self._rollouts.run(inputs, training=True)
+        after = self._metrics.mark()
+        if self._collapse is not None and self._collapse.is_undone(rollout, inputs):
+            self._metrics.drop(before, after)
+            self._reporter.forget(rollout, self._rollouts.take_generated().get("tokens", 0))
+            rollout = self._rollouts.run(inputs, training=True)
+        return rollout
+
     def for_evaluation(self, inputs: Sequence[dict[str, Any]]) -> Evaluated:
         """Episodes for the dataset rows of an evaluation batch, as one slice, under the rules of training."""
         rollout = self._rollouts.run(inputs, training=False)
-        rows, std, _ = self._estimated(rollout, training=False)
+        rows, std, *_ = self._estimated(rollout, training=False)
         (slice_,) = self._weighed([[row for its_rows in rows for row in its_rows]])
         return Evaluated(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
 
-    def _estimated(self, rollout: Rollout, training: bool) -> tuple[list[list[Row]], torch.Tensor | None, set[str]]:
+    def _estimated(self, rollout: Rollout, training: bool) -> Estimated:
         """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
         turns = self._estimator.turns(rollout, training)
         rows = self._rows(rollout, turns, training)
-        last_values: list[dict[str, float]] = []
         if training:
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
-        may_keep = training and self._learner is not None and self._learner.may_keep_passes
-        with self._log_probs.scoring():
-            if self._needs_old and training:
-                rows = self._with_old(rows)
-            if self._settings.beta != 0.0 and self._learner is not None:
-                rows = self._log_probs.with_reference(rows, self._learner.num_features_of_reference)
-            elif self._settings.beta != 0.0:
-                rows = self._log_probs.with_reference(rows)
-            if self._learner is not None:
-                rows, last_values = self._learner.with_values(rollout, rows, may_keep)
+        for fill in self._fills:
+            rows = fill(rollout, rows, training)
         filled = iter(rows)
         by_episode = [[next(filled) for _ in its] for its in turns]
         if not training:
-            return self._estimator.estimate(rollout, by_episode, training, last_values)
+            return self._estimator.estimate(rollout, by_episode, training)
+        # Looked at in two steps, so that the error names what was wrong first
         with self._processes.together():
             check_finite(rows, _BEFORE_ADVANTAGES)
-        estimated = self._estimator.estimate(rollout, by_episode, training, last_values)
-        if self._learner is not None:
-            self._learner.note_targets([row for its in estimated.rows for row in its])
+        estimated = self._estimator.estimate(rollout, by_episode, training)
         with self._processes.together():
-            check_finite([row for its in estimated[0] for row in its], {"advantage": _OF_ADVANTAGES})
+            check_finite([row for its in estimated.rows for row in its], {"advantage": _OF_ADVANTAGES})
         return estimated
-
-    def _with_old(self, rows: list[Row]) -> list[Row]:
-        """Rows with the log-probabilities of the policies as they are; of servers' turns, also what tokens weigh."""
-        if self._correction is None:
-            return self._log_probs.with_old(rows)
-        with self._log_probs.without_dropout():  # as on a server
-            rows = self._log_probs.with_old(rows)
-        return self._correction.corrected(rows)
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
         """A training row for each turn or candidate, in the order of the episodes."""

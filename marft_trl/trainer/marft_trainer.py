@@ -15,13 +15,15 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_team
 from ..config.dataset_checks import check_datasets
 from ..config.marft_config import MARFTConfig
+from ..config.sampling import Sampling
+from ..config.team_setup import TeamSetup
 from ..learning.memory import MemoryPlan
 from ..learning.schedules import Schedule
+from ..learning.sequential import after_update
 from ..metrics.at_k import Vote, last_box
 from ..metrics.evaluation import EvalMetric, check_eval_metrics, check_references
 from ..reporting.model_card import PAPER, TAGS
@@ -55,8 +57,7 @@ from ..weights.references import SyncReferences
 from ..workflows import EnvironmentLoop, Workflow
 from ..workflows.anonymity import alias_names, anonymity
 from . import setup
-from .choices import Choices
-from .parts import assemble
+from .parts import UserCode, assemble
 
 
 logger = get_logger(__name__)
@@ -152,10 +153,7 @@ class MARFTTrainer(GRPOTrainer):
         eval_vote: Vote | None = None,
         anonymous: bool | str = False,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = MARFTConfig(f"{name.split('/')[-1]}-MARFT")
-        args = setup.as_marft_config(args)
+        args = setup.as_marft_config(args, model)
         warn_of_newer_versions()
         setup.refuse_unsupported(args, rollout_func=rollout_func)
         self.agents = setup.with_tools(check_team(agents), tools)
@@ -211,11 +209,13 @@ class MARFTTrainer(GRPOTrainer):
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
-        team = args, self.agents, self.workflow, self.policies, self.critic, self.schedule, self.anonymous
-        others = level, view, turn_rewards, eval_metrics, eval_vote or last_box
-        self.parts = assemble(self, Choices(*team, *others, aliases, failures, engine))
+        samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
+        who = self.agents, self.workflow, self.policies, self.critic
+        team = TeamSetup(*who, level, samplings, aliases, self.anonymous)
+        code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
+        self.parts = assemble(self, args, team, self.schedule, code, engine)
         sharding.keep_in_step(self, self.parts.processes)
-        for callback in (self.parts.health, self.parts.collapse, self.parts.run):
+        for callback in filter(None, (self.parts.health, self.parts.collapse, self.parts.run)):
             self.add_callback(callback)
 
     # ---- What users call ----
@@ -266,7 +266,7 @@ class MARFTTrainer(GRPOTrainer):
         state = self.parts.state
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
-        state.slices = self.parts.sequential.after_update(state.slices, self.schedule.just_updated(state.micro_step))
+        state.slices = after_update(self.parts.sequential, state.slices, self.schedule.just_updated(state.micro_step))
         return state.slices[state.micro_step % len(state.slices)]
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
@@ -340,8 +340,7 @@ class MARFTTrainer(GRPOTrainer):
         Raises:
             ValueError: a setting is not valid, or `num_samples` does not divide the episodes of an evaluation batch.
         """
-        is_other = eval_dataset is not None or num_samples is not None or sampling is not None
-        with self.parts.evaluations.chosen(num_samples, sampling, k), self.parts.collapse.looking_away(is_other):
+        with self.parts.evaluations.chosen(num_samples, sampling, k, is_other_set=eval_dataset is not None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -430,8 +429,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_best_model(self) -> None:
         if self.policies.has_adapters:
-            self.parts.checkpoints.load_weights(self.state.best_model_checkpoint)
-            self.parts.checkpoints.copies.go_back_to(self.state.best_model_checkpoint)
+            self.parts.checkpoints.load_best(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 

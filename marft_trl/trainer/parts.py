@@ -1,42 +1,108 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The objects that a trainer is composed of. Each has named inputs and its own state."""
+"""The objects that a trainer is composed of, and how they are put together: one function for each room."""
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
+from ..advantages.credit import CreditAssigner
+from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
+from ..agents import AgentSpec
+from ..config.checks import uses_candidates
+from ..config.marft_config import MARFTConfig
+from ..config.sampling import Sampling
+from ..config.team_setup import RunContext, TeamSetup
+from ..config.unused import warn_of_unused
 from ..learning.adapter_updates import AdapterUpdates
+from ..learning.batching import Collator
 from ..learning.critic_learner import CriticLearner
 from ..learning.log_probs import LogProbs, Passes
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
+from ..learning.mixing import MixedPasses
+from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
+from ..learning.value_scale import ValueScale
+from ..metrics.at_k import Vote
+from ..metrics.evaluation import EvalMetric
+from ..reporting.games import GameMetrics
 from ..reporting.health import Health
 from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
+from ..rollout import preparing
+from ..rollout.alternatives import Alternatives
+from ..rollout.dynamic_sampling import DynamicSampling
+from ..rollout.failures import Failures
+from ..rollout.generator import Generator, StreamGenerator
+from ..rollout.own_returns import OwnReturns
+from ..rollout.prompts import PromptBuilder, is_plain
+from ..rollout.reach import RewardReach
+from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner
+from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.views import View
+from ..rules.baselines import BASELINES
+from ..rules.credit_rules import CREDITS
+from ..rules.running import RunningBaselines
+from ..runs.best import BestAdapters
 from ..runs.checkpointing import Checkpoints, Stateful
-from ..runs.collapse import Collapse
+from ..runs.collapse import Collapse, Restoring
 from ..runs.run import Run
-from ..seams.trl import TrlState
+from ..runs.run_settings import RunSettings
+from ..seams.mixing import MixedLora
+from ..seams.models import ScoringTemperature, check_fused_head
+from ..seams.runs import save_checkpoint_now
+from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
 from ..servers.look_ahead import LookAhead
+from ..servers.overlap import Overlap
+from ..servers.sampling_correction import SamplingCorrection
+from ..servers.setup import Engine, make_vllm_generator, tolerance_of
+from ..servers.vllm_generator import VLLMGenerator
 from ..system.processes import Processes
+from ..system.randomness import UserRandomness
 from ..system.run_metrics import Metrics
-from .builder import Builder
-from .choices import Choices
+from ..system.user_state import UserState
+from ..weights.copies import PastCopies, TakeCopies
+from ..weights.fingerprints import describe_base
+from ..weights.manifest import BaseModel
+from . import setup
 from .evaluations import Evaluations
-from .experience import Experience
+from .experience import Experience, fills_of
 from .team_files import TeamFiles
+
+
+@dataclass(frozen=True, eq=False)
+class UserCode:
+    """
+    Functions of users, after all checks.
+
+    Args:
+        view (`Callable`): observations of agents as messages.
+        turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
+        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
+        vote (`Callable`): what is compared of answers when the samples of an evaluation vote.
+        failures ([`Failures`]): what they have failed in.
+    """
+
+    view: View
+    turn_rewards: Mapping[str, Sequence[Callable]]
+    eval_metrics: Sequence[EvalMetric]
+    vote: Vote
+    failures: Failures
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
     """
-    The objects of a trainer, in the order in which a step uses them.
+    The objects of a trainer, in the order in which a step uses them. A feature that is off has none.
 
     Args:
         state ([`TrlState`]): position in the run, and the training rows in use.
@@ -51,7 +117,7 @@ class Parts:
         critic ([`CriticLearner`], *optional*): values and their loss.
         loss ([`TeamLoss`]): losses of slices.
         updates ([`AdapterUpdates`]): optimizer steps.
-        sequential ([`SequentialFactors`]): factors of sequential updates.
+        sequential ([`SequentialFactors`], *optional*): factors of sequential updates.
         reporter ([`Reporter`]): metrics, tables, transcripts.
         evaluations ([`Evaluations`]): how evaluations sample.
         planner ([`Planner`]): what the run will do.
@@ -60,7 +126,7 @@ class Parts:
         run ([`Run`]): the course of the run.
         look_ahead ([`LookAhead`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
-        collapse ([`Collapse`]): says when a run falls, and may undo it.
+        collapse ([`Collapse`], *optional*): says when a run falls, and may undo it.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
 
@@ -76,7 +142,7 @@ class Parts:
     critic: CriticLearner | None
     loss: TeamLoss
     updates: AdapterUpdates
-    sequential: SequentialFactors
+    sequential: SequentialFactors | None
     reporter: Reporter
     evaluations: Evaluations
     planner: Planner
@@ -85,67 +151,430 @@ class Parts:
     run: Run
     look_ahead: LookAhead | None
     health: Health
-    collapse: Collapse
+    collapse: Collapse | None
     seeds: random.Random
 
 
-def assemble(trainer: GRPOTrainer, choices: Choices) -> Parts:
+def assemble(
+    trainer: GRPOTrainer,
+    args: MARFTConfig,
+    team: TeamSetup,
+    schedule: Schedule,
+    code: UserCode,
+    engine: Engine | None = None,
+) -> Parts:
     """
     The parts of a trainer whose parent's constructor has run.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): has the model, the reward functions and the accelerator.
-        choices ([`Choices`]): the team and how it is trained.
+        args ([`MARFTConfig`]): training arguments.
+        team ([`TeamSetup`]): the team.
+        schedule ([`Schedule`]): which adapters learn in a step.
+        code ([`UserCode`]): functions of users.
+        engine ([`Engine`], *optional*): servers that generate.
     """
-    builder = Builder(trainer, choices)
-    scorer, reach, alternatives, rollouts = builder.rewards()
-    sampling = builder.dynamic_sampling(rollouts)
-    batcher, log_probs, learner, loss, updates, sequential = builder.learning()
-    reporter, planner = builder.reporting(batcher, learner)
-    collapse = builder.collapse(rollouts, reporter)
-    health = builder.health(updates)
-    owners: dict[str, Stateful] = {
-        "user_randomness": builder.randomness,
-        "rollouts": rollouts,
+    state, processes = TrlState(trainer), Processes(trainer.accelerator)
+    metrics = Metrics(state.metrics, lambda: state.is_training)
+    run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
+    scoring = _scoring_parts(trainer, team, run, schedule)
+    acting = _acting_parts(trainer, team, run, code, scoring, engine)
+    rolling = _rollout_parts(trainer, team, run, schedule, code, acting)
+    learning = _learning_parts(trainer, team, run, schedule, scoring, acting, rolling)
+    telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
+    best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
+    collapse = _collapse(team, run, rolling.rollouts, telling.reporter, best, acting.copies)
+    sampling = None
+    if args.dynamic_sampling:
+        sampling = DynamicSampling(run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
+    source, reporter = sampling or rolling.rollouts, telling.reporter
+    fills = fills_of(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
+    experience = Experience(
+        team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach, collapse
+    )
+    owners: dict[str, Stateful | None] = {
+        "user_randomness": acting.randomness,
+        "rollouts": rolling.rollouts,
         "dynamic_sampling": sampling,
         "collapse": collapse,
-        "reach": reach,
-        "own_returns": builder.own_returns,
-        "running_baselines": builder.running,
-        "value_scale": builder.value_scale,
-        "updates": updates,
-        "sequential": sequential,
-        "health": health,
-        "users": builder.users,
-        "copies": builder.past,
-        "runner": builder.runner,
-        "reporter": reporter,
+        "reach": rolling.reach,
+        "own_returns": rolling.own,
+        "running_baselines": learning.running,
+        "value_scale": learning.scale if args.normalize_values else None,
+        "updates": scoring.updates,
+        "sequential": learning.sequential,
+        "health": telling.health,
+        "users": acting.users,
+        "copies": acting.copies,
+        "runner": acting.runner,
+        "reporter": telling.reporter,
     }
-    checkpoints = builder.checkpoints(owners)
+    stateful = {name: owner for name, owner in owners.items() if owner is not None}
+    template = trainer.chat_template or trainer.processing_class.chat_template
+    revision = (args.model_init_kwargs or {}).get("revision")
+    base = functools.partial(describe_base, scoring.base, trainer.processing_class, template, revision=revision)
+    settings = _settings(trainer, team, run, code, acting, rolling, base)
+    checkpoints = Checkpoints(
+        team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.copies, best
+    )
     return Parts(
-        state=builder.state,
-        processes=builder.processes,
-        metrics=builder.metrics,
-        runner=builder.runner,
-        rollouts=rollouts,
-        experience=builder.experience(
-            sampling, collapse, alternatives, scorer, log_probs, batcher, learner, reporter, reach
-        ),
-        batcher=batcher,
-        passes=builder.passes,
-        log_probs=log_probs,
-        critic=learner,
-        loss=loss,
-        updates=updates,
-        sequential=sequential,
-        reporter=reporter,
-        evaluations=builder.evaluations(reporter),
-        planner=planner,
-        files=builder.files(planner),
+        state=state,
+        processes=processes,
+        metrics=metrics,
+        runner=acting.runner,
+        rollouts=rolling.rollouts,
+        experience=experience,
+        batcher=scoring.batcher,
+        passes=scoring.passes,
+        log_probs=scoring.log_probs,
+        critic=learning.critic,
+        loss=learning.loss,
+        updates=scoring.updates,
+        sequential=learning.sequential,
+        reporter=telling.reporter,
+        evaluations=Evaluations(run, acting.runner, telling.reporter, collapse),
+        planner=telling.planner,
+        files=_files(trainer, team, args, acting.runner, telling.planner, scoring, base()),
         checkpoints=checkpoints,
-        run=builder.run(checkpoints, rollouts),
-        look_ahead=builder.look_ahead,
-        health=health,
+        run=_run(trainer, run, checkpoints, rolling.rollouts),
+        look_ahead=rolling.look_ahead,
+        health=telling.health,
         collapse=collapse,
-        seeds=random.Random(choices.args.seed),  # noqa: S311
+        seeds=random.Random(args.seed),  # noqa: S311
+    )
+
+
+class _Scoring(NamedTuple):
+    """How rows go through the model. `needs_old`: they need log-probabilities of the policy that sampled them."""
+
+    base: PreTrainedModel
+    passes: Passes
+    updates: AdapterUpdates
+    batcher: MicroBatcher
+    collate: Collator
+    log_probs: LogProbs
+    needs_old: bool
+
+
+def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule) -> _Scoring:
+    args, accelerator, policies = run.args, trainer.accelerator, team.policies
+    model = accelerator.unwrap_model(trainer.model)
+    base = model.get_base_model() if policies.has_adapters else model
+    temperature = ScoringTemperature(
+        [base] if trainer.ref_model is None else [base, trainer.ref_model],
+        [sampling.temperature for sampling in team.samplings.values()],
+        default=trainer.temperature,
+        head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
+    )
+    check_fused_head(base, trainer.temperature)
+    passes = Passes(base, args, accelerator, trainer.aux_loss_enabled)
+    warn_of_unused(args, passes.share)
+    updates = AdapterUpdates(team, run, accelerator)
+
+    def trained():
+        return [parameter for its in updates.trained_parameters().values() for parameter in its.values()]
+
+    def has_optimizer_state():
+        return trainer.optimizer is not None and bool(trainer.optimizer.state)
+
+    batcher = MicroBatcher(
+        trainer.model, base, policies, args, accelerator, passes.share, trained, has_optimizer_state
+    )
+    collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
+    plain, reference, checkpointing = trl_log_probs(trainer), trainer.ref_model, args.gradient_checkpointing_kwargs
+    log_probs = LogProbs(
+        team, trainer.model, reference, temperature, plain, passes, batcher, collate, accelerator, checkpointing
+    )
+    # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
+    needs_old = args.gradient_accumulation_steps % schedule.generate_every != 0
+    needs_old &= args.use_policy_ratio or args.update_order == "sequential"
+    needs_old |= args.use_vllm  # what servers have sampled is compared with them
+    return _Scoring(base, passes, updates, batcher, collate, log_probs, needs_old)
+
+
+class _Acting(NamedTuple):
+    """How the team acts, with the random states and the objects of users' code."""
+
+    runner: EpisodeRunner
+    randomness: UserRandomness
+    users: UserState
+    copies: PastCopies | None
+
+
+def _acting_parts(
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    run: RunContext,
+    code: UserCode,
+    scoring: _Scoring,
+    engine: Engine | None,
+) -> _Acting:
+    args, tokenizer, trl = run.args, trainer.processing_class, TrlPrompts(trainer)
+    uses_tools = bool(team.workflow.functions) or any(agent.tools for agent in team.agents)
+    if uses_tools:
+        trainer.chat_template = preparing.prepare_tools(tokenizer, team.agents, team.workflow)
+    copies = None
+    if any(agent.copy_of is not None for agent in team.agents):
+        copies = PastCopies(team.policies, team.agents)
+        copies.take(0)
+        trainer.add_callback(TakeCopies(copies))
+    prompts = PromptBuilder(
+        tokenizer,
+        tokenize=trl.tokenize,
+        view=code.view,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        plain=is_plain(team.agents, uses_tools),
+        window=preparing.context_window(trainer.model, engine.longest_turn if engine is not None else None),
+        reserved={name: sampling.max_completion_length for name, sampling in team.samplings.items()},
+        overflow=args.context_overflow,
+        chat_template=trainer.chat_template,
+        ends=trainer.eos_token_ids,
+        aliases=team.aliases,
+        alone=preparing.is_alone(team.agents, team.workflow),
+        unread=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
+        show_reasoning=args.show_reasoning,
+    )
+    preparing.warn_of_unprotected(prompts, uses_tools)
+    randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
+    given = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
+    users = UserState(setup.user_objects(given, code.turn_rewards, team.workflow, team.agents))
+    runner = EpisodeRunner(
+        team.agents,
+        team.workflow,
+        prompts,
+        _generator(trainer, team, run, scoring, copies, engine),
+        tokenizer,
+        ends=trainer.eos_token_ids,
+        randomness=randomness,
+        limits=setup.tool_limits(args),
+        uses_tools=uses_tools,
+        aliases=team.aliases,
+        patience=args.workflow_timeout,
+        max_turns=args.max_episode_turns,
+        users=users,
+        vocabulary=scoring.base.get_input_embeddings().weight.size(0),
+        seed=args.seed,
+        copies=copies,
+    )
+    return _Acting(runner, randomness, users, copies)
+
+
+def _generator(
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    run: RunContext,
+    scoring: _Scoring,
+    copies: PastCopies | None,
+    engine: Engine | None,
+) -> Generator | StreamGenerator:
+    """What samples turns. A further generator gets its line here."""
+    args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
+    calls = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
+    is_exact = passes.sample_what_they_score()
+    if engine is None:
+        may_mix = args.mixed_passes is not False and not run.processes.have_shards and passes.share
+        mixed = MixedLora(model) if may_mix and MixedLora.why_not(model, team.policies.names) is None else None
+        records = scoring.needs_old and is_exact
+        return TransformersGenerator(calls, team.policies, team.samplings, passes.share, records, copies, mixed)
+    return make_vllm_generator(
+        team,
+        run,
+        engine.servers,
+        model,
+        calls.settings,
+        trainer.processing_class,
+        ends=trainer.eos_token_ids,
+        vocabulary=scoring.base.get_input_embeddings().weight.size(0),
+        is_exact=is_exact,
+        next_token=scoring.log_probs.next_token,
+        past=copies,
+    )
+
+
+class _Rolling(NamedTuple):
+    """Episodes with rewards, and what they are made with."""
+
+    rollouts: Rollouts
+    rewards: TrlRewards
+    scorer: RewardScorer
+    own: OwnReturns
+    reach: RewardReach
+    alternatives: Alternatives | None
+    look_ahead: LookAhead | None
+
+
+def _rollout_parts(
+    trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule, code: UserCode, acting: _Acting
+) -> _Rolling:
+    args, rewards = run.args, TrlRewards(trainer)
+    own, reach = OwnReturns(args.returns, rewards, run.processes), RewardReach(team.trained)
+    scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
+    branches = uses_candidates(args) or CREDITS[args.credit].reruns
+    others = Alternatives(team, run, acting.runner, scorer, own) if branches else None
+    look_ahead = LookAhead(run.state, schedule, args.max_staleness) if args.max_staleness else None
+    ahead = Overlap(run, acting.runner, look_ahead, code.failures) if look_ahead is not None else None
+    rollouts = Rollouts(
+        run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives=others, ahead=ahead
+    )
+    return _Rolling(rollouts, rewards, scorer, own, reach, others, look_ahead)
+
+
+class _Learning(NamedTuple):
+    """From rows to losses."""
+
+    estimator: Estimator
+    critic: CriticLearner | None
+    loss: TeamLoss
+    sequential: SequentialFactors | None
+    correction: SamplingCorrection | None
+    running: RunningBaselines | None
+    scale: ValueScale | None
+
+
+def _learning_parts(
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    run: RunContext,
+    schedule: Schedule,
+    scoring: _Scoring,
+    acting: _Acting,
+    rolling: _Rolling,
+) -> _Learning:
+    args, processes = run.args, run.processes
+    credit = CreditAssigner(
+        run, rolling.scorer, rolling.rewards, rolling.own, team.workflow.earns, rolling.alternatives
+    )
+    learner = running = scale = None
+    if team.critic is not None:
+        team.critic.heads.to(trainer.accelerator.device)
+        scale = ValueScale(args.normalize_values, team.critic.parts, processes)
+        learner = CriticLearner(team, run, schedule, scoring.batcher, acting.runner, scale)
+        estimator: Estimator = CriticEstimator(team, run, credit, scale)
+    else:
+        running = RunningBaselines(args.rae_decay) if BASELINES[args.advantage].is_running else None
+        estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    places, shards = scoring.passes.give_positions, processes.have_shards
+    mixing = MixedPasses.of(model, team.policies, args, scoring.batcher, places, shards)
+    scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
+    loss = TeamLoss(team, run, TrlLoss(trainer), scores, batcher, collate, learner, updates, mixing)
+    is_sequential = args.update_order == "sequential"
+    sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
+    correction = None
+    if args.use_vllm:
+        tolerance = tolerance_of(args, scoring.passes.sample_what_they_score())
+        correction = SamplingCorrection(run, tolerance, cast(VLLMGenerator, acting.runner.generator).staleness)
+    return _Learning(estimator, learner, loss, sequential, correction, running, scale)
+
+
+class _Telling(NamedTuple):
+    """What people are told."""
+
+    reporter: Reporter
+    planner: Planner
+    health: Health
+
+
+def _reporting_parts(
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    run: RunContext,
+    code: UserCode,
+    scoring: _Scoring,
+    acting: _Acting,
+    rolling: _Rolling,
+    learning: _Learning,
+) -> _Telling:
+    tokenizer, runner = trainer.processing_class, acting.runner
+    # Agents have returns of their own only where a workflow rewards them by name
+    has_games = team.workflow.earns or acting.copies is not None
+    games = GameMetrics(team, rolling.own, acting.copies) if has_games else None
+    reporter = Reporter(team, run, rolling.rewards, tokenizer, acting.randomness, code.eval_metrics, code.vote, games)
+    model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window
+    planner = Planner(
+        team,
+        run,
+        runner,
+        scoring.batcher,
+        model,
+        tokenizer,
+        window,
+        train_dataset=lambda: trainer.train_dataset,
+        learner=learning.critic,
+        copies=acting.copies,
+    )
+    vocabulary = scoring.base.config.get_text_config().vocab_size
+    return _Telling(reporter, planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
+
+
+def _settings(
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    run: RunContext,
+    code: UserCode,
+    acting: _Acting,
+    rolling: _Rolling,
+    base: Callable[[], BaseModel],
+) -> RunSettings:
+    return RunSettings(
+        team,
+        run.args,
+        trainer.model,
+        base,
+        rewards={"": rolling.rewards.functions, **code.turn_rewards},
+        weights=rolling.rewards.weights.tolist(),
+        view=lambda: acting.runner.prompts.view,
+        dataset=trainer.train_dataset,
+        num_processes=run.processes.count,
+    )
+
+
+def _collapse(
+    team: TeamSetup,
+    run: RunContext,
+    rollouts: Rollouts,
+    reporter: Reporter,
+    best: BestAdapters | None,
+    copies: PastCopies | None,
+) -> Collapse | None:
+    def act(rows):
+        before = run.metrics.mark()
+        with run.state.user_logs_aside():
+            rollout = rollouts.run(rows, training=False, further=True)
+            reporter.forget(rollout)
+        run.metrics.drop(before, run.metrics.mark())
+        return rollout.rewards
+
+    def error():
+        return reporter.evaluation_error
+
+    if run.args.on_collapse == "ignore":
+        return None
+    return Collapse(run, error) if best is None else Restoring(run, error, team.policies, best, act, copies)
+
+
+def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
+    save = functools.partial(save_checkpoint_now, trainer)
+    return Run(checkpoints, run.args, run.processes, save, checkpoint_size=lambda: size, clean_up=rollouts.close)
+
+
+def _files(
+    trainer: GRPOTrainer, team: TeamSetup, args: MARFTConfig, runner: EpisodeRunner, planner: Planner, scoring, base
+) -> TeamFiles:
+    has_adapters = team.policies.has_adapters
+    configs = [trainer.model.peft_config[name] for name in team.policies.names] if has_adapters else []
+    return TeamFiles(
+        team,
+        args,
+        runner,
+        base,
+        planner,
+        max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
+        repo=lambda: trainer.hub_model_id,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        share=scoring.passes.share,
+        # Adapters generate outside of the wrapper that casts
+        mixed_precision="no" if has_adapters else trainer.accelerator.mixed_precision,
     )

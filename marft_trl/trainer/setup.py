@@ -40,14 +40,17 @@ from ..workflows.anonymity import alias_names, anonymize
 logger = get_logger(__name__)
 
 
-def as_marft_config(args: GRPOConfig) -> MARFTConfig:
+def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | PeftModel) -> MARFTConfig:
     """
     Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only
-    `MARFTConfig` has get their defaults.
+    `MARFTConfig` has get their defaults. Without arguments, the folder of the run is named after the model.
 
     Raises:
         TypeError: If `args` is neither a `MARFTConfig` nor a `GRPOConfig`.
     """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return MARFTConfig(f"{name.split('/')[-1]}-MARFT")
     if isinstance(args, MARFTConfig):
         return args
     if not isinstance(args, GRPOConfig):

@@ -11,19 +11,18 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
+from ..config.sampling import general_settings, own_settings
+from ..config.team_setup import TeamSetup
 from ..episodes.tools import tool_name
-from ..reporting.model_card import team_card
+from ..reporting.model_card import TAGS, team_card
 from ..reporting.plan import Planner
-from ..rollout.generator import Generator, StreamGenerator, general_settings, own_settings
-from ..rollout.views import View, team_view
-from ..rules.critic import CRITIC_NAME, Critic
+from ..rollout.runner import EpisodeRunner
+from ..rollout.views import team_view
+from ..rules.critic import CRITIC_NAME
 from ..system.redaction import without_secrets
 from ..weights.adapter_files import forget_local_base
 from ..weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
-from ..weights.policies import Policies
-from ..workflows import Workflow
 from ..workflows.base import callable_name
 from .setup import tool_limits
 
@@ -38,19 +37,13 @@ class TeamFiles:
     Writes what makes adapters a team.
 
     Args:
-        agents (`Sequence[AgentSpec]`): the team.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
-        policies ([`Policies`]): adapters.
-        critic ([`Critic`], *optional*): its heads are saved too.
-        generator (`Callable`): `generator()` returns the present [`Generator`], whose settings are saved.
-        view (`Callable`): `view()` returns the present view.
+        team ([`TeamSetup`]): the team as it is trained.
+        args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
+        runner ([`EpisodeRunner`]): has the present view, and the generator whose settings are saved.
         base ([`BaseModel`]): the base, as the manifest has it.
         planner ([`Planner`]): who is shown to whom.
         max_rank (`int`): largest rank of the adapters; 0 without LoRA.
-        tags (`Sequence[str]`): tags of the model card.
         repo (`Callable`): `repo()` returns the Hub id of the team, or `None`; a late push sets it.
-        args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
-        anonymous (`str`, *optional*): kind of the anonymous ablation.
         chat_template_kwargs (`Mapping[str, Any]`): passed on to the chat template.
         share (`bool`): whether rows share what they have in common.
         mixed_precision (`str`): of the forward passes of generation.
@@ -58,28 +51,22 @@ class TeamFiles:
 
     def __init__(
         self,
-        agents: Sequence[AgentSpec],
-        workflow: Workflow,
-        policies: Policies,
-        critic: Critic | None,
-        generator: Callable[[], Generator | StreamGenerator],
-        view: Callable[[], View],
+        team: TeamSetup,
+        args: MARFTConfig,
+        runner: EpisodeRunner,
         base: BaseModel,
         planner: Planner,
         max_rank: int,
-        tags: Sequence[str],
         repo: Callable[[], str | None],
-        args: MARFTConfig,
-        anonymous: str | None,
         chat_template_kwargs: Mapping[str, Any],
         share: bool,
         mixed_precision: str,
     ):
-        self._agents, self._workflow, self._policies, self._critic = list(agents), workflow, policies, critic
-        self._generator, self._view, self._base, self._planner = generator, view, base, planner
-        self._max_rank, self._tags, self._repo, self._args, self._anonymous = max_rank, tags, repo, args, anonymous
-        self._chat_template_kwargs, self._share = without_secrets(dict(chat_template_kwargs)), share
-        self._mixed_precision = mixed_precision
+        self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
+        self._critic, self._anonymous = team.critic, team.anonymous
+        self._args, self._runner, self._base, self._planner = args, runner, base, planner
+        self._max_rank, self._repo, self._share, self._mixed_precision = max_rank, repo, share, mixed_precision
+        self._chat_template_kwargs = without_secrets(dict(chat_template_kwargs))
 
     def manifest(self) -> TeamManifest:
         """The manifest: what the team needs to be run again with the settings it acts by."""
@@ -94,7 +81,7 @@ class TeamFiles:
         )
 
     def _inference(self) -> Inference:
-        view, settings = self._view(), self._generator().settings
+        view, settings = self._runner.prompts.view, self._runner.generator.settings
         return Inference(
             sampling={agent.name: own_settings(settings(agent.name)) for agent in self._agents},
             generation=without_secrets(general_settings(settings(self._agents[0].name))),
@@ -164,7 +151,7 @@ class TeamFiles:
             model_name,
             repo=self._repo(),
             dataset_name=dataset_name,
-            tags=[*tags, *self._tags],
+            tags=[*tags, *TAGS],
             metrics=shown,
             max_rank=self._max_rank,
             picture=self._planner.picture(),
