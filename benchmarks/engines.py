@@ -42,7 +42,7 @@ from vllm_server import Server, tiny_base
 from waiting_server import Engine
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
-from marft_trl.episodes.collector import collect, collect_streams
+from marft_trl.episodes.collector import collect, collecting
 from marft_trl.episodes.live import Setting
 from marft_trl.servers.replicas import Replicas
 from marft_trl.servers.server import Order, VLLMServer
@@ -115,7 +115,7 @@ def efficiency(options):
         trainer = make_trainer(options, folder)
         runner = trainer.parts.runner
         rows = [trainer.train_dataset[index // 4] for index in range(options.episodes)]
-        runner.publish()
+        runner.generator.publish()
         orders, generate = [], VLLMServer.generate
 
         async def recorded(self, order):
@@ -325,7 +325,7 @@ class Timed:
                     return [one.completed("x") for one in requests]
 
                 start = time.monotonic()
-                await collect_streams(Turns(self._count), self._rows, self._setting, answer)
+                await collecting(Turns(self._count), self._rows, self._setting, answer)
                 return time.monotonic() - start
 
         return run_coroutine(run)

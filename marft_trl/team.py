@@ -25,10 +25,12 @@ from .config.sampling import Sampling, decoding
 from .episodes.records import Episode, Messages
 from .episodes.tools import ToolLimits, tool_name
 from .rollout import preparing
+from .rollout.chat_template import ChatTemplate
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
-from .rollout.runner import EpisodeRunner
+from .rollout.runner import EpisodeRunner, Limits
 from .rollout.transformers_generator import TransformersGenerator
+from .rollout.turn_reader import TurnReader
 from .rollout.views import View, team_view
 from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
@@ -227,7 +229,7 @@ class Team:
                 if seed is not None:
                     torch.manual_seed(seed)
                     runner.randomness = UserRandomness(seed, model.device)
-                runner.publish(alone=True)
+                runner.generator.publish(alone=True)
                 with runner.seeded(seed or 0):
                     yield
                 self._finish()
@@ -412,32 +414,21 @@ def _runner(
         tokenizer,
         tokenize=_tokenization(tokenizer, inference, chat_template),
         view=view,
-        chat_template_kwargs=inference.chat_template_kwargs,
+        chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
         plain=is_plain(agents, uses_tools),
-        window=preparing.context_window(model),
-        reserved={name: sampling.max_completion_length for name, sampling in samplings.items()},
-        overflow=inference.context_overflow,
-        chat_template=chat_template,
+        window=preparing.window_of(
+            model, samplings, inference.context_overflow, [agent.name for agent in agents if not agent.has_policy]
+        ),
         ends=engine.ends,
         aliases=aliases,
         alone=preparing.is_alone(agents, workflow),
-        unread=[agent.name for agent in agents if not agent.has_policy],
         show_reasoning=inference.show_reasoning,
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
-    return EpisodeRunner(
-        agents,
-        workflow,
-        prompts,
-        TransformersGenerator(engine, Policies(model, agents), samplings, share=share, records=False),
-        tokenizer,
-        ends=engine.ends,
-        randomness=UserRandomness(0, model.device),
-        limits=ToolLimits(**inference.tool_limits),
-        uses_tools=uses_tools,
-        aliases=aliases,
-        patience=inference.workflow_timeout,
-    )
+    generator = TransformersGenerator(engine, Policies(model, agents), samplings, share=share, records=False)
+    reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
+    limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
+    return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
 
 def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:

@@ -13,7 +13,7 @@ from marft_trl.learning.schedules import Schedule
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_model
 
-from .helpers import lora, team_trainer
+from .helpers import by_hand, lora, team_trainer
 
 
 END = 0  # the token that ends a turn; "a" and "b" are the others
@@ -146,9 +146,11 @@ class World:
             times (`int`): episodes for which an outcome's probability counts.
         """
         trainer, calls = self.trainer, itertools.count()
-        trainer.parts.runner.generator.generate = lambda agents, prompt_ids, **options: [
-            Sampled(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
-        ]
+        trainer.parts.runner.generator.generate = by_hand(
+            lambda agents, prompt_ids, **options: [
+                Sampled(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
+            ]
+        )
         trainer.args.per_device_train_batch_size = len(outcomes)
         (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"} for _ in outcomes])
         trainer.model.zero_grad()

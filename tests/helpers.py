@@ -12,6 +12,8 @@ from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
 from marft_trl.episodes.live import Setting
 from marft_trl.episodes.tools import ToolLimits
+from marft_trl.rollout.generator import Observed
+from marft_trl.system.event_loop import finished
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 
@@ -28,6 +30,34 @@ SETTINGS = {
     "disable_tqdm": True,
     "report_to": [],
 }
+
+
+def by_hand(generate):
+    """The method `generate` of a generator by a function `generate(agents, prompt_ids, ...)`, apart for references."""
+
+    async def adapted(observed, **options):
+        found = {}
+        for by_reference in (False, True):
+            mine = [place for place, one in enumerate(observed) if one.by_reference == by_reference]
+            asked = [observed[place] for place in mine]
+            more = {"by_reference": True} if by_reference else {}
+            more |= {"copies": [one.copy for one in asked]} if any(one.copy is not None for one in asked) else {}
+            if mine:
+                turns = generate([one.agent for one in asked], [one.ids for one in asked], **options, **more)
+                found |= dict(zip(mine, turns, strict=False))
+        return [found[place] for place in sorted(found)]
+
+    return adapted
+
+
+def calling(generate):
+    """A function `generate(agents, prompt_ids, ...)` by the method of a generator that waits for nothing."""
+
+    def called(agents, prompt_ids, by_reference=False, **options):
+        pairs = zip(agents, prompt_ids, strict=True)
+        return finished(generate([Observed(agent, ids, (), by_reference) for agent, ids in pairs], **options))
+
+    return called
 
 
 def pairs(*factors: list) -> list:

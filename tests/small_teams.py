@@ -164,10 +164,10 @@ class Drawing:
         self._world, self._draw, self.tokens = world, random.Random(seed), 0
         self._known: dict[tuple, list[float]] = {}
 
-    def __call__(self, agents, prompt_ids, by_reference=False, **options):
+    async def __call__(self, observed, **options):
         found = []
-        for agent, ids in zip(agents, prompt_ids, strict=True):
-            turn = self._draw.choices(TURNS, self._of(agent, tuple(ids), by_reference))[0]
+        for one in observed:
+            turn = self._draw.choices(TURNS, self._of(one.agent, tuple(one.ids), one.by_reference))[0]
             self.tokens += len(turn)
             found.append(Sampled(list(turn)))
         return found

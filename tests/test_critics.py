@@ -11,7 +11,7 @@ from marft_trl.learning import micro_batcher
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
-from .helpers import lora, moved, team_trainer, varied_reward, weights
+from .helpers import by_hand, lora, moved, team_trainer, varied_reward, weights
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none", "gae_lambda": 1.0}
@@ -97,8 +97,8 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
     def values(is_masked):
         settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        trainer.parts.runner.generator.generate = lambda agents, prompt_ids: (
-            [Sampled([5, 6, 7])] * len(agents)
+        trainer.parts.runner.generator.generate = by_hand(
+            lambda agents, prompt_ids: [Sampled([5, 6, 7])] * len(agents)
         )  # without an end
         trainer.model.train()
         (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
@@ -120,9 +120,9 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, lev
         backbone.register_forward_hook(lambda *_: passes.append(1))
         torch.manual_seed(0)
         trainer.model.train()
-        trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [
-            Sampled(words[i % 4]) for i in range(len(agents))
-        ]
+        trainer.parts.runner.generator.generate = by_hand(
+            lambda agents, prompt_ids: [Sampled(words[i % 4]) for i in range(len(agents))]
+        )
         (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
         assert {len(row.features) for row in slice_.rows} == ({1} if level == "action" else {1, 2, 3, 5})
         return torch.cat([row.features for row in slice_.rows]), len(passes)

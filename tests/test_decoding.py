@@ -11,7 +11,7 @@ from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix.decoding import Recorder, RoomyLayer, can_decode, decode
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
-from .helpers import team_trainer
+from .helpers import calling, team_trainer
 
 
 ENDS = list(range(3, 14))
@@ -248,7 +248,7 @@ def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder,
         calls.append(kwargs.get("custom_generate")),
         generate(*args, **kwargs),
     )[1]
-    trainer.parts.runner.generator.generate(["reasoner"], [[5, 6, 7]])
+    calling(trainer.parts.runner.generator.generate)(["reasoner"], [[5, 6, 7]])
     assert len(calls) == 1 and calls[0].func is decoding.decode
 
 

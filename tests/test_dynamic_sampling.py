@@ -8,7 +8,7 @@ from marft_trl import Workflow
 from marft_trl.rollout import dynamic_sampling
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
-from .helpers import StopAt, config, moved, team_trainer, varied_reward, weights
+from .helpers import StopAt, by_hand, calling, config, moved, team_trainer, varied_reward, weights
 
 
 def reward_of(*names):
@@ -110,14 +110,14 @@ def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
 
 def test_all_tokens_are_counted(model_folder, tmp_path):
     trainer = trainer_with(model_folder, tmp_path, reward_of("Ann"), max_steps=1)
-    sampled, inner = [], trainer.parts.runner.generator.generate
+    sampled, inner = [], calling(trainer.parts.runner.generator.generate)
 
     def noting(agents, prompt_ids, **options):
         found = inner(agents, prompt_ids, **options)
         sampled.append(sum(map(len, prompt_ids)) + sum(len(one.ids) for one in found))
         return found
 
-    trainer.parts.runner.generator.generate = noting
+    trainer.parts.runner.generator.generate = by_hand(noting)
     trainer.train()
     entry = next(entry for entry in trainer.state.log_history if "num_tokens" in entry)
     assert entry["num_tokens"] == sum(sampled) and entry["dynamic_sampling/prompts"] > 1

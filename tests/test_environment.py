@@ -12,7 +12,7 @@ from marft_trl.rewards import environment_reward
 from marft_trl.rollout.views import said_by
 from marft_trl.workflows import EnvironmentLoop, rehearse
 
-from .helpers import collect, earned, echo, moved, team_trainer, weights
+from .helpers import by_hand, calling, collect, earned, echo, moved, team_trainer, weights
 
 
 class Countdown:
@@ -245,13 +245,13 @@ def test_rewards_arrive_where_they_were_earned(model_folder, tmp_path, settings,
 
 def test_a_rerun_in_an_environment_repeats_what_has_not_changed(model_folder, tmp_path):
     trainer, _ = rollout(model_folder, tmp_path, None, advantage="none", credit="counterfactual")
-    generate, asked = trainer.parts.runner.generator.generate, []
+    generate, asked = calling(trainer.parts.runner.generator.generate), []
 
     def spy(agents, prompt_ids, by_reference=False):
         asked.extend([by_reference] * len(agents))
         return generate(agents, prompt_ids, by_reference=by_reference)
 
-    trainer.parts.runner.generator.generate = spy
+    trainer.parts.runner.generator.generate = by_hand(spy)
     trainer.parts.experience.for_training([ROWS[0]] * 4)
     samples = trainer.args.counterfactual_samples
     assert asked.count(True) == 4 * 4 * samples  # each of four turns of four episodes

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import Generator, Sampled
 from marft_trl.rules.baselines import BASELINES, Baseline
 from marft_trl.rules.credit_rules import CREDITS, CreditRule
 from marft_trl.rules.critic import CRITICS, Critic
 from marft_trl.rules.levels import LEVELS, ActionLevel
 
-from .helpers import moved, team_trainer, weights
+from .helpers import by_hand, moved, team_trainer, weights
 
 
 PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
@@ -30,15 +30,15 @@ def train(model_folder, tmp_path, settings, prepare=lambda trainer: None):
     return trainer
 
 
-class WordList:
+class WordList(Generator):
     """A generator without a model: every agent says words of its own list, in turn."""
 
     def __init__(self, tokenizer, texts):
         self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
 
-    def generate(self, agents, prompt_ids, by_reference=False, greedy=False):
+    async def generate(self, observed, greedy=False, sampling=None):
         sampled = []
-        for agent in agents:
+        for agent, *_ in observed:
             text = self._texts[agent][self._asked % len(self._texts[agent])]
             self._asked += 1
             sampled.append(Sampled([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]))
@@ -173,7 +173,7 @@ def test_a_baseline_of_ones_own(model_folder, tmp_path, monkeypatch):
 def test_agents_of_an_own_generator_may_stop_at_their_limit(model_folder, tmp_path):
     def prepare(trainer):
         generator = WordList(trainer.processing_class, {"solver": ["12"]})
-        generator.generate = lambda agents, prompt_ids, **_: [Sampled([5, 6])] * len(agents)  # without an end
+        generator.generate = by_hand(lambda agents, prompt_ids, **_: [Sampled([5, 6])] * len(agents))  # without an end
         trainer.parts.runner.generator = generator
 
     trainer = team_trainer(

@@ -20,7 +20,7 @@ from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import check_finite
 from marft_trl.workflows import Workflow
 
-from .helpers import StopAt, moved, team_trainer, weights
+from .helpers import StopAt, by_hand, moved, team_trainer, weights
 
 
 NAMES = ["planner", "solver"]
@@ -183,7 +183,7 @@ def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
 def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
     settings = {"mask_truncated_completions": True, "beta": 0.1, "max_steps": PATIENCE + 1}
     trainer = team_trainer(small_model, tmp_path, settings={"per_device_train_batch_size": 4, **settings})
-    trainer.parts.runner.generator.generate = lambda agents, prompts, **_: [Sampled([5, 6]) for _ in agents]
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompts, **_: [Sampled([5, 6]) for _ in agents])
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))
@@ -298,8 +298,8 @@ def test_a_number_that_is_not_finite_is_found_before_a_step(field):
 def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_model, tmp_path):
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no"}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
-    trainer.parts.runner.generator.generate = lambda agents, prompts, **_: (
-        [Sampled([5, 2], [math.nan, 0.0])] * len(agents)
+    trainer.parts.runner.generator.generate = by_hand(
+        lambda agents, prompts, **_: [Sampled([5, 2], [math.nan, 0.0])] * len(agents)
     )
     before = weights(trainer)
     with pytest.raises(FloatingPointError, match="`old_per_token_logps` of a turn of 'reasoner'"):

@@ -12,7 +12,7 @@ from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 
-from .helpers import in_turn, lora, moved, team_trainer, weights
+from .helpers import by_hand, calling, in_turn, lora, moved, team_trainer, weights
 
 
 NAN = math.nan
@@ -57,7 +57,7 @@ def canned(trainer):
             replies[0] = Sampled([7, 2])
         return replies
 
-    trainer.parts.runner.generator.generate = generate
+    trainer.parts.runner.generator.generate = by_hand(generate)
 
 
 def arrived(model_folder, folder, workflow=None, agents=None, **settings):
@@ -190,7 +190,7 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
         right = agents[0] == "solver" and len(calls) > 3
         return [Sampled([7, 2] if right and index % 2 else [5, 2]) for index in range(len(agents))]
 
-    trainer.parts.runner.generator.generate = generate
+    trainer.parts.runner.generator.generate = by_hand(generate)
     trainer.model.train()
     (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"} for _ in range(4)])
     # two planners each, completed; two solvers each, completed; one judge, who is frozen
@@ -486,13 +486,13 @@ def test_rewards_are_discounted_without_a_critic_too(model_folder, tmp_path, adv
 def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_path):
     settings = {**BY_RETURNS, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
     trainer = team_trainer(model_folder, tmp_path, agents=team(), reward_funcs=solved, settings=settings)
-    generate, asked = trainer.parts.runner.generator.generate, []
+    generate, asked = calling(trainer.parts.runner.generator.generate), []
 
     def spy(agents, prompt_ids, by_reference=False):
         asked.extend((agent, by_reference) for agent in agents)
         return generate(agents, prompt_ids, by_reference=by_reference)
 
-    trainer.parts.runner.generator.generate = spy
+    trainer.parts.runner.generator.generate = by_hand(spy)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     trainer.parts.experience.for_training([{"prompt": "x"}] * 8)

@@ -15,7 +15,7 @@ from marft_trl.seams.mixing import MixedLora
 from marft_trl.tiny import tiny_model
 from marft_trl.workflows import Debate
 
-from .helpers import lora, moved, team_trainer, weights
+from .helpers import calling, lora, moved, team_trainer, weights
 
 
 NAMES = ["one", "two", "three", "four", "five"]
@@ -323,7 +323,7 @@ def greedy_turns(trainer):
     generator = trainer.parts.runner.generator
     prompts = trainer.processing_class(["What is 3?", "Say 7", "Count", "What is 3? And more words here"])["input_ids"]
     asked = [(name, ids) for ids in prompts for name in NAMES][:-3]  # not equally many rows of each
-    return generator.generate([name for name, _ in asked], [ids for _, ids in asked], greedy=True)
+    return calling(generator.generate)([name for name, _ in asked], [ids for _, ids in asked], greedy=True)
 
 
 def test_turns_of_several_agents_are_decoded_together(model_folder, tmp_path):
@@ -357,7 +357,7 @@ def test_what_generation_records_is_what_is_scored(model_folder, tmp_path):
 def test_many_rows_of_an_agent_are_decoded_alone(model_folder, tmp_path):
     trainer = make(model_folder, tmp_path)
     with watched() as used:
-        trainer.parts.runner.generator.generate(["one", "two"] * 17, [[5, 6, 7]] * 34)
+        calling(trainer.parts.runner.generator.generate)(["one", "two"] * 17, [[5, 6, 7]] * 34)
     assert not used
 
 

@@ -170,6 +170,7 @@ class FakeRunner:
     def __init__(self, seed, fails=None):
         self.version, self.pins, self.draw = -1, [], random.Random(seed)
         self.dropped_turns, self._runs, self.fails, self.threads = 0, 0, fails, set()
+        self.generator = self
 
     def publish(self):
         self.version += 1
@@ -205,7 +206,7 @@ class FakeRunner:
 
         return used()
 
-    async def stream(self, rows, failures, key):
+    async def collect(self, rows, key, failures):
         self.threads.add(threading.get_ident())
         await asyncio.sleep(self.draw.random() * 0.01)
         if self.fails == key[1]:

@@ -17,6 +17,7 @@ from marft_trl.learning.adapter_updates import AdapterUpdates
 from marft_trl.learning.sequential import SequentialFactors
 from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.failures import Failures
+from marft_trl.rollout.generator import Generator
 from marft_trl.rollout.own_returns import OwnReturns
 from marft_trl.rollout.reach import RewardReach
 from marft_trl.rollout.rollouts import Rollout, Rollouts
@@ -242,7 +243,7 @@ def rollouts(args, processes, board, per_func, counts=None):
     one = episode(0)
     if counts:
         one = Episode("q", one.row, 0, one.turns, one.answer, earned=one.earned, counts=counts)
-    runner = SimpleNamespace(dropped_turns=3, uses_tools=False, publish=lambda: None)
+    runner = SimpleNamespace(dropped_turns=3, uses_tools=False, generator=Generator())
     runner.run = lambda rows, *_, **__: [one] * len(rows)
     scorer = SimpleNamespace(
         of_batch=lambda episodes: torch.tensor([per_func] * len(episodes)), of_team=lambda scores: scores.sum(dim=1)

@@ -12,11 +12,11 @@ from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.rollout.chat_template import naming_templates
 from marft_trl.rollout.encoding import PlainEncoder
-from marft_trl.rollout.prompts import PromptBuilder
+from marft_trl.rollout.prompts import PromptBuilder, Window
 from marft_trl.rollout.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
 
-from .helpers import team_trainer
+from .helpers import by_hand, calling, team_trainer
 from .tokenizers_and_templates import chat_template
 
 
@@ -201,10 +201,10 @@ def test_what_does_not_fit_the_window_raises_or_drops_whole_turns(tokenizer):
     agent = AgentSpec("actor")
     (whole,) = builder(tokenizer).build([(agent, "Q", turns)])
     window = len(whole.ids) + 5
-    assert not builder(tokenizer, window=window, reserved={"actor": 5}).build([(agent, "Q", turns)])[0].dropped
+    assert not builder(tokenizer, window=Window(window, {"actor": 5})).build([(agent, "Q", turns)])[0].dropped
     with pytest.raises(ValueError, match="'actor'.*window"):
-        builder(tokenizer, window=window - 1, reserved={"actor": 5}).build([(agent, "Q", turns)])
-    tight = builder(tokenizer, window=window - 1, reserved={"actor": 5}, overflow="drop_oldest_turn")
+        builder(tokenizer, window=Window(window - 1, {"actor": 5})).build([(agent, "Q", turns)])
+    tight = builder(tokenizer, window=Window(window - 1, {"actor": 5}, "drop_oldest_turn"))
     (cut,) = tight.build([(agent, "Q", turns)])
     assert cut.dropped == 1 and cut.seen == [turns[1]] and "steps" not in tokenizer.decode(cut.ids)
     with pytest.raises(ValueError, match="window"):
@@ -225,14 +225,14 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
     trainer = team_trainer(model_folder, tmp_path)
     trainer.model.train()
     sampled = []
-    generate = trainer.parts.runner.generator.generate
+    generate = calling(trainer.parts.runner.generator.generate)
 
     def spy(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
         sampled.extend(zip(agents, prompt_ids, [its.ids for its in completions], strict=True))
         return completions
 
-    trainer.parts.runner.generator.generate = spy
+    trainer.parts.runner.generator.generate = by_hand(spy)
     rows = [row for row in trainer.train_dataset.select(range(2)).to_list() for _ in range(4)]
     (slice_,) = trainer.parts.experience.for_training(rows)
     for agent, prompt_ids, _ in sampled:

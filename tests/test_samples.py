@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from marft_trl import AgentSpec
 from marft_trl.metrics import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
 from marft_trl.metrics.at_k import by_question, interval_of, sample_rows, scores, write_samples
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import Generator, Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset
 
 from .helpers import team_trainer
@@ -219,17 +219,17 @@ def test_intervals_cover_the_true_difference(seeds):
 # ---- Evaluations of a trainer ----
 
 
-class Counting:
+class Counting(Generator):
     """A generator that answers by a plan, and takes note of the settings it is asked with."""
 
     def __init__(self, tokenizer, texts):
         self.tokenizer, self.texts, self.asked = tokenizer, texts, []
 
-    def generate(self, agents, prompt_ids, by_reference=False, greedy=False, copies=None, sampling=None):
+    async def generate(self, observed, greedy=False, sampling=None):
         self.asked.append({"greedy": True} if greedy else sampling)
         found = []
-        for ids in prompt_ids:
-            text = self.texts(self.tokenizer.decode(ids))
+        for one in observed:
+            text = self.texts(self.tokenizer.decode(one.ids))
             found.append(Sampled(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
         return found
 

@@ -17,7 +17,7 @@ from marft_trl.team import _known_settings
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.weights.manifest import Inference
 
-from .helpers import config, team_trainer
+from .helpers import calling, config, team_trainer
 
 
 LONGEST = 12
@@ -66,7 +66,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     stop = data.draw(st.lists(letters | st.builds(str.__add__, ends, letters), min_size=1, max_size=2))
     generator = generator_with(trainer, [text for text in stop if text])
     torch.manual_seed(seed)
-    sampled = generator.generate(["solo"] * len(prompts), prompts)
+    sampled = calling(generator.generate)(["solo"] * len(prompts), prompts)
 
     rule = StopTexts(tokenizer, stop)
     for prompt, (completion, logps, _) in zip(prompts, sampled, strict=True):

@@ -41,7 +41,7 @@ def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, se
 
     async def run():
         async with collector.unblocked(workflow, options["patience"]):
-            return await collector.collect_streams(workflow, rows, setting, slowly, **options)
+            return await collector.collecting(workflow, rows, setting, slowly, **options)
 
     return run_coroutine(run)
 
@@ -150,7 +150,7 @@ def test_batches_of_one_loop_leave_one_another_alone():
         def around(index):
             return EpisodeRandomness(first + index).active
 
-        found = await collector.collect_streams(Draws(), ROWS[:3], SETTING, slowly, patience=60, around=around)
+        found = await collector.collecting(Draws(), ROWS[:3], SETTING, slowly, patience=60, around=around)
         return [(facts(one), dict(one.counts)) for one in found]
 
     async def beside(other):
@@ -177,7 +177,7 @@ def test_no_episode_waits_for_another_one():
         events.append(place)
         return echo()(requests)
 
-    run_coroutine(lambda: collector.collect_streams(Four(), ROWS[:4], SETTING, answer))
+    run_coroutine(lambda: collector.collecting(Four(), ROWS[:4], SETTING, answer))
     assert {events.index((index, 3)) < events.index((0, 0)) for index in (1, 2, 3)} == {True}
 
 

@@ -16,7 +16,7 @@ from trl.chat_template_utils import qwen3_chat_template
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.rollout.generator import Sampled
-from marft_trl.rollout.prompts import PromptBuilder, Query
+from marft_trl.rollout.prompts import PromptBuilder, Query, Window
 from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
@@ -27,6 +27,8 @@ from .helpers import (
     StopAt,
     add,
     began_at,
+    by_hand,
+    calling,
     collect,
     earned,
     grows_linearly,
@@ -545,7 +547,7 @@ def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
         return [Sampled([*ids_of(next(said)), trainer.processing_class.eos_token_id]) for _ in agents]
 
-    trainer.parts.runner.generator.generate = generate
+    trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert [(turn.agent, turn.text.strip()) for turn in episode.turns] == [
         ("solver", f"so {BROKEN}"), ("solver", "seven"), ("judge", "fine"),
@@ -580,7 +582,7 @@ def test_a_call_that_the_limit_cuts_off_is_not_shown(model_folder, tmp_path):
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
         return [Sampled(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
 
-    trainer.parts.runner.generator.generate = generate
+    trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert episode.turns[0].truncated and not episode.turns[0].tool_calls
     assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
@@ -596,7 +598,7 @@ def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_pat
         text = {"solver": f"adding {CALL}", "judge": "fine"}
         return [Sampled([*ids_of(text[agent]), trainer.processing_class.eos_token_id]) for agent in agents]
 
-    trainer.parts.runner.generator.generate = generate
+    trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     judged = shown[-1].split("Judge.")[1]
     assert episode.turns[-1].agent == "judge" and "[solver]" in judged and "adding" in judged
@@ -608,16 +610,18 @@ def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_pat
     agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge")]
     trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calling_iterations": rounds}, agents=agents)
     ending = [trainer.processing_class.eos_token_id]
-    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [
-        Sampled(ids_of(CALL) + ending) for _ in agents
-    ]
+    trainer.parts.runner.generator.generate = by_hand(
+        lambda agents, prompt_ids: [Sampled(ids_of(CALL) + ending) for _ in agents]
+    )
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert [turn.agent for turn in episode.turns] == ["solver"] * (1 + rounds) + ["judge"]
 
 
 def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=[AgentSpec("solo", tools=[add])])
-    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
+    trainer.parts.runner.generator.generate = by_hand(
+        lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
+    )
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
 
@@ -741,13 +745,13 @@ def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
     agents = [AgentSpec("solver", tools=[slow]), AgentSpec("judge")]
     trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents, workflow=Branches())
     canned(trainer)
-    waves, generate = [], trainer.parts.runner.generator.generate
+    waves, generate = [], calling(trainer.parts.runner.generator.generate)
 
     def note(agents, *rest, **options):
         waves.append(len(agents))
         return generate(agents, *rest, **options)
 
-    trainer.parts.runner.generator.generate = note
+    trainer.parts.runner.generator.generate = by_hand(note)
     trainer.train()
     assert waves == [16, 14]  # the judges' second turns wait for the solvers' tools
 
@@ -892,9 +896,7 @@ def test_later_turns_are_rendered_by_templates_that_want_results_next_to_their_c
 
 
 def test_hundreds_of_turns_are_dropped_in_a_moment():
-    build = PromptBuilder(
-        TOKENIZER, lambda prompts: [[1]], window=200, reserved={"solver": 10}, overflow="drop_oldest_turn"
-    )
+    build = PromptBuilder(TOKENIZER, lambda prompts: [[1]], window=Window(200, {"solver": 10}, "drop_oldest_turn"))
     episode = rehearse(Sequential(rounds=1200), ["solver"], lambda *_: "word", "q")
     start = time.process_time()
     (observation,) = build.build([Query(AgentSpec("solver"), "q", tuple(episode.turns))])

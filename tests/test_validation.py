@@ -34,7 +34,7 @@ from marft_trl.rollout.reward_checks import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.setup import as_marft_config
 
-from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+from .helpers import by_hand, calling, config, lora, moved, team_trainer, varied_reward, weights
 
 
 @pytest.fixture
@@ -502,7 +502,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[vandal, varied_reward])
     sampled, trained = [], []
-    generate, roll = trainer.parts.runner.generator.generate, trainer.parts.experience.for_training
+    generate, roll = calling(trainer.parts.runner.generator.generate), trainer.parts.experience.for_training
 
     def spy_generate(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
@@ -514,7 +514,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
         trained.extend(tuple(row.completion_ids.tolist()) for slice_ in slices for row in slice_.rows)
         return slices
 
-    trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = spy_generate, spy_roll
+    trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = by_hand(spy_generate), spy_roll
     trainer.train()
     assert sorted(sampled) == sorted(trained) and len(sampled) == 2 * 16
     entries = [e for e in trainer.state.log_history if "loss" in e]
@@ -561,19 +561,19 @@ def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, toke
 
 def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "grpo", "beta": 0.1})
-    generate = trainer.parts.runner.generator.generate
+    generate = calling(trainer.parts.runner.generator.generate)
 
     def sometimes_nothing(agents, prompt_ids):
         return [Sampled([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
 
-    trainer.parts.runner.generator.generate = sometimes_nothing
+    trainer.parts.runner.generator.generate = by_hand(sometimes_nothing)
     before = weights(trainer)
     trainer.train()
     assert moved(before, weights(trainer))
     assert all(math.isfinite(e["loss"]) for e in trainer.state.log_history if "loss" in e)
 
     trainer = team_trainer(model_folder, tmp_path)
-    trainer.parts.runner.generator.generate = lambda agents, prompt_ids: [Sampled([]) for _ in agents]
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [Sampled([]) for _ in agents])
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))

@@ -31,12 +31,12 @@ _QUIET_ROUNDS = 4
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 # Seconds after which code that blocks the event loop is interrupted, beyond the patience with code that waits
 _LATER = 5.0
-# The time limit of code that blocks the event loop, in [`collect_streams`]
+# The time limit of code that blocks the event loop, in [`collecting`]
 _LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
 # Seconds between two signs of life of the event loop
 _BEAT = 1.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
-_LAST_WORDS = 1.0
+_CLEAN_UP = 1.0
 
 
 class Runs(Protocol):
@@ -101,7 +101,7 @@ class Request:
 
 # Answers requests, in order. An `EndOfEpisode` in place of a completion ends that episode.
 Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
-StreamAnswer = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
+AsyncAnswer = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
 
 
 class EpisodeError(RuntimeError):
@@ -156,39 +156,40 @@ def collect(
     Raises:
         EpisodeError: the workflow raised, hangs, or ended without a single turn.
     """
-    with _unblocked(workflow, patience) as limit:
 
-        async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
-            with limit.paused() if limit is not None else contextlib.nullcontext():
-                return answer(requests)
+    async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+        return answer(requests)
 
-        def watch() -> _Watch:
-            return _Watch(workflow, patience, limit)
+    async def collected() -> list[Episode]:
+        async with unblocked(workflow, patience):
+            return await collecting(workflow, rows, setting, answered, reruns, patience, failures, together=True)
 
-        collection = functools.partial(_Collection, workflow, rows, setting, answered, reruns, failures, watch)
-        return run_coroutine(lambda: collection().run([range(len(rows))]))
+    return run_coroutine(collected)
 
 
-async def collect_streams(
+async def collecting(
     workflow: Runs,
     rows: Sequence[dict[str, Any]],
     setting: Setting,
-    answer: StreamAnswer,
+    answer: AsyncAnswer,
     reruns: Sequence[Rerun] | None = None,
     patience: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
     around: Callable[[int], Around] | None = None,
+    together: bool = False,
 ) -> list[Episode]:
     """
-    Like [`collect`], but no episode waits for another one: an answer is awaited for each episode by itself. Within an
-    episode, the requests of parallel branches are still answered together, so that turns have the same numbers, and
-    agents are shown the same, however long answers take.
+    Like [`collect`], within an event loop and [`unblocked`].
 
     Args:
         workflow, rows, setting, reruns, patience, failures: as for [`collect`].
-        answer (`Callable`): turns requests of one episode into completions, in order; awaited.
+        answer (`Callable`): turns requests into completions, in order; awaited.
         around (`Callable`, *optional*): `around(index)` makes what makes a context manager around each piece of users'
             code of an episode that runs without waiting.
+        together (`bool`, *optional*, defaults to `False`): whether the requests of all episodes are answered together.
+            Else no episode waits for another one. Within an episode, the requests of parallel branches are still
+            answered together, so that turns have the same numbers, and agents are shown the same, however long answers
+            take.
 
     Returns: one finished episode per row, in order; one that failed has no turns.
 
@@ -197,25 +198,32 @@ async def collect_streams(
     """
     limit = _LIMIT.get()
 
+    async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+        # Whoever answers for all may block the event loop meanwhile, with a model for instance
+        with limit.paused() if limit is not None and together else contextlib.nullcontext():
+            return await answer(requests)
+
     def watch() -> _Watch:
         return _Watch(workflow, patience, limit)
 
-    collection = _Collection(workflow, rows, setting, answer, reruns, failures, watch, around)
-    return await collection.run([[index] for index in range(len(rows))])
+    collection = _Collection(workflow, rows, setting, answered, reruns, failures, watch, around)
+    positions = range(len(rows))
+    return await collection.run([positions] if together else [[index] for index in positions])
 
 
 @contextlib.asynccontextmanager
 async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[None]:
     """
-    Asynchronous context manager: within [`collect_streams`], code that blocks the event loop has a time limit.
+    Asynchronous context manager: within [`collecting`], code that blocks the event loop has a time limit.
 
     Args:
         workflow ([`Workflow`]): the workflow.
         patience (`float`, *optional*): seconds; `None` for no limit.
     """
-    with _unblocked(workflow, patience) as limit:
+    blocks = functools.partial(_blocks, workflow, patience)
+    with time_limit(None if patience is None else patience + _LATER, blocks) as limit:
         before = _LIMIT.set(limit)
-        beats = asyncio.ensure_future(_beat(limit)) if limit is not None else None
+        beats = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
         try:
             yield
         finally:
@@ -224,27 +232,19 @@ async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[Non
                 beats.cancel()
 
 
-async def _beat(limit: TimeLimit) -> None:
+async def _heartbeat(limit: TimeLimit) -> None:
     """Restart a time limit as long as nothing blocks the event loop."""
     while True:
         limit.restart()
         await asyncio.sleep(_BEAT)
 
 
-def _unblocked(workflow: Runs, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
-    """
-    Context manager: a time limit for code that blocks the event loop. An episode that waits is noticed by the
-    collector itself.
-    """
-
-    def blocks(where: str) -> str:
-        return (
-            f"The workflow `{type(workflow).__name__}` blocks: {where} has not returned for {patience:g} seconds, so "
-            "no other episode can go on. Call functions that take long with `await episode.call(function, ...)`, "
-            "await `asyncio.sleep` in place of `time.sleep`, or set a larger `workflow_timeout`."
-        )
-
-    return time_limit(None if patience is None else patience + _LATER, blocks)
+def _blocks(workflow: Runs, patience: float | None, where: str) -> str:
+    return (
+        f"The workflow `{type(workflow).__name__}` blocks: {where} has not returned for {patience:g} seconds, so no "
+        "other episode can go on. Call functions that take long with `await episode.call(function, ...)`, await "
+        "`asyncio.sleep` in place of `time.sleep`, or set a larger `workflow_timeout`."
+    )
 
 
 class _Collection:
@@ -259,10 +259,10 @@ class _Collection:
         reruns (`Sequence[Rerun]`, *optional*): recorded episodes.
         failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
         watch (`Callable`): `watch()` makes a [`_Watch`].
-        around (`Callable`, *optional*): as in [`collect_streams`].
+        around (`Callable`, *optional*): as in [`collecting`].
     """
 
-    def __init__(self, workflow, rows, setting, answer: StreamAnswer, reruns, failures, watch, around=None):
+    def __init__(self, workflow, rows, setting, answer: AsyncAnswer, reruns, failures, watch, around=None):
         self._around: Callable[[int], Around] | None = around
         self._workflow, self._answer, self._reruns = workflow, answer, reruns
         self._failures: dict[int, EpisodeError] | None = failures
@@ -299,19 +299,19 @@ class _Collection:
         episode.add(turn, request.seen)
         return turn
 
-    async def run(self, herds: Sequence[Sequence[int]]) -> list[Episode]:
+    async def run(self, groups: Sequence[Sequence[int]]) -> list[Episode]:
         """
         Run all episodes.
 
         Args:
-            herds (`Sequence[Sequence[int]]`): positions of episodes. The episodes of a herd wait for one another, and
+            groups (`Sequence[Sequence[int]]`): positions of episodes. Episodes of a group wait for one another, and
                 their requests are answered together.
         """
         is_over = asyncio.Event()
         # For good: other batches of this loop may go on when this one has ended
         asyncio.get_running_loop().set_task_factory(surrounding)
         self._tasks = [asyncio.ensure_future(self._surrounded(one, is_over)) for one in self._episodes]
-        drivers = [asyncio.ensure_future(self._drive(herd)) for herd in herds]
+        drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
             await _all_or_first_error(drivers)
             for index, task in enumerate(self._tasks):
@@ -323,7 +323,7 @@ class _Collection:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=_LAST_WORDS)
+                await asyncio.wait(tasks, timeout=_CLEAN_UP)
             for task in tasks:
                 _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
         self._check_tasks()
@@ -360,52 +360,52 @@ class _Collection:
         episode.around = self._around(episode.index)
         return Stepped(coroutine, episode.around)
 
-    async def _drive(self, herd: Sequence[int]) -> None:
+    async def _drive(self, group: Sequence[int]) -> None:
         watch = self._make_watch()
-        while not all(self._tasks[index].done() for index in herd):
+        while not all(self._tasks[index].done() for index in group):
             try:
-                await self._settle(herd, watch)
+                await self._settle(group, watch)
             except EpisodeError as error:  # an episode hangs
                 if self._failures is None or error.episode is None:
                     raise
                 self._failures[error.episode] = error
                 self._tasks[error.episode].cancel()
-            for index in herd:
+            for index in group:
                 if _has_failed(task := self._tasks[index]):
                     if self._failures is None:
                         task.result()  # raises
                     else:
                         self._failures.setdefault(index, cast(EpisodeError, task.exception()))
-            await self._answer_all(self._take(herd))
+            await self._answer_all(self._take(group))
 
-    def _take(self, herd: Sequence[int]) -> list[Request]:
+    def _take(self, group: Sequence[int]) -> list[Request]:
         """Take the requests that are waiting, in the order of the episodes."""
         batch = []
-        for index in herd:
+        for index in group:
             # If a branch has ended its episode, requests of its other branches are cancelled or obsolete
             live = [one for one in self._waiting[index] if not one.waiter.done() and not self._tasks[index].done()]
             batch += sorted(live, key=lambda request: request.ask.order)
             self._waiting[index].clear()
         return batch
 
-    async def _settle(self, herd: Sequence[int], watch: _Watch) -> None:
+    async def _settle(self, group: Sequence[int], watch: _Watch) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
         quiet, pause = 0, _SHORTEST_PAUSE
         watch.begin()
         while True:
-            known = self._state_of(herd)
+            known = self._state_of(group)
             await asyncio.sleep(0)
             # A function that has just come back takes some rounds until its branch requests a turn
-            quiet = quiet + 1 if self._state_of(herd) == known else 0
+            quiet = quiet + 1 if self._state_of(group) == known else 0
             if quiet < _QUIET_ROUNDS:
                 continue
             # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
             elsewhere = [
                 index
-                for index in herd
+                for index in group
                 if not self._tasks[index].done() and (self._episodes[index].busy or not self._waiting[index])
             ]
-            fails = self._failures is None and any(_has_failed(self._tasks[index]) for index in herd)
+            fails = self._failures is None and any(_has_failed(self._tasks[index]) for index in group)
             if not elsewhere or fails:
                 return
             watch.look(self._episodes, elsewhere)
@@ -414,9 +414,9 @@ class _Collection:
             await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
 
-    def _state_of(self, herd: Sequence[int]) -> tuple[int, int]:
+    def _state_of(self, group: Sequence[int]) -> tuple[int, int]:
         """Numbers of requests that wait, and of functions that are running."""
-        return sum(len(self._waiting[index]) for index in herd), sum(self._episodes[index].busy for index in herd)
+        return sum(len(self._waiting[index]) for index in group), sum(self._episodes[index].busy for index in group)
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """Answer requests in order, with recorded completions if there are any, else with generated ones."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..episodes.records import SampledBy
 
@@ -55,47 +55,61 @@ def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary:
             )
 
 
-class Generator(Protocol):
-    """Samples the turns of a team. To add a generator, write these methods and choose it in `trainer/parts.py`."""
+class Observed(NamedTuple):
+    """
+    An observation that a turn is to be sampled for.
 
-    def generate(
-        self,
-        agents: Sequence[str],
-        prompt_ids: Sequence[list[int]],
-        by_reference: bool = False,
-        greedy: bool = False,
-        copies: Sequence[int | None] | None = None,
-        sampling: Mapping[str, float] | None = None,
+    Args:
+        agent (`str`): name of the agent.
+        ids (`list[int]`): token ids of the observation.
+        key (`tuple`): place of the turn in the run, the same for any number of processes. Seeds are made from it.
+        by_reference (`bool`): sample from the agent's reference.
+        copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
+    """
+
+    agent: str
+    ids: list[int]
+    key: tuple = ()
+    by_reference: bool = False
+    copy: int | None = None
+
+
+class Generator:
+    """
+    Base class of what samples the turns of a team. To add a generator, write the methods that raise here, and choose
+    it in `_generator` of `trainer/parts.py`.
+
+    Attributes:
+        batches (`bool`): whether all waiting episodes are asked for at once, because one call for many turns costs
+            little more than one for a single turn. If not, no episode waits for another one.
+    """
+
+    batches: bool = True
+
+    async def generate(
+        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[Sampled]:
         """
         Sample a turn for each observation.
 
         Args:
-            agents (`Sequence[str]`): name of the agent of each observation.
-            prompt_ids (`Sequence[list[int]]`): token ids of the observations.
-            by_reference (`bool`, *optional*, defaults to `False`): sample from the agents' references.
+            observed (`Sequence[Observed]`): the observations. Without `batches`, those of one episode.
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
-            copies (`Sequence[int]`, *optional*): for each observation the past copy that the agent acts with, or
-                `None`, see [`PastCopies`].
             sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
         """
+        raise NotImplementedError
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         """`True` if the tokens of a turn of an agent hold one of its stop texts."""
+        raise NotImplementedError
 
     def settings(self, agent: str) -> dict[str, Any]:
         """Settings of `generate` for an agent, which are saved with the team."""
+        raise NotImplementedError
 
-
-class StreamGenerator(Protocol):
-    """
-    Samples each turn by itself, as soon as it is asked for: the interface of generators that servers stand behind. A
-    generator with the attribute `streams = True` has it.
-    """
-
-    streams: bool
+    # ---- Of generators with weights of their own; others act with the model as it is ----
 
     def publish(self, alone: bool = False) -> None:
         """
@@ -105,46 +119,10 @@ class StreamGenerator(Protocol):
             alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this.
         """
 
-    def pin(self) -> Any:
-        """The present weights. They are kept until [`~StreamGenerator.release`]."""
-
-    def release(self, pin: Any) -> None:
-        """Weights of [`~StreamGenerator.pin`] are no longer used."""
-
-    def using(self, pin: Any) -> contextlib.AbstractContextManager[None]:
-        """Context manager: turns are sampled from weights of [`~StreamGenerator.pin`]."""
-
     def close(self) -> None:
-        """Take from servers what they were given. Later calls of [`~StreamGenerator.publish`] give it to them anew."""
+        """Take from servers what they were given. Later calls of [`~Generator.publish`] give it to them anew."""
 
-    def connected(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Asynchronous context manager around all calls of [`~StreamGenerator.sample`] in an event loop."""
-
-    async def sample(
-        self,
-        agent: str,
-        prompt_ids: list[int],
-        key: tuple,
-        by_reference: bool = False,
-        greedy: bool = False,
-        copy: int | None = None,
-        sampling: Mapping[str, float] | None = None,
-    ) -> Sampled:
-        """
-        Sample a turn.
-
-        Args:
-            agent (`str`): name of the agent.
-            prompt_ids (`list[int]`): token ids of the observation.
-            key (`tuple`): place of the turn in the run, which the seed is made from.
-            by_reference (`bool`, *optional*, defaults to `False`): sample from the agent's reference.
-            greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
-            copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
-            sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agent's own.
-        """
-
-    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """`True` if the tokens of a turn of an agent hold one of its stop texts."""
-
-    def settings(self, agent: str) -> dict[str, Any]:
-        """Settings of `generate` for an agent, which are saved with the team."""
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Asynchronous context manager around all calls of [`~Generator.generate`] in an event loop."""
+        yield

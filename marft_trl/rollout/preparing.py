@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from accelerate.logging import get_logger
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
+from ..config.sampling import Sampling
 from ..episodes.records import TOOL
 from ..episodes.tools import tool_name
 from ..workflows import Sequential, Workflow
-from .prompts import PromptBuilder
+from .prompts import PromptBuilder, Window
 from .tool_calls import check_functions, prepare_template
 
 
@@ -61,13 +62,24 @@ def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
         )
 
 
-def context_window(model: PreTrainedModel | PeftModel, longest_turn: int | None = None) -> int | None:
+def window_of(
+    model: PreTrainedModel | PeftModel,
+    samplings: Mapping[str, Sampling],
+    overflow: str,
+    unread: Collection[str],
+    longest_turn: int | None = None,
+) -> Window:
     """
-    Size of the model's context window in tokens, or `None` if its config states no limit.
+    The context window of a model. It has no limit if the config of the model states none.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model.
+        samplings (`Mapping[str, Sampling]`): how many tokens each agent may generate.
+        overflow (`str`): `context_overflow` of the training arguments.
+        unread (`Collection[str]`): agents whose observations no model reads.
         longest_turn (`int`, *optional*): limit of the servers that generate.
     """
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min((limit for limit in (own, longest_turn) if limit is not None), default=None)
+    size = min((limit for limit in (own, longest_turn) if limit is not None), default=None)
+    reserved = {name: sampling.max_completion_length for name, sampling in samplings.items()}
+    return Window(size, reserved, overflow, frozenset(unread))

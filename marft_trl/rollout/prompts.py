@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
@@ -63,6 +63,25 @@ class Query(NamedTuple):
     after: Turn | None = None
 
 
+@dataclass(frozen=True)
+class Window:
+    """
+    The context window of a model, and what happens if an observation does not fit.
+
+    Args:
+        size (`int`, *optional*): number of tokens that the model can attend to. If `None`, there is no limit.
+        reserved (`Mapping[str, int]`): number of tokens that each agent may generate after its observation.
+        overflow (`str`): `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
+            `"end_episode"` (`problem` of the observation is set).
+        unread (`frozenset[str]`): names of agents whose observations no model reads, so that it does not limit them.
+    """
+
+    size: int | None = None
+    reserved: Mapping[str, int] = field(default_factory=dict)
+    overflow: str = "raise"
+    unread: frozenset[str] = frozenset()
+
+
 class PromptBuilder:
     """
     Builds the observations of agents, including their token ids.
@@ -77,20 +96,13 @@ class PromptBuilder:
         view (`Callable`, *optional*, defaults to [`team_view`]):
             Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
             messages are encoded without control tokens.
-        chat_template_kwargs (`dict`, *optional*):
-            Keyword arguments of the chat template.
+        chat_template (`str` or [`ChatTemplate`], *optional*):
+            Chat template to use instead of the tokenizer's own, or one with keyword arguments.
         plain (`bool`, *optional*, defaults to `False`):
             Whether to keep text prompts as text instead of converting them to a user message. Used for a single agent
             without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
-        window (`int`, *optional*):
-            Number of tokens that the model can attend to. If `None`, there is no limit.
-        reserved (`dict[str, int]`, *optional*):
-            Number of tokens that each agent may generate after its observation.
-        overflow (`str`, *optional*, defaults to `"raise"`):
-            Behaviour if an observation does not fit the window: `"raise"` (an error is raised), `"drop_oldest_turn"`
-            (the oldest turns are left out) or `"end_episode"` (`problem` of the observation is set).
-        chat_template (`str`, *optional*):
-            Chat template to use instead of the tokenizer's own.
+        window (`Window`, *optional*):
+            The tokens that the model can attend to, and what happens if an observation does not fit.
         ends (`Collection[int]`, *optional*):
             Ids of the tokens that end a turn.
         aliases (`Mapping[str, str]`, *optional*):
@@ -99,8 +111,6 @@ class PromptBuilder:
             Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
             are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control
             tokens, and neither they nor results contain lines that look like the name of a speaker.
-        unread (`Collection[str]`, *optional*):
-            Names of agents whose observations no model reads, so that its window does not limit them.
         show_reasoning (`bool`, *optional*, defaults to `False`):
             Whether earlier turns are shown with their reasoning where the chat template cuts it.
     """
@@ -110,30 +120,26 @@ class PromptBuilder:
         tokenizer,
         tokenize: Callable[..., list[list[int]]],
         view: View = team_view,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template: str | ChatTemplate | None = None,
         plain: bool = False,
-        window: int | None = None,
-        reserved: dict[str, int] | None = None,
-        overflow: str = "raise",
-        chat_template: str | None = None,
+        window: Window | None = None,
         ends: Collection[int] = (),
         aliases: Mapping[str, str] | None = None,
         alone: bool = False,
-        unread: Collection[str] = (),
         show_reasoning: bool = False,
     ):
-        self._unread = frozenset(unread)
+        given = chat_template
+        self.template = given if isinstance(given, ChatTemplate) else ChatTemplate(tokenizer, given)
         self._tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
         self._plain = plain or tokenizer.chat_template is None
-        self._encode = PlainEncoder(tokenizer, chat_template)
-        self.template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
-        self.window = window
-        self._reserved = reserved or {}
-        self._overflow = overflow
+        self._encode = PlainEncoder(tokenizer, self.template.source)
+        window = window or Window()
+        self.window, self._reserved, self._overflow = window.size, window.reserved, window.overflow
+        self._unread = window.unread
         self._ends = frozenset(ends)
-        self._aliases = aliases or {}
+        self.aliases = aliases or {}
         self._alone = alone
         self._folds_system = not self._plain and not self.template.renders_system
         self._reasoning = None if self._plain or show_reasoning else EarlierReasoning(self.template)
@@ -261,7 +267,7 @@ class PromptBuilder:
         if not self._alone or query.seen:
             self._check(asked)
         shown = query.seen if self._reasoning is None else self._reasoning.shown(query.seen, query.after)
-        agent, seen = renamed(query.agent, shown, self._aliases)
+        agent, seen = renamed(query.agent, shown, self.aliases)
         messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
         if not self.template.renders_results:
             messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results))

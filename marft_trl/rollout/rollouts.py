@@ -169,7 +169,7 @@ class Rollouts:
         if training and self._ahead is not None:
             episodes = self._ahead.episodes(rows)
         else:
-            self._runner.publish()
+            self._runner.generator.publish()
             with self._processes.together(), ending_forks():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
         self._log(episodes)
@@ -190,7 +190,7 @@ class Rollouts:
         """Give up episodes under way, and take from servers what they were given."""
         if self._ahead is not None:
             self._ahead.close()
-        self._runner.close()
+        self._runner.generator.close()
 
     async def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
         first = self._processes.index * len(rows)

@@ -3,32 +3,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import dataclasses
 import functools
-import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from ..agents import AgentSpec
-from ..episodes.collector import EpisodeError, Request, collect, collect_streams, unblocked
+from ..episodes.collector import EpisodeError, Request, collecting, unblocked
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
-from ..episodes.tools import ToolCall, ToolLimits, as_plain, tool_name
-from ..system.event_loop import finished, run_coroutine
+from ..episodes.tools import ToolLimits, tool_name
+from ..system.event_loop import Around, run_coroutine
 from ..system.randomness import EpisodeRandomness, UserRandomness, seed_of
 from ..system.user_state import UserState
 from ..weights.copies import PastCopies
 from ..workflows import Workflow
-from .generator import Generator, Sampled, StreamGenerator, check_sampled
+from .generator import Generator, Observed, Sampled, check_sampled
 from .prompts import Observation, PromptBuilder, Query
-from .tool_calls import MALFORMED, call_pattern, parse_calls
+from .turn_reader import TurnReader
 from .views import team_view
 
 
@@ -41,6 +37,25 @@ def place_of(request: Request, key: tuple) -> tuple:
     return (*key[:-1], key[-1] + request.episode.index, request.number)
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """
+    Limits of an episode.
+
+    Args:
+        tools ([`ToolLimits`]): of tool calls.
+        patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is neither
+            a turn nor a tool (`workflow_timeout`).
+        max_turns (`int`, *optional*): largest number of turns.
+        vocabulary (`int`, *optional*): number of token ids of the model.
+    """
+
+    tools: ToolLimits
+    patience: float | None = None
+    max_turns: int | None = None
+    vocabulary: int | None = None
+
+
 class EpisodeRunner:
     """
     Runs the workflow on dataset rows.
@@ -49,17 +64,10 @@ class EpisodeRunner:
         agents (`Sequence[AgentSpec]`): the team.
         workflow ([`Workflow`]): decides who acts next and what each sees.
         prompts ([`PromptBuilder`]): builds the observations of agents.
-        generator ([`Generator`] or [`StreamGenerator`]): samples turns.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
-        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        generator ([`Generator`]): samples turns.
+        reader ([`TurnReader`]): makes turns of sampled tokens.
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
-        limits ([`ToolLimits`]): limits of tool calls.
-        uses_tools (`bool`): `True` if the tokenizer was prepared for tools.
-        aliases (`Mapping[str, str]`): names that agents are shown of one another, if they differ from their own.
-        patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is
-            neither a turn nor a tool.
-        max_turns (`int`, *optional*): largest number of turns of an episode.
-        vocabulary (`int`, *optional*): number of token ids of the model.
+        limits ([`Limits`]): limits of episodes.
         users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
         copies ([`PastCopies`], *optional*): past copies that opponents act with.
@@ -70,28 +78,17 @@ class EpisodeRunner:
         agents: Sequence[AgentSpec],
         workflow: Workflow,
         prompts: PromptBuilder,
-        generator: Generator | StreamGenerator,
-        tokenizer: PreTrainedTokenizerBase,
-        ends: Sequence[int],
+        generator: Generator,
+        reader: TurnReader,
         randomness: UserRandomness,
-        limits: ToolLimits,
-        uses_tools: bool = False,
-        aliases: Mapping[str, str] | None = None,
-        patience: float | None = None,
-        max_turns: int | None = None,
-        vocabulary: int | None = None,
+        limits: Limits,
         users: UserState | None = None,
         seed: int = 0,
         copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
-        self.copies = copies
-        self._workflow = workflow
+        self._workflow, self._reader, self._limits, self.copies = workflow, reader, limits, copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
-        self._tokenizer = tokenizer
-        self._ends = tuple(ends)
-        self._limits, self.uses_tools, self._vocabulary = limits, uses_tools, vocabulary
-        self._aliases, self._patience, self._max_turns = dict(aliases or {}), patience, max_turns
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
         self._silent: frozenset[str] = frozenset()
@@ -101,19 +98,14 @@ class EpisodeRunner:
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
     @property
-    def streams(self) -> bool:
-        """`True` if no episode waits for another one, because servers generate."""
-        return getattr(self.generator, "streams", False) and not self._rehearses
+    def uses_tools(self) -> bool:
+        """`True` if the tokenizer was prepared for tools."""
+        return self._reader.uses_tools
 
-    def publish(self, alone: bool = False) -> None:
-        """Let servers, if there are any, have the present weights. `alone`: other processes do not call this."""
-        if self.streams:
-            cast(StreamGenerator, self.generator).publish(alone)
-
-    def close(self) -> None:
-        """Take from servers, if there are any, what they were given."""
-        if self.streams:
-            cast(StreamGenerator, self.generator).close()
+    @property
+    def _waits(self) -> bool:
+        """`True` if episodes wait for one another, to be asked together."""
+        return self.generator.batches or self._rehearses
 
     def run(
         self,
@@ -135,11 +127,7 @@ class EpisodeRunner:
                 go on. If left out, the first error ends all.
             first (`int`, *optional*, defaults to `0`): position of the first row among those of all processes.
         """
-        key = self.next_key(first)
-        if not self.streams:
-            return finished(self._run(rows, answer, reruns, failures, key))
-        with self.randomness.theirs():
-            return run_coroutine(self._run_streams, rows, answer, reruns, failures, key)
+        return self._run_here(rows, self.next_key(first), answer, reruns, failures)
 
     async def run_again(
         self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun], key: tuple, answer: Answering | None = None
@@ -153,7 +141,9 @@ class EpisodeRunner:
             key (`tuple`): place of the re-runs in the run.
             answer (`Callable`, *optional*): as in [`~EpisodeRunner.run`].
         """
-        return await self._run(rows, answer, reruns, None, key)
+        if self._waits:  # on the random states of users, which the waiting episodes must not draw from meanwhile
+            return self._run_here(rows, key, answer, reruns)
+        return await self.collect(rows, key, answer, reruns)
 
     def next_key(self, first: int) -> tuple:
         """
@@ -165,14 +155,15 @@ class EpisodeRunner:
         self._runs += 1
         return (*self._key, self._runs - 1, first)
 
-    async def _run_streams(self, rows, answer, reruns, failures, key) -> list[Episode]:
-        async with self.connected():
-            return await self._run(rows, answer, reruns, failures, key)
+    def _run_here(self, rows, key, answer=None, reruns=None, failures=None) -> list[Episode]:
+        async def collected() -> list[Episode]:
+            async with self.connected():
+                return await self.collect(rows, key, answer, reruns, failures)
 
-    def _randomness_of(self, place: tuple) -> EpisodeRandomness:
-        return EpisodeRandomness(seed_of(("users", *place)), is_beside=self._trains_beside)
+        with self.randomness.theirs():
+            return run_coroutine(collected)
 
-    # ---- Episodes of servers, in an event loop of the caller's ----
+    # ---- Episodes in an event loop of the caller's ----
 
     def in_background(self) -> EpisodeRunner:
         """A copy of this runner for a background thread. It does not touch the training thread's random states."""
@@ -183,59 +174,48 @@ class EpisodeRunner:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Asynchronous context manager around [`~EpisodeRunner.stream`]."""
-        async with cast(StreamGenerator, self.generator).connected(), unblocked(self._workflow, self._patience):
+        """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
+        servers = contextlib.nullcontext() if self._rehearses else self.generator.connected()
+        async with servers, unblocked(self._workflow, self._limits.patience):
             yield
 
-    async def stream(
-        self, rows: Sequence[dict[str, Any]], failures: dict[int, EpisodeError] | None, key: tuple
-    ) -> list[Episode]:
-        """Like [`~EpisodeRunner.run`], with a key of [`~EpisodeRunner.next_key`]."""
-        return await self._run(rows, None, None, failures, key)
-
-    def pin(self) -> Any:
-        """Weights that servers have now, see [`StreamGenerator`]."""
-        return cast(StreamGenerator, self.generator).pin()
-
-    def release(self, pin: Any) -> None:
-        """Weights of [`~EpisodeRunner.pin`] are no longer used."""
-        cast(StreamGenerator, self.generator).release(pin)
-
-    def using(self, pin: Any) -> contextlib.AbstractContextManager[None]:
-        """Context manager: turns are sampled from weights of [`~EpisodeRunner.pin`]."""
-        return cast(StreamGenerator, self.generator).using(pin)
-
-    async def _run(
+    async def collect(
         self,
         rows: Sequence[dict[str, Any]],
-        answer: Answering | None,
-        reruns: Sequence[Rerun] | None,
-        failures: dict[int, EpisodeError] | None,
         key: tuple,
+        answer: Answering | None = None,
+        reruns: Sequence[Rerun] | None = None,
+        failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
-        ask = answer or self.answer
+        """Like [`~EpisodeRunner.run`], with a key of [`~EpisodeRunner.next_key`]."""
+        ask, patience = answer or self.answer, self._limits.patience
+
+        async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+            with self.randomness.ours() if self._waits else contextlib.nullcontext():
+                return await ask(requests, key)
+
+        def around(index: int) -> Around:
+            place = (*key[:-1], key[-1] + index)
+            return EpisodeRandomness(seed_of(("users", *place)), is_beside=self._trains_beside).active
+
+        return await collecting(
+            self._workflow,
+            rows,
+            self._setting(key),
+            answered,
+            reruns,
+            patience,
+            failures,
+            around=None if self._waits else around,
+            together=self._waits,
+        )
+
+    def _setting(self, key: tuple) -> Setting:
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
         scripts = {} if self._rehearses else {name: self._write for name, one in self._specs.items() if one.reply}
+        limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._drawn, key)
-        setting = Setting(tuple(self._specs), tools, self._limits, self._aliases, self._max_turns, scripts, draw)
-        if self.streams:
-            return await collect_streams(
-                self._workflow,
-                rows,
-                setting,
-                lambda asked: ask(asked, key),
-                reruns,
-                self._patience,
-                failures,
-                around=lambda index: self._randomness_of((*key[:-1], key[-1] + index)).active,
-            )
-
-        def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
-            with self.randomness.ours():
-                return finished(ask(requests, key))
-
-        with self.randomness.theirs():
-            return collect(self._workflow, rows, setting, answered, reruns, self._patience, failures)
+        return Setting(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw)
 
     def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
         """The past copies that agents act with in an episode of a run."""
@@ -300,18 +280,35 @@ class EpisodeRunner:
                 f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
-        if self.streams:
-            views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
-            draws = any(view not in (None, team_view) for view in views)  # code of users may
-            with requests[0].episode.around() if draws else contextlib.nullcontext():
-                observations = self.observe(map(self.query, requests))
-            completions = await self._stream_for(requests, observations, key)
-        else:
+        views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
+        draws = not self._waits and any(view not in (None, team_view) for view in views)  # code of users may
+        with requests[0].episode.around() if draws else contextlib.nullcontext():
             observations = self.observe(map(self.query, requests))
-            completions = self._generate_for(requests, observations)
+        sampled = await self._sample(requests, observations, key)
+        self.dropped_turns += sum(observation.dropped for observation in observations)
         with self._lock:
-            completed = self._completed(requests, observations, completions)
-        return [self._heard(request, one) for request, one in zip(requests, completed, strict=True)]
+            completed = self._reader.sampled(requests, observations, sampled, self.generator)
+        return [self._audible(request, one) for request, one in zip(requests, completed, strict=True)]
+
+    async def _sample(
+        self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
+    ) -> list[Sampled]:
+        """A completion for each request. It is empty if the episode of the request ends instead."""
+        asked = {
+            index: Observed(
+                request.agent,
+                observation.ids,
+                (*place_of(request, key), index),
+                request.by_reference,
+                request.episode.copies.get(request.agent),
+            )
+            for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
+            if observation.problem is None
+        }
+        sampled = await self.generator.generate(list(asked.values()), **self.options) if asked else []
+        check_sampled(sampled, [one.agent for one in asked.values()], self._limits.vocabulary)
+        found = dict(zip(asked, sampled, strict=True))
+        return [found.get(index, Sampled([])) for index in range(len(requests))]
 
     @contextlib.contextmanager
     def silencing(self, *names: str) -> Iterator[None]:
@@ -322,7 +319,8 @@ class EpisodeRunner:
         finally:
             self._silent = kept
 
-    def _heard(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
+    def _audible(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
+        """A completion, without its text if its agent is silent."""
         if request.agent not in self._silent or isinstance(completion, EndOfEpisode):
             return completion
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
@@ -344,104 +342,6 @@ class EpisodeRunner:
             raise TypeError(f"`reply` of agent {agent.name!r} must return the text of a turn, got {text!r}.")
         with self._lock:
             ids, is_cut = self.prompts.written(agent.name, text)
-            text = self._tokenizer.decode(ids) if is_cut else as_plain(text)
+            completed = self._reader.written(request, observation, text, ids, is_cut)
         self.dropped_turns += observation.dropped
-        completed = request.completed(
-            text,
-            observation.seen,
-            observation=shown,
-            prompt_ids=observation.ids,
-            completion_ids=ids,
-            truncated=is_cut,
-        )
-        return self._heard(request, completed)
-
-    def _completed(
-        self, requests: Sequence[Request], observations: Sequence[Observation], completions: Sequence[Sampled]
-    ) -> list[Completion | EndOfEpisode]:
-        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
-        self.dropped_turns += sum(observation.dropped for observation in observations)
-        return [
-            EndOfEpisode(observation.problem)
-            if observation.problem is not None
-            else request.completed(
-                text,
-                observation.seen,
-                observation=observation.content,
-                prompt_ids=observation.ids,
-                completion_ids=ids,
-                raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
-                truncated=self._is_truncated(request.agent, ids),
-                tool_calls=self._calls(request, observation.ids, ids),
-                without_calls=self._before_calls(ids) if request.functions else None,
-                logps=logps,
-                sampled_by=sampled_by,
-            )
-            for request, text, observation, (ids, logps, sampled_by) in zip(
-                requests, texts, observations, completions, strict=True
-            )
-        ]
-
-    async def _stream_for(
-        self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
-    ) -> list[Sampled]:
-        """Like [`~EpisodeRunner._generate_for`], each completion by itself."""
-        generator = cast(StreamGenerator, self.generator)
-
-        async def sample(place: int, request: Request, observation: Observation) -> Sampled:
-            if observation.problem is not None:
-                return Sampled([])
-            its_key = (*place_of(request, key), place)
-            options = {**self.options, **({"by_reference": True} if request.by_reference else {})}
-            if request.agent in request.episode.copies:
-                options["copy"] = request.episode.copies[request.agent]
-            return await generator.sample(request.agent, observation.ids, its_key, **options)
-
-        pairs = zip(requests, observations, strict=True)
-        sampled = await asyncio.gather(*[sample(place, *pair) for place, pair in enumerate(pairs)])
-        check_sampled(sampled, [request.agent for request in requests], self._vocabulary)
-        return sampled
-
-    def _generate_for(self, requests: Sequence[Request], observations: Sequence[Observation]) -> list[Sampled]:
-        """Sample a completion for each request. It is empty if the episode of the request ends instead."""
-        completions: list[Sampled] = [Sampled([]) for _ in requests]
-        for by_reference in (False, True):
-            mine = [
-                index
-                for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
-                if request.by_reference == by_reference and observation.problem is None
-            ]
-            if mine:
-                prompt_ids = [observations[index].ids for index in mine]
-                options = {**self.options, **({"by_reference": True} if by_reference else {})}
-                agents = [requests[index].agent for index in mine]
-                drawn = [requests[index].episode.copies.get(requests[index].agent) for index in mine]
-                options |= {"copies": drawn} if any(copy is not None for copy in drawn) else {}
-                sampled = cast(Generator, self.generator).generate(agents, prompt_ids, **options)
-                check_sampled(sampled, agents, self._vocabulary)
-                for index, its in zip(mine, sampled, strict=True):
-                    completions[index] = its
-        return completions
-
-    def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
-        if not request.functions or self._is_truncated(request.agent, ids):
-            return ()
-        calls = parse_calls(self._tokenizer, ids, prompt_ids, self.prompts.template.schemas(request.functions))
-        is_lone = len(self._specs) == 1  # then a malformed call is the final turn, as in `GRPOTrainer`
-        if not calls and not is_lone and self._before_calls(ids) is not None:
-            return (MALFORMED,)
-        return calls
-
-    @functools.cached_property
-    def _call_pattern(self) -> re.Pattern | None:
-        return call_pattern(self._tokenizer, self.prompts.template.source) if self.uses_tools else None
-
-    def _before_calls(self, ids: list[int]) -> str | None:
-        """Return the text before the tool calls, which is shown to teammates, or `None` if the turn has no calls."""
-        text = self._tokenizer.decode(ids)
-        found = self._call_pattern.search(text) if self._call_pattern is not None else None
-        return None if found is None else text[: found.start()].rstrip()
-
-    def _is_truncated(self, agent: str, ids: list[int]) -> bool:
-        ends = (*self._ends, self._tokenizer.pad_token_id)
-        return bool(ids) and ids[-1] not in ends and not self.generator.holds_stop(agent, ids)
+        return self._audible(request, completed)

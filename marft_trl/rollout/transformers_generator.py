@@ -18,7 +18,7 @@ from ..shared_prefix.decoding import Recorder, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
-from .generator import Sampled
+from .generator import Generator, Observed, Sampled
 from .stopping import EndAtStopText, StopTexts
 
 
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """
 
 
-class TransformersGenerator:
+class TransformersGenerator(Generator):
     """
     Generates turns with `generate` of transformers.
 
@@ -98,60 +98,45 @@ class TransformersGenerator:
         self._samplings = samplings
         self._stops = {one.stop: StopTexts(engine.tokenizer, one.stop) for one in samplings.values()}
 
-    def generate(
-        self,
-        agents: Sequence[str],
-        prompt_ids: Sequence[list[int]],
-        by_reference: bool = False,
-        greedy: bool = False,
-        copies: Sequence[int | None] | None = None,
-        sampling: Mapping[str, float] | None = None,
+    async def generate(
+        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[Sampled]:
-        """
-        Args:
-            agents (`Sequence[str]`):
-                Name of the agent of each observation.
-            prompt_ids (`Sequence[list[int]]`):
-                Token ids of the observations.
-            by_reference (`bool`, *optional*, defaults to `False`):
-                Whether to sample from the agents' references instead of the agents.
-            greedy (`bool`, *optional*, defaults to `False`):
-                Whether to use greedy decoding instead of sampling.
-            copies (`Sequence[int]`, *optional*):
-                For each observation the past copy that the agent acts with, or `None`.
-            sampling (`dict`, *optional*):
-                Sampling settings in place of the agents' own.
-
-        Returns: the sampled completions, in order.
-        """
         given: dict[str, Any] = dict(sampling or {})
-        groups: dict[_Group, list[int]] = {}
-        for index, agent in enumerate(agents):
-            copied = copies[index] if copies is not None else None
-            its: Sampling = dataclasses.replace(self._samplings[agent], **given)
-            group = _Group(self._policies.adapter_of(agent), its, copied)
-            groups.setdefault(group, []).append(index)
-        completions: list[Sampled] = [Sampled([]) for _ in agents]
-        for (_, own, copied), indices in (groups if by_reference else self._joined(groups)).items():
-            agent = agents[indices[0]]
-            self._policies.activate(agent)
-            speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
-            if copied is not None and self._past is not None:
-                speaker = self._past.acting(agent, copied)
-            recorder = Recorder() if self.records and not by_reference else None
-            settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
-            adapters = [self._policies.adapter_of(agents[index]) for index in indices]
-            is_mixed = len(set(adapters)) > 1 and self._mixed is not None
-            if is_mixed:
-                speaker = cast(MixedLora, self._mixed).on()
-            options = self._options(own, settings, recorder, adapters if is_mixed else None)
-            with speaker, generating_by(self._engine.model, settings):
-                sampled = self._engine.generate([prompt_ids[i] for i in indices], settings, options)
-            logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
-            for position, (index, ids) in enumerate(zip(indices, sampled, strict=True)):
-                ids = self._stops[own.stop].cut(ids)
-                completions[index] = Sampled(ids, logps[position][: len(ids)] if logps is not None else None)
+        completions: list[Sampled] = [Sampled([]) for _ in observed]
+        for by_reference in (False, True):
+            groups: dict[_Group, list[int]] = {}
+            for index, one in enumerate(observed):
+                if one.by_reference == by_reference:
+                    its: Sampling = dataclasses.replace(self._samplings[one.agent], **given)
+                    group = _Group(self._policies.adapter_of(one.agent), its, one.copy)
+                    groups.setdefault(group, []).append(index)
+            for group, indices in (groups if by_reference else self._joined(groups)).items():
+                sampled = self._of_group(group, [observed[index] for index in indices], given, greedy)
+                for index, its_turn in zip(indices, sampled, strict=True):
+                    completions[index] = its_turn
         return completions
+
+    def _of_group(
+        self, group: _Group, observed: Sequence[Observed], given: dict[str, Any], greedy: bool
+    ) -> list[Sampled]:
+        """The turns of one call of `generate`. All of them are by references, or none is."""
+        agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
+        self._policies.activate(agent)
+        speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
+        if group.copied is not None and self._past is not None:
+            speaker = self._past.acting(agent, group.copied)
+        recorder = Recorder() if self.records and not by_reference else None
+        settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
+        adapters = [self._policies.adapter_of(one.agent) for one in observed]
+        is_mixed = len(set(adapters)) > 1 and self._mixed is not None
+        if is_mixed:
+            speaker = cast(MixedLora, self._mixed).on()
+        options = self._options(own, settings, recorder, adapters if is_mixed else None)
+        with speaker, generating_by(self._engine.model, settings):
+            sampled = self._engine.generate([one.ids for one in observed], settings, options)
+        logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
+        turns = [self._stops[own.stop].cut(ids) for ids in sampled]
+        return [Sampled(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
 
     def _joined(self, groups: dict[_Group, list[int]]) -> dict[_Group, list[int]]:
         """Groups with the same settings, and few rows each, in one."""

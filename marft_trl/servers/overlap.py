@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rollout.failures import Failures, OnFailure, run_episodes
 from ..rollout.runner import EpisodeRunner
 from .look_ahead import LookAhead
+from .vllm_generator import VLLMGenerator
 
 
 # Seconds that the thread has to end
@@ -58,6 +59,7 @@ class Overlap:
 
     def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: LookAhead, failures: Failures):
         self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
+        self._generator = cast(VLLMGenerator, runner.generator)
         self._policy, self._failures, self._processes = OnFailure.of(run.args), failures, run.processes
         self._jobs: dict[int, _Job] = {}
         self._worker: _Worker | None = None
@@ -70,7 +72,7 @@ class Overlap:
             EpisodeError: an episode has failed, and is not skipped.
         """
         now = self._look_ahead.number()
-        self._runner.publish()
+        self._generator.publish()
         with self._processes.together():
             self._begin(now, rows)
             for number, its_rows in sorted(self._look_ahead.upcoming().items()):
@@ -84,7 +86,7 @@ class Overlap:
             self._worker.end()
             self._worker = None
         for job in self._jobs.values():
-            self._runner.release(job.pin)
+            self._generator.release(job.pin)
         self._jobs.clear()
 
     def _begin(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
@@ -93,7 +95,9 @@ class Overlap:
         if self._worker is None:
             self._worker = _Worker(self._runner.in_background(), self._policy)
         key = self._runner.next_key(self._processes.index * len(rows))
-        job = self._jobs[number] = _Job(list(rows), key, self._runner.pin(), Failures(), concurrent.futures.Future())
+        job = self._jobs[number] = _Job(
+            list(rows), key, self._generator.pin(), Failures(), concurrent.futures.Future()
+        )
         self._worker.begin(job)
 
     def _take(self, number: int) -> list[Episode]:
@@ -102,7 +106,7 @@ class Overlap:
             episodes = job.episodes.result()
         finally:
             del self._jobs[number]
-            self._runner.release(job.pin)
+            self._generator.release(job.pin)
             self._failures.add(job.failures)
             if self._worker is not None:
                 self._runner.dropped_turns += self._worker.take_dropped()
@@ -113,7 +117,7 @@ class _Worker:
     """A thread with an event loop, in which all batches under way run."""
 
     def __init__(self, runner: EpisodeRunner, policy: OnFailure):
-        self._runner, self._policy = runner, policy
+        self._runner, self._policy, self._generator = runner, policy, cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
         self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
@@ -170,10 +174,10 @@ class _Worker:
         async def run(rows, failures):  # a repeated episode is no copy of another one
             number = next(tries)
             key = job.key if number == 0 else (*job.key[:-1], f"try {number}", job.key[-1])
-            return await self._runner.stream(rows, failures, key)
+            return await self._runner.collect(rows, key, failures=failures)
 
         try:
-            with self._runner.using(job.pin):
+            with self._generator.using(job.pin):
                 episodes = await run_episodes(run, job.rows, self._policy, job.failures)
         except asyncio.CancelledError:
             job.episodes.cancel()

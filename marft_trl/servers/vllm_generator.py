@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.sampling import Sampling
 from ..config.team_setup import TeamSetup
 from ..episodes.records import SampledBy
-from ..rollout.generator import Sampled
+from ..rollout.generator import Generator, Observed, Sampled
 from ..rollout.stopping import StopTexts
 from ..system.event_loop import run_coroutine
 from ..system.processes import Processes
@@ -49,7 +49,7 @@ _PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.Context
 BASE = "=base"
 
 
-class VLLMGenerator:
+class VLLMGenerator(Generator):
     """
     Generates turns on vLLM servers.
 
@@ -68,7 +68,7 @@ class VLLMGenerator:
         servers ([`ServerSettings`]): addresses and limits.
     """
 
-    streams = True
+    batches = False
 
     def __init__(
         self,
@@ -184,17 +184,13 @@ class VLLMGenerator:
             await self.library.sleep()
             self._asleep = True
 
-    async def sample(
-        self,
-        agent: str,
-        prompt_ids: list[int],
-        key: tuple,
-        by_reference: bool = False,
-        greedy: bool = False,
-        copy: int | None = None,
-        sampling: Mapping[str, float] | None = None,
-    ) -> Sampled:
-        """Sample a turn, see [`StreamGenerator`]."""
+    async def generate(
+        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[Sampled]:
+        return await asyncio.gather(*[self._sample(one, greedy, sampling) for one in observed])
+
+    async def _sample(self, observed: Observed, greedy: bool, sampling: Mapping[str, float] | None) -> Sampled:
+        agent, ids, key, by_reference, copy = observed
         own = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
         if copy is not None and self._past is not None:
@@ -202,7 +198,7 @@ class VLLMGenerator:
         version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
         given = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **given}
-        order = Order(version.name, prompt_ids, own.max_completion_length, settings)
+        order = Order(version.name, ids, own.max_completion_length, settings)
         generated, server = await self._open[asyncio.get_running_loop()].generate(order)
         ids = self._stops[own].cut(generated.ids)
         is_scored = not (greedy or sampling or by_reference) and self.samples_what_is_scored(agent)

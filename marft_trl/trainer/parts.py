@@ -38,16 +38,18 @@ from ..reporting.plan import Planner
 from ..reporting.reporter import Reporter
 from ..rollout import preparing
 from ..rollout.alternatives import Alternatives
+from ..rollout.chat_template import ChatTemplate
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.failures import Failures
-from ..rollout.generator import Generator, StreamGenerator
+from ..rollout.generator import Generator
 from ..rollout.own_returns import OwnReturns
 from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.reach import RewardReach
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollouts
-from ..rollout.runner import EpisodeRunner
+from ..rollout.runner import EpisodeRunner, Limits
 from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.turn_reader import TurnReader
 from ..rollout.views import View
 from ..rules.baselines import BASELINES
 from ..rules.credit_rules import CREDITS
@@ -318,43 +320,30 @@ def _acting_parts(
         copies = PastCopies(team.policies, team.agents)
         copies.take(0)
         trainer.add_callback(TakeCopies(copies))
+    unread = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
+    longest = engine.longest_turn if engine is not None else None
     prompts = PromptBuilder(
         tokenizer,
         tokenize=trl.tokenize,
         view=code.view,
-        chat_template_kwargs=trainer.chat_template_kwargs,
+        chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
         plain=is_plain(team.agents, uses_tools),
-        window=preparing.context_window(trainer.model, engine.longest_turn if engine is not None else None),
-        reserved={name: sampling.max_completion_length for name, sampling in team.samplings.items()},
-        overflow=args.context_overflow,
-        chat_template=trainer.chat_template,
+        window=preparing.window_of(trainer.model, team.samplings, args.context_overflow, unread, longest),
         ends=trainer.eos_token_ids,
         aliases=team.aliases,
         alone=preparing.is_alone(team.agents, team.workflow),
-        unread=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
         show_reasoning=args.show_reasoning,
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
     randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
     given = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
     users = UserState(setup.user_objects(given, code.turn_rewards, team.workflow, team.agents))
+    generator = _generator(trainer, team, run, scoring, copies, engine)
+    reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
+    vocabulary = scoring.base.get_input_embeddings().weight.size(0)
+    limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, vocabulary)
     runner = EpisodeRunner(
-        team.agents,
-        team.workflow,
-        prompts,
-        _generator(trainer, team, run, scoring, copies, engine),
-        tokenizer,
-        ends=trainer.eos_token_ids,
-        randomness=randomness,
-        limits=setup.tool_limits(args),
-        uses_tools=uses_tools,
-        aliases=team.aliases,
-        patience=args.workflow_timeout,
-        max_turns=args.max_episode_turns,
-        users=users,
-        vocabulary=scoring.base.get_input_embeddings().weight.size(0),
-        seed=args.seed,
-        copies=copies,
+        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies
     )
     return _Acting(runner, randomness, users, copies)
 
@@ -366,7 +355,7 @@ def _generator(
     scoring: _Scoring,
     copies: PastCopies | None,
     engine: Engine | None,
-) -> Generator | StreamGenerator:
+) -> Generator:
     """What samples turns. A further generator gets its line here."""
     args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
     calls = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())

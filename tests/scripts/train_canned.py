@@ -40,9 +40,9 @@ def canned(trainer, kind):
     """Replies drawn from the observation and its repetition, not from the model."""
     seen = Counter()
 
-    def generate(agents, prompt_ids, by_reference=False, copies=None):
+    async def generate(observed, **options):
         replies = []
-        for agent, ids, copy in zip(agents, prompt_ids, copies or [None] * len(agents), strict=True):
+        for agent, ids, _, _, copy in observed:
             key = (trainer.state.global_step, agent, tuple(ids), *([copy] if copy is not None else []))
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))

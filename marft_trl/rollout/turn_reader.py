@@ -1,0 +1,116 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""From sampled tokens to turns: texts, tool calls, and whether a turn was cut."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ..episodes.collector import Request
+from ..episodes.records import Completion, EndOfEpisode
+from ..episodes.tools import ToolCall, as_plain
+from .chat_template import ChatTemplate
+from .generator import Generator, Sampled
+from .prompts import Observation
+from .tool_calls import MALFORMED, call_pattern, parse_calls
+
+
+class TurnReader:
+    """
+    Reads turns.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
+        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        template ([`ChatTemplate`]): how calls are written.
+        uses_tools (`bool`): whether the tokenizer was prepared for tools.
+        is_lone (`bool`): whether the team has one agent.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        template: ChatTemplate,
+        uses_tools: bool,
+        is_lone: bool,
+    ):
+        self._tokenizer, self._ends, self._template = tokenizer, tuple(ends), template
+        self.uses_tools, self._is_lone = uses_tools, is_lone
+
+    def sampled(
+        self,
+        requests: Sequence[Request],
+        observations: Sequence[Observation],
+        completions: Sequence[Sampled],
+        generator: Generator,
+    ) -> list[Completion | EndOfEpisode]:
+        """
+        What requests are answered with.
+
+        Args:
+            requests (`Sequence[Request]`): the requests.
+            observations (`Sequence[Observation]`): what their agents were shown.
+            completions (`Sequence[Sampled]`): what was sampled.
+            generator ([`Generator`]): knows the stop texts of agents.
+        """
+        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
+        return [
+            EndOfEpisode(observation.problem)
+            if observation.problem is not None
+            else self._completed(request, observation, text, sampled, generator)
+            for request, text, observation, sampled in zip(requests, texts, observations, completions, strict=True)
+        ]
+
+    def _completed(
+        self, request: Request, observation: Observation, text: str, sampled: Sampled, generator: Generator
+    ) -> Completion:
+        ids, logps, sampled_by = sampled
+        has_end = bool(ids) and ids[-1] in (*self._ends, self._tokenizer.pad_token_id)
+        is_cut = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
+        return request.completed(
+            text,
+            observation.seen,
+            observation=observation.content,
+            prompt_ids=observation.ids,
+            completion_ids=ids,
+            raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
+            truncated=is_cut,
+            tool_calls=() if is_cut else self._calls(request, observation.ids, ids),
+            without_calls=self._before_calls(ids) if request.functions else None,
+            logps=logps,
+            sampled_by=sampled_by,
+        )
+
+    def written(self, request: Request, observation: Observation, text: str, ids: list[int], is_cut: bool):
+        """The completion of a request by a text, as `ids`, of which `is_cut` says whether they are all of it."""
+        return request.completed(
+            self._tokenizer.decode(ids) if is_cut else as_plain(text),
+            observation.seen,
+            observation=observation.content,
+            prompt_ids=observation.ids,
+            completion_ids=ids,
+            truncated=is_cut,
+        )
+
+    def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:
+        if not request.functions:
+            return ()
+        calls = parse_calls(self._tokenizer, ids, prompt_ids, self._template.schemas(request.functions))
+        # A malformed call of a lone agent is its final turn, as in `GRPOTrainer`
+        if not calls and not self._is_lone and self._before_calls(ids) is not None:
+            return (MALFORMED,)
+        return calls
+
+    @functools.cached_property
+    def _call_pattern(self) -> re.Pattern | None:
+        return call_pattern(self._tokenizer, self._template.source) if self.uses_tools else None
+
+    def _before_calls(self, ids: list[int]) -> str | None:
+        """Return the text before the tool calls, which is shown to teammates, or `None` if the turn has no calls."""
+        text = self._tokenizer.decode(ids)
+        found = self._call_pattern.search(text) if self._call_pattern is not None else None
+        return None if found is None else text[: found.start()].rstrip()
