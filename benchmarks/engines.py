@@ -150,7 +150,7 @@ def efficiency(options):
             ratios.append((tokens / seconds) / (others / bare))
             own.append(1000 * cpu / len(orders))
             rates.append(tokens / seconds)
-        runner.close()
+        runner.generator.close()
     report("efficiency: rollouts / bare client", ratios[1:])
     report("efficiency: milliseconds of CPU per turn", own[1:], "{:.2f}")
     report("efficiency: milliseconds of CPU per turn, bare client", bare_own[1:], "{:.2f}")
@@ -376,7 +376,7 @@ def barrier_served(options):
             table = np.minimum(lengths(draw, (options.inflight, 4), 1.0, options.new_tokens), 900)
             rollouts = Timed(table, served)
             ratios.append(rollouts.waves() / rollouts.streams())
-        trainer.parts.runner.close()
+        trainer.parts.runner.generator.close()
     report(f"barrier on the server, 4 turns, cv 1, {options.inflight} episodes: waves / streams", ratios)
 
 

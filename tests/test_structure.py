@@ -423,7 +423,9 @@ def test_documented_defaults_are_those_of_the_code():
             declared = declared_defaults(node)
             for name, said in documented_defaults(node).items():
                 value = declared.get(name)
-                if isinstance(value, ast.Call):  # `field(default=...)`
+                if isinstance(value, ast.Call) and ast.unparse(value.func) == "option":  # `option(default, ...)`
+                    value = value.args[0]
+                elif isinstance(value, ast.Call):  # `field(default=...)`
                     value = next((word.value for word in value.keywords if word.arg == "default"), None)
                 if isinstance(value, (ast.Constant, ast.UnaryOp)):  # no name of a constant
                     assert ast.literal_eval(value) == ast.literal_eval(said), f"{path}: `{name}` of `{node.name}`"

@@ -139,7 +139,7 @@ def test_tokens_have_the_log_probabilities_of_the_trainer(model_folder, tmp_path
     assert {row.agent for row in rows} == {"reasoner", "actor"} and len({row.sampled_by.seed for row in rows}) == 32
     ends = {row.completion_ids[-1].item() in trainer.eos_token_ids for row in rows}
     assert True in ends  # turns include the token that ends them
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_a_team_trains_and_only_what_moved_is_published(model_folder, tmp_path, server):
@@ -177,7 +177,7 @@ def test_the_same_seeds_give_the_same_turns(model_folder, tmp_path, server):
     def turns(folder):
         trainer = served(model_folder, tmp_path / folder, server)
         found = [(row.agent, row.completion_ids.tolist()) for row in sampled(trainer)]
-        trainer.parts.runner.close()
+        trainer.parts.runner.generator.close()
         return found
 
     first = turns("a")
@@ -197,7 +197,7 @@ def test_a_team_is_asked_on_the_server(model_folder, tmp_path, server):
     one = trainer.team.run(["What is 3+4?"], num_samples=4, seed=7)
     two = trainer.team.run(["What is 3+4?"], num_samples=4, seed=7)
     assert [t.completion_ids for e in one for t in e.turns] == [t.completion_ids for e in two for t in e.turns]
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, server):
@@ -211,7 +211,7 @@ def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, s
             if row.agent == "reasoner" and ("1" in text or ";" in text):
                 assert min(text.find(stop) % 1000 for stop in "1;") >= len(text) - 4
         assert max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in rows) < 1e-5
-        trainer.parts.runner.close()
+        trainer.parts.runner.generator.close()
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_an_adapter_that_a_server_reads_wrongly_is_never_used(model_folder, tmp_
     assert "actor" in str(error.value), error.value
     perturb(trainer)
     assert max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in sampled(trainer)) < 1e-5
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_a_weight_that_is_not_finite_is_never_published(model_folder, tmp_path, server):
@@ -342,7 +342,7 @@ def test_a_weight_that_is_not_finite_is_never_published(model_folder, tmp_path, 
         next(iter(trainer.policies.parameters("actor").values())).view(-1)[3] = torch.nan
     with pytest.raises(FloatingPointError, match="adapter 'actor' has a weight that is not finite"):
         library_of(trainer).publish()
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tmp_path, server):
@@ -361,7 +361,7 @@ def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tm
         del library.publish
         library.adopt(current)
     assert caught in (5, 100)
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
@@ -382,7 +382,7 @@ def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
 
     whole = run_coroutine(run, False)
     assert len(whole) == 400 and run_coroutine(run, True) == whole
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_a_turn_that_does_not_fit_is_refused_by_the_window_of_the_server(model_folder, tmp_path, server):
@@ -390,7 +390,7 @@ def test_a_turn_that_does_not_fit_is_refused_by_the_window_of_the_server(model_f
     trainer = served(model_folder, tmp_path, server, agents=agents, settings={"max_completion_length": 511})
     with pytest.raises(ValueError, match=r"512"):
         sampled(trainer)
-    trainer.parts.runner.close()
+    trainer.parts.runner.generator.close()
 
 
 def test_no_server_is_said_before_anything_is_loaded(model_folder, tmp_path):

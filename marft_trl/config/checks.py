@@ -4,83 +4,22 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..rules.baselines import BASELINES
 from ..rules.credit_rules import CREDITS
-from ..rules.critic import CRITICS
 from ..rules.levels import LEVELS
 from ..system.hints import did_you_mean
+from .inherited import INHERITED
+from .options import check_choice, check_number, has_effect, rules_of
 
 
-ACTION_LOGPROBS = ("sum", "token", "word")
-CREDIT_KINDS = ("rewards", "returns")
-RETURNS = ("team", "agent")
-CRITIC_VIEWS = ("observation", "history")
-NORMALIZATIONS = ("batch", "agent", "none")
-VALUE_LOSSES = ("huber", "squared")
-ON_COLLAPSE = ("warn", "restore", "ignore")
-AGENT_WEIGHTS = ("size", "equal")
-UPDATE_ORDERS = ("joint", "sequential", "resampled")
-CONTINUATIONS = ("best", "sampled")
-ON_EPISODE_ERROR = ("raise", "skip", "retry")
 # Further tries of what has failed, with `on_episode_error="retry"`
 EPISODE_RETRIES = 2
-CONTEXT_OVERFLOWS = ("raise", "drop_oldest_turn", "end_episode")
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-SCALES = ("group", "batch", "none")
 
 # Loss types that do not weight a turn by its number of tokens. Exception: `luspo` weights by length on purpose.
 _LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
-
-_AT_LEAST_ZERO = (
-    *("learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm", "delta", "entropy_coef"),
-    *("critic_learning_rate", "critic_warmup_steps", "agent_iteration_interval"),
-    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    "max_staleness",
-    *("weight_decay", "router_aux_loss_coef", "off_policy_mask_threshold", "min_p", "num_train_epochs"),
-)
-_ABOVE_ZERO = (
-    *("temperature", "max_completion_length", "max_tokens_per_micro_batch", "value_clip", "target_kl"),
-    "candidate_samples",
-    *("counterfactual_samples", "turn_candidates", "num_iterations", "num_generations", "steps_per_generation"),
-    "sequential_clip",
-    *("sapo_temperature_neg", "sapo_temperature_pos", "top_p", "repetition_penalty", "adam_epsilon"),
-    *("max_tool_calls", "tool_timeout", "max_tool_calling_iterations"),
-    *("workflow_timeout", "max_unscored_batches", "reward_timeout", "max_episode_turns"),
-    *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "fidelity_tolerance"),
-)
-_SHARES = (
-    *("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_discount", "own_reward_weight"),
-    "rae_decay",
-    "max_skipped_share",
-)
-_INTEGERS = (
-    *("critic_warmup_steps", "agent_iteration_interval", "counterfactual_samples", "turn_candidates"),
-    *("max_tool_calls", "vllm_max_inflight", "max_staleness"),
-    "candidate_samples",
-)
-_INTEGERS_OR_NONE = (
-    *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
-    *("max_tokens_per_micro_batch", "max_tool_calling_iterations", "max_unscored_batches"),
-    "max_episode_turns",
-)
-_NEEDED = (
-    *(*_SHARES, "critic_learning_rate", "learning_rate", "epsilon", "tool_timeout", *_INTEGERS),
-    *("vllm_server_timeout", "vllm_request_timeout"),
-)
-# Meaning of `None`, for error messages.
-_NONE_MEANS = {
-    "value_clip": "no clipping",
-    "sequential_clip": "no clipping",
-    "target_kl": "no early stop",
-    "workflow_timeout": "no limit",
-    "max_unscored_batches": "no limit",
-    "reward_timeout": "no limit",
-    "max_episode_turns": "no limit",
-}
 
 
 def has_turn_ratio(args: Any) -> bool:
@@ -96,39 +35,6 @@ def completes_candidates(args: Any) -> bool:
 def uses_candidates(args: Any) -> bool:
     """`True` if candidates for a turn are compared."""
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
-
-
-def _is_read_by_level(name: str) -> Callable[[Any], bool]:
-    return lambda args: name in LEVELS[args.level].settings
-
-
-# Fields that have no effect unless another field has a certain value: the field, the other field, the value that is
-# suggested, and whether the other field has such a value.
-_DEPENDENT: list[tuple[str, str, str | bool, Callable[[Any], bool]]] = [
-    ("action_logprob", "level", "action", _is_read_by_level("action_logprob")),
-    ("token_gamma", "level", "token", _is_read_by_level("token_gamma")),
-    ("token_gae_lambda", "level", "token", _is_read_by_level("token_gae_lambda")),
-    ("sequential_clip", "update_order", "sequential", lambda args: args.update_order == "sequential"),
-    ("credit_discount", "credit", "step_discount", lambda args: args.credit == "step_discount"),
-    ("counterfactual_samples", "credit", "counterfactual", lambda args: CREDITS[args.credit].reruns),
-    ("own_reward_weight", "credit", "per_step", lambda args: CREDITS[args.credit].scores_turns),
-    *(
-        (name, "advantage", "turn", uses_candidates)
-        for name in ("turn_candidates", "continue_from", "candidate_samples")
-    ),
-    *((name, "advantage", "rae", lambda args: args.advantage == "rae") for name in ("rae_decay", "rae_column")),
-    *(
-        (name, "advantage", "gae", lambda args: args.advantage == "gae")
-        for name in (
-            *("normalize_advantages", "critic_learning_rate", "value_clip", "value_loss"),
-            *("gae_lambda", "token_gamma", "token_gae_lambda", "critic_sees", "normalize_values"),
-        )
-    ),
-    *(
-        (name, "credit_kind", "rewards", lambda args: args.credit_kind == "rewards")
-        for name in ("gamma", "gae_lambda")
-    ),
-]
 
 
 # Settings of earlier versions, and what is in their place
@@ -163,72 +69,24 @@ def check_numbers(args: Any) -> None:
     Raises:
         ValueError: A number is out of range. The message contains the field, the value and the range.
     """
-    for name in (*_NEEDED, *_INTEGERS_OR_NONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO):
-        value = getattr(args, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number and (value is not None or name in _NEEDED):
-            raise ValueError(f"`{name}` must be a number, got {value!r}.")
-        if name in (*_INTEGERS, *_INTEGERS_OR_NONE) and value is not None and not isinstance(value, int):
-            raise ValueError(f"`{name}` must be an integer, got {value!r}.")
-    ranges = [
-        (_AT_LEAST_ZERO, lambda value: value >= 0, "of at least 0"),
-        (_ABOVE_ZERO, lambda value: value > 0, "above 0"),
-        (_SHARES, lambda value: 0 <= value <= 1, "in [0, 1]"),
-        (("top_p", "min_p"), lambda value: value <= 1, "of at most 1"),
-    ]
-    for names, holds, bound in ranges:
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not (abs(value) <= sys.float_info.max and holds(value)):
-                instead = f", or None for {_NONE_MEANS[name]}" if name in _NONE_MEANS else ""
-                raise ValueError(f"`{name}` must be a finite number {bound}{instead}; got {value!r}.")
+    for name, rule in rules_of(type(args), INHERITED).items():
+        if rule.bounds or rule.integer:
+            check_number(name, getattr(args, name), rule)
     for weight in args.reward_weights or []:
         if not math.isfinite(weight):
             raise ValueError(f"`reward_weights` must be finite numbers, got {args.reward_weights!r}.")
 
 
-def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
-    """Raise a `ValueError` if the value is not among the known ones. The message suggests the nearest one."""
-    known = list(known)
-    if value in known:
-        return
-    if None in known and str(value).lower() in ("none", ""):
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
-    hint = did_you_mean(value, [name for name in known if name is not None])
-    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
-
-
-def check_choices(args: Any) -> None:
+def check_values(args: Any) -> None:
     """
     Check that fields with a fixed set of values have one of these values.
 
     Raises:
         ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
     """
-    choices: dict[str, tuple] = {
-        "advantage": (*BASELINES, "gae"),
-        "level": tuple(LEVELS),
-        "action_logprob": ACTION_LOGPROBS,
-        "critic": (None, *CRITICS),
-        "credit": tuple(CREDITS),
-        "credit_kind": CREDIT_KINDS,
-        "returns": (None, *RETURNS),
-        "critic_sees": CRITIC_VIEWS,
-        "normalize_advantages": NORMALIZATIONS,
-        "value_loss": VALUE_LOSSES,
-        "update_order": UPDATE_ORDERS,
-        "agent_weight": AGENT_WEIGHTS,
-        "on_collapse": ON_COLLAPSE,
-        "continue_from": (None, *CONTINUATIONS),
-        "context_overflow": CONTEXT_OVERFLOWS,
-        "on_episode_error": ON_EPISODE_ERROR,
-        "loss_type": LOSS_TYPES,
-        "scale_rewards": SCALES,
-        "importance_sampling_level": ("token", "sequence"),
-        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    }
-    for name, known in choices.items():
-        check_choice(name, getattr(args, name), known)
+    for name, rule in rules_of(type(args), INHERITED).items():
+        if rule.choices is not None:
+            check_choice(name, getattr(args, name), rule.known)
 
 
 def check_combinations(args: Any) -> None:
@@ -239,16 +97,18 @@ def check_combinations(args: Any) -> None:
         ValueError: Two settings contradict each other. The message contains both fields and a fix.
     """
     refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
-    refused += _sampling_conflicts(args)
-    for holds, message in refused:
+    for holds, message in [*refused, *_sampling_conflicts(args), *_failure_conflicts(args)]:
         if holds:
             raise ValueError(message)
-    for name, other, needed, holds_for in _DEPENDENT:
-        is_set = name in args.given and getattr(args, name) != type(args).__dataclass_fields__[name].default
-        if is_set and not holds_for(args):
-            is_open = not (
-                other == "credit_kind" and CREDITS[args.credit].reruns
-            )  # counterfactual credit is always returns, so setting `credit_kind` is no fix
+    rules, defaults = rules_of(type(args), INHERITED), type(args).__dataclass_fields__
+    for name in sorted(args.given & rules.keys(), key=list(defaults).index):
+        if getattr(args, name) == defaults[name].default:
+            continue
+        for other, needed in rules[name].only_if:
+            if has_effect(args, name, other, needed, rules):
+                continue
+            # Credit by re-runs is always returns, so setting `credit_kind` is no fix
+            is_open = not (other == "credit_kind" and CREDITS[args.credit].reruns)
             fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
             raise ValueError(
                 f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
@@ -473,35 +333,21 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def check_collapse(args: Any) -> None:
-    """
-    Check what happens to a team that collapses.
-
-    Raises:
-        ValueError: adapters would be restored, and their references would not.
-    """
-    if args.on_collapse == "restore" and args.sync_ref_model:
-        raise ValueError(
-            "`on_collapse='restore'` takes adapters back, but not the references that follow them "
-            "(`sync_ref_model=True`), which would pull them to where they have fallen. Set `on_collapse='warn'`, or "
-            "`sync_ref_model=False`."
-        )
-
-
-def check_failures(args: Any) -> None:
-    """
-    Check that what fails can be left out.
-
-    Raises:
-        ValueError: candidates and re-runs of an episode that was left out would be learned from.
-    """
-    if args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns):
-        raise ValueError(
+def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
+    return [
+        (
+            args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns),
             f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
             "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): those of an episode "
-            "that fails would be "
-            "learned from without it. Set `on_episode_error='raise'`."
-        )
+            "that fails would be learned from without it. Set `on_episode_error='raise'`.",
+        ),
+        (
+            args.on_collapse == "restore" and args.sync_ref_model,
+            "`on_collapse='restore'` takes adapters back, but not the references that follow them "
+            "(`sync_ref_model=True`), which would pull them to where they have fallen. Set `on_collapse='warn'`, or "
+            "`sync_ref_model=False`.",
+        ),
+    ]
 
 
 def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:

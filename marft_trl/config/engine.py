@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..rules.credit_rules import CREDITS
-from .checks import check_choice, has_turn_ratio, uses_candidates
+from .checks import has_turn_ratio, uses_candidates
+from .options import ABOVE_0, AT_LEAST_0, documented, option
 
 
+@documented
 @dataclass
 class EngineSettings:
     """
@@ -48,38 +50,14 @@ class EngineSettings:
             compute in float32, as far as the trainer knows, and `0.2` otherwise.
     """
 
-    vllm_mode: str = field(
-        default="server",
-        metadata={"help": "Where vLLM runs with use_vllm: on a 'server', or 'colocate' on the training device."},
-    )
-    vllm_python: str | None = field(
-        default=None,
-        metadata={"help": "Interpreter of an environment with vLLM, for vllm_mode='colocate'."},
-    )
-    vllm_server_base_url: list[str] | None = field(
-        default=None,
-        metadata={"help": "Addresses of the vLLM servers, such as http://localhost:8000."},
-    )
-    vllm_request_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Maximum time in seconds of the generation of one turn by a server."},
-    )
-    vllm_max_inflight: int = field(
-        default=256,
-        metadata={"help": "Maximum number of turns that a server generates at the same time."},
-    )
-    vllm_adapter_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder that adapters are handed to the servers in. Defaults to '_adapters' in output_dir."},
-    )
-    max_staleness: int = field(
-        default=0,
-        metadata={"help": "Number of generation batches that vLLM servers sample ahead of training."},
-    )
-    fidelity_tolerance: float | None = field(
-        default=None,
-        metadata={"help": "Largest mean difference between log-probabilities of a server and of the trainer."},
-    )
+    vllm_mode: str = option("server", choices=("server", "colocate"), about="machines")
+    vllm_python: str | None = option(None, about="machines")
+    vllm_server_base_url: list[str] | None = option(None, about="machines")
+    vllm_request_timeout: float = option(600.0, ABOVE_0, about="machines")
+    vllm_max_inflight: int = option(256, ABOVE_0, integer=True, about="machines")
+    vllm_adapter_dir: str | None = option(None, about="machines")
+    max_staleness: int = option(0, AT_LEAST_0, integer=True)
+    fidelity_tolerance: float | None = option(None, ABOVE_0, about="evaluations")
 
 
 def check_vllm(args: Any) -> None:
@@ -96,7 +74,6 @@ def check_vllm(args: Any) -> None:
                 "`use_vllm=True`, or leave it out."
             )
         return
-    check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
     sequence = args.vllm_importance_sampling_mode.startswith("sequence")
     corrects = args.vllm_importance_sampling_correction
     refused = [

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..system.hints import did_you_mean
+from .options import documented, option
 
 
 # Sampling settings of an evaluation, with their ranges
 _SAMPLING = {"temperature": (0, None), "top_p": (0, 1), "top_k": (0, None), "min_p": (0, 1)}
 
 
+@documented
 @dataclass
 class EvaluationSettings:
     """
@@ -37,26 +39,11 @@ class EvaluationSettings:
             trainer.
     """
 
-    eval_sampling: dict | str | None = field(
-        default=None,
-        metadata={"help": "Sampling settings in evaluations: 'temperature', 'top_p', 'top_k', 'min_p'."},
-    )
-    eval_k: list[int] | None = field(
-        default=None,
-        metadata={"help": "Values of k for which evaluations report pass@k and maj@k."},
-    )
-    eval_right_at: float = field(
-        default=1.0,
-        metadata={"help": "Reward from which the answer of an episode counts as right, for eval_k."},
-    )
-    eval_right_by: str | None = field(
-        default=None,
-        metadata={"help": "Name of the reward function that decides whether an answer is right, for eval_k."},
-    )
-    eval_reference_column: str = field(
-        default="solution",
-        metadata={"help": "Dataset column passed as `references` to metrics of the `evaluate` package."},
-    )
+    eval_sampling: dict | str | None = option(None, about="evaluations")
+    eval_k: list[int] | None = option(None, about="evaluations")
+    eval_right_at: float = option(1.0, about="evaluations")
+    eval_right_by: str | None = option(None, about="evaluations")
+    eval_reference_column: str = option("solution", about="evaluations")
 
 
 def check_evaluation(args: Any) -> None:

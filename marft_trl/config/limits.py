@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .checks import CONTEXT_OVERFLOWS, ON_EPISODE_ERROR
+from .options import ABOVE_0, SHARE, documented, option
 
 
+@documented
 @dataclass
 class LimitSettings:
     """
@@ -54,50 +55,13 @@ class LimitSettings:
             continues, with TRL's warning.
     """
 
-    context_overflow: str = field(
-        default="raise",
-        metadata={
-            "help": "Behaviour if an observation does not fit the model's window: 'raise', "
-            "'drop_oldest_turn' or 'end_episode'.",
-            "choices": list(CONTEXT_OVERFLOWS),
-        },
-    )
-    show_reasoning: bool = field(
-        default=False,
-        metadata={"help": "Whether earlier turns keep reasoning that the chat template would cut off them."},
-    )
-    max_tool_calls: int = field(
-        default=16,
-        metadata={"help": "Maximum number of tool calls before an agent's final turn."},
-    )
-    tool_timeout: float = field(
-        default=30.0,
-        metadata={"help": "Maximum time in seconds of one tool call."},
-    )
-    workflow_timeout: float | None = field(
-        default=600.0,
-        metadata={"help": "Maximum time in seconds that a workflow may wait for an environment."},
-    )
-    reward_timeout: float | None = field(
-        default=900.0,
-        metadata={"help": "Maximum time in seconds of one call of a reward function."},
-    )
-    on_episode_error: str = field(
-        default="raise",
-        metadata={
-            "help": "What happens if a reward function, a workflow or an environment fails.",
-            "choices": list(ON_EPISODE_ERROR),
-        },
-    )
-    max_skipped_share: float = field(
-        default=0.5,
-        metadata={"help": "Largest share of the episodes of a generation batch that may be skipped."},
-    )
-    max_episode_turns: int | None = field(
-        default=1000,
-        metadata={"help": "Largest number of turns of an episode."},
-    )
-    max_unscored_batches: int | None = field(
-        default=None,
-        metadata={"help": "Number of consecutive batches without a single reward after which training stops."},
-    )
+    context_overflow: str = option("raise", choices=("raise", "drop_oldest_turn", "end_episode"))
+    show_reasoning: bool = option(False)
+    max_tool_calls: int = option(16, ABOVE_0, integer=True)
+    tool_timeout: float = option(30.0, ABOVE_0)
+    workflow_timeout: float | None = option(600.0, ABOVE_0, none="no limit")
+    reward_timeout: float | None = option(900.0, ABOVE_0, none="no limit")
+    on_episode_error: str = option("raise", choices=("raise", "skip", "retry"))
+    max_skipped_share: float = option(0.5, SHARE)
+    max_episode_turns: int | None = option(1000, ABOVE_0, integer=True, none="no limit")
+    max_unscored_batches: int | None = option(None, ABOVE_0, integer=True, none="no limit")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -17,35 +17,24 @@ from ..seams.runs import timeout_also_on_cpu
 from ..seams.trl import accepting_one_generation
 from ..seams.versions import checkpointing_fields
 from ..system.redaction import without_secrets
-from .checks import (
-    ACTION_LOGPROBS,
-    AGENT_WEIGHTS,
-    CONTINUATIONS,
-    CREDIT_KINDS,
-    CRITIC_VIEWS,
-    NORMALIZATIONS,
-    ON_COLLAPSE,
-    RETURNS,
-    UPDATE_ORDERS,
-    VALUE_LOSSES,
-    check_choice,
-    check_choices,
-    check_collapse,
-    check_combinations,
-    check_failures,
-    check_names,
-    check_numbers,
-    check_supported,
-)
+from .checks import check_combinations, check_names, check_numbers, check_supported, check_values
 from .copies import Copies
 from .defaults import resolve
 from .engine import EngineSettings, check_vllm
 from .evaluation import EvaluationSettings, check_evaluation
 from .limits import LimitSettings
+from .options import ABOVE_0, AT_LEAST_0, SHARE, check_choice, documented, option
 from .presets import PRESETS
 from .unused import say_unused
 
 
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+# What settings have an effect with
+_GAE, _TURN, _RAE = ("advantage", "gae"), ("advantage", "turn"), ("advantage", "rae")
+_REWARDS = ("credit_kind", "rewards")
+
+
+@documented
 @dataclass
 class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRPOConfig):
     r"""
@@ -216,206 +205,49 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
 
-    learning_rate: float = field(
-        default=5e-6,
-        metadata={"help": "Peak learning rate of every adapter whose agent does not set its own."},
-    )
-    loss_type: str | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": "Loss formulation. If None, 'dapo' at token level and 'grpo' at action level."},
-    )
-    preset: str | None = field(
-        default=None,
-        metadata={"help": "Settings of a publication, below those that are passed.", "choices": list(PRESETS)},
-    )
-    advantage: str = field(
-        default="group",
-        metadata={
-            "help": "Baseline that the return of a turn is compared with; 'gae' for the values of a critic.",
-            "choices": [*BASELINES, "gae"],
-        },
-    )
-    returns: str | None = field(
-        default=None,
-        metadata={
-            "help": "Rewards that agents learn from: the 'team's sum, or each 'agent' its own.",
-            "choices": list(RETURNS),
-        },
-    )
-    rae_decay: float = field(
-        default=0.95,
-        metadata={"help": "Decay per generation batch of the running means of advantage='rae'."},
-    )
-    rae_column: str | None = field(
-        default=None,
-        metadata={"help": "Dataset column whose values have running means of their own with advantage='rae'."},
-    )
-    level: str = field(
-        default="token",
-        metadata={
-            "help": "Unit of the policy ratio: each 'token', or each turn, an 'action'.",
-            "choices": list(LEVELS),
-        },
-    )
-    action_logprob: str = field(
-        default="sum",
-        metadata={
-            "help": "Log-probability of a turn: 'sum' over its tokens, or this sum per 'token' or per 'word'.",
-            "choices": list(ACTION_LOGPROBS),
-        },
-    )
-    use_policy_ratio: bool = field(
-        default=True,
-        metadata={"help": "Whether to use the clipped policy ratio in the loss. If False, REINFORCE is used."},
-    )
-    critic: str | None = field(
-        default=None,
-        metadata={"help": "Architecture of the critic of advantage='gae'.", "choices": list(CRITICS)},
-    )
-    critic_sees: str = field(
-        default="observation",
-        metadata={"help": "What the critic reads before a turn.", "choices": list(CRITIC_VIEWS)},
-    )
-    normalize_values: bool = field(
-        default=False,
-        metadata={"help": "Whether the critic predicts normalized returns."},
-    )
-    gamma: float = field(
-        default=1.0,
-        metadata={"help": "Discount factor per joint step."},
-    )
-    gae_lambda: float = field(
-        default=0.95,
-        metadata={"help": "GAE decay (lambda) per joint step."},
-    )
-    token_gamma: float = field(
-        default=1.0,
-        metadata={"help": "Discount factor per token within a turn."},
-    )
-    token_gae_lambda: float = field(
-        default=1.0,
-        metadata={"help": "GAE decay (lambda) per token within a turn."},
-    )
-    normalize_advantages: str = field(
-        default="batch",
-        metadata={"help": "Positions that GAE advantages are standardized over.", "choices": list(NORMALIZATIONS)},
-    )
-    critic_learning_rate: float = field(
-        default=5e-5,
-        metadata={"help": "Peak learning rate of the critic."},
-    )
-    critic_warmup_steps: int = field(
-        default=0,
-        metadata={"help": "Number of optimizer steps at the start in which only the critic is trained."},
-    )
-    value_clip: float | None = field(
-        default=0.2,
-        metadata={"help": "Clip range of the value loss. None disables clipping."},
-    )
-    value_loss: str = field(
-        default="huber",
-        metadata={"help": "Loss of the critic.", "choices": list(VALUE_LOSSES)},
-    )
-    credit: str = field(
-        default="equal",
-        metadata={"help": "Rule that assigns the team's reward to turns.", "choices": list(CREDITS)},
-    )
-    credit_discount: float = field(
-        default=1.0,
-        metadata={"help": "Factor that credit='step_discount' applies once for every turn that follows."},
-    )
-    credit_kind: str | None = field(
-        default=None,
-        metadata={
-            "help": "Meaning of credit: 'rewards', to be accumulated, or 'returns'.",
-            "choices": list(CREDIT_KINDS),
-        },
-    )
-    own_reward_weight: float = field(
-        default=1.0,
-        metadata={"help": "Weight of a turn's own reward with credit='per_step'."},
-    )
-    counterfactual_samples: int = field(
-        default=1,
-        metadata={"help": "Number of re-runs for each turn with credit='counterfactual' or 'removed'."},
-    )
-    turn_candidates: int = field(
-        default=4,
-        metadata={"help": "Number of candidates that are sampled for each turn with advantage='turn' or 'c3'."},
-    )
-    candidate_samples: int = field(
-        default=1,
-        metadata={"help": "Number of episodes that are completed from each candidate for a turn."},
-    )
-    continue_from: str | None = field(
-        default=None,
-        metadata={"help": "Candidate that an episode goes on from.", "choices": list(CONTINUATIONS)},
-    )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={"help": "Whether groups that teach nothing are replaced by groups of further prompts."},
-    )
-    target_kl: float | None = field(
-        default=None,
-        metadata={"help": "KL divergence above which an agent's update is skipped. None disables the limit."},
-    )
-    agent_weight: str = field(
-        default="size",
-        metadata={
-            "help": "Weight of agents that share an adapter: their size, or equal.",
-            "choices": list(AGENT_WEIGHTS),
-        },
-    )
-    agent_iteration_interval: int = field(
-        default=0,
-        metadata={"help": "Number of optimizer steps for which only one agent is trained. 0 trains all agents."},
-    )
-    update_order: str = field(
-        default="joint",
-        metadata={
-            "help": "Order in which agents are updated: together, one after the other, or each on new episodes.",
-            "choices": list(UPDATE_ORDERS),
-        },
-    )
-    sequential_clip: float | None = field(
-        default=0.5,
-        metadata={"help": "Clip range of the ratio products of update_order='sequential'. None: no clipping."},
-    )
-    on_collapse: str = field(
-        default="warn",
-        metadata={"help": "What happens if the mean reward falls from its best.", "choices": list(ON_COLLAPSE)},
-    )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens, padding included, in one forward and backward pass. If None, it is "
-            "derived from the memory that is free when training begins."
-        },
-    )
-    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": "Gradient checkpointing. If None, used only if the longest row does not fit without it."},
-    )
-    share_prefixes: bool = field(
-        default=True,
-        metadata={"help": "Whether to compute the common prefix of several rows only once."},
-    )
-    mixed_passes: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether rows of several agents share a pass. If None, small micro-batches of large teams do."
-        },
-    )
-    skip_rows_without_signal: bool | None = field(
-        default=None,
-        metadata={"help": "Whether rows whose gradient is exactly 0 take no pass. If None, as share_prefixes."},
-    )
-    resume_changes: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Intended changes of a resumed run: 'add', 'remove', 'rename' agents, 'accept' differences."
-        },
-    )
+    learning_rate: float = option(5e-06, AT_LEAST_0)
+    loss_type: str | None = option(None, choices=LOSS_TYPES)  # type: ignore[assignment]
+    preset: str | None = option(None, choices=PRESETS, also=(None,), about="files")
+    advantage: str = option("group", choices=BASELINES, also=("gae",))
+    returns: str | None = option(None, choices=("team", "agent"), also=(None,))
+    rae_decay: float = option(0.95, SHARE, only_if=[_RAE])
+    rae_column: str | None = option(None, only_if=[_RAE])
+    level: str = option("token", choices=LEVELS)
+    action_logprob: str = option("sum", choices=("sum", "token", "word"), only_if=[("level", "action")])
+    use_policy_ratio: bool = option(True)
+    critic: str | None = option(None, choices=CRITICS, also=(None,))
+    critic_sees: str = option("observation", choices=("observation", "history"), only_if=[_GAE])
+    normalize_values: bool = option(False, only_if=[_GAE])
+    gamma: float = option(1.0, SHARE, only_if=[_REWARDS])
+    gae_lambda: float = option(0.95, SHARE, only_if=[_GAE, _REWARDS])
+    token_gamma: float = option(1.0, SHARE, only_if=[("level", "token"), _GAE])
+    token_gae_lambda: float = option(1.0, SHARE, only_if=[("level", "token"), _GAE])
+    normalize_advantages: str = option("batch", choices=("batch", "agent", "none"), only_if=[_GAE])
+    critic_learning_rate: float = option(5e-05, AT_LEAST_0, only_if=[_GAE])
+    critic_warmup_steps: int = option(0, AT_LEAST_0, integer=True)
+    value_clip: float | None = option(0.2, ABOVE_0, none="no clipping", only_if=[_GAE])
+    value_loss: str = option("huber", choices=("huber", "squared"), only_if=[_GAE])
+    credit: str = option("equal", choices=CREDITS)
+    credit_discount: float = option(1.0, SHARE, only_if=[("credit", "step_discount")])
+    credit_kind: str | None = option(None, choices=("rewards", "returns"))
+    own_reward_weight: float = option(1.0, SHARE, only_if=[("credit", "per_step")])
+    counterfactual_samples: int = option(1, ABOVE_0, integer=True, only_if=[("credit", "counterfactual")])
+    turn_candidates: int = option(4, ABOVE_0, integer=True, only_if=[_TURN])
+    candidate_samples: int = option(1, ABOVE_0, integer=True, only_if=[_TURN])
+    continue_from: str | None = option(None, choices=("best", "sampled"), also=(None,), only_if=[_TURN])
+    dynamic_sampling: bool = option(False)
+    target_kl: float | None = option(None, ABOVE_0, none="no early stop")
+    agent_weight: str = option("size", choices=("size", "equal"))
+    agent_iteration_interval: int = option(0, AT_LEAST_0, integer=True)
+    update_order: str = option("joint", choices=("joint", "sequential", "resampled"))
+    sequential_clip: float | None = option(0.5, ABOVE_0, none="no clipping", only_if=[("update_order", "sequential")])
+    on_collapse: str = option("warn", choices=("warn", "restore", "ignore"))
+    max_tokens_per_micro_batch: int | None = option(None, ABOVE_0, integer=True)
+    gradient_checkpointing: bool | None = option(None)  # type: ignore[assignment]
+    share_prefixes: bool = option(True)
+    mixed_passes: bool | None = option(None)
+    skip_rows_without_signal: bool | None = option(None)
+    resume_changes: dict | str | None = option(None, about="files")
 
     def __new__(cls, *args, **kwargs):
         # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
@@ -450,13 +282,11 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         Raises:
             ValueError, TypeError: a value that cannot be, or two that contradict each other.
         """
-        check_choices(self)
+        check_values(self)
         check_supported(self)
         check_combinations(self)
-        check_failures(self)
         check_vllm(self)
         check_evaluation(self)
-        check_collapse(self)
         if self.enable_jit_checkpoint:  # type: ignore[has-type]
             say_unused("enable_jit_checkpoint", True)
             self.enable_jit_checkpoint = False  # upstream's way saves within a step

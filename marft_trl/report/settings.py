@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config.marft_config import MARFTConfig
-from ..runs.run_settings import OF_FILES_AND_LOGS, OF_MACHINES, code_of, dataset_hash, plain
+from ..runs.run_settings import code_of, dataset_hash, fields_about, plain
 from ..system.redaction import without_secrets
 from ..workflows import Workflow
 from .experiment import Experiment
 
 
 # The seed is that of the cell
-_NOT_RECORDED = OF_FILES_AND_LOGS | OF_MACHINES | {"seed"}
+_NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 
 
 def settings_of(experiment: Experiment) -> dict[str, Any]:

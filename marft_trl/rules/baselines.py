@@ -115,6 +115,12 @@ class Baseline:
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
     in_evaluation: str | None = None
 
+    @property
+    def settings(self) -> frozenset[str]:
+        """Fields of the training arguments that only such a baseline reads."""
+        of_candidates = {"turn_candidates", "candidate_samples", "continue_from"} if self.uses_candidates else set()
+        return frozenset(of_candidates | ({"rae_decay", "rae_column"} if self.is_running else set()))
+
 
 def _cells(
     samples: Samples, scale: str, cells: torch.Tensor, weights: torch.Tensor, batch_pools: torch.Tensor

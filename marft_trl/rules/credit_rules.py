@@ -34,6 +34,8 @@ class CreditRule:
             Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
         scores_turns (`bool`, *optional*, defaults to `False`):
             Whether turns have rewards of their own, from reward functions of agents, which are mixed in.
+        discounts (`bool`, *optional*, defaults to `False`):
+            Whether it uses `credit_discount`.
         in_evaluation (`str`, *optional*):
             Name of the rule that takes its place in evaluation. Defaults to the rule itself.
     """
@@ -43,7 +45,18 @@ class CreditRule:
     reruns: bool = False
     removes: bool = False
     scores_turns: bool = False
+    discounts: bool = False
     in_evaluation: str | None = None
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Fields of the training arguments that only such a rule reads."""
+        flags = {
+            "counterfactual_samples": self.reruns,
+            "own_reward_weight": self.scores_turns,
+            "credit_discount": self.discounts,
+        }
+        return frozenset(name for name, is_read in flags.items() if is_read)
 
     @property
     def uses_references(self) -> bool:
@@ -67,7 +80,7 @@ CREDITS: dict[str, CreditRule] = {
     rule.name: rule
     for rule in (
         CreditRule("equal", _equal),
-        CreditRule("step_discount", _step_discount),
+        CreditRule("step_discount", _step_discount, discounts=True),
         CreditRule("per_step", _equal, scores_turns=True, in_evaluation="equal"),
         CreditRule("counterfactual", _equal, reruns=True, in_evaluation="equal"),
         CreditRule("removed", _equal, reruns=True, removes=True, in_evaluation="equal"),

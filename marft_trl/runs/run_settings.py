@@ -19,7 +19,9 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
+from ..config.inherited import INHERITED
 from ..config.marft_config import MARFTConfig
+from ..config.options import rules_of
 from ..config.team_setup import TeamSetup
 from ..config.unused import ALWAYS_UNUSED
 from ..rollout.views import View
@@ -36,43 +38,15 @@ _OF_BATCHES = (
 )
 _OF_ORDER = ("seed", "shuffle_dataset")
 _OF_CRITIC = ("critic", "level")
-# Fields of the configuration that do not change what is trained. Any other one is compared, so also one that a later
-# version of TRL adds.
-OF_FILES_AND_LOGS = frozenset(
-    {
-        *("output_dir", "overwrite_output_dir", "run_name", "project", "resume_from_checkpoint", "resume_changes"),
-        *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
-        *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
-        *("hub_revision", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
-        *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
-        *("log_level", "log_level_replica", "log_completions", "log_completions_hub_repo"),
-        *("log_unique_prompts", "num_completions_to_print", "report_to", "disable_tqdm"),
-        *("include_num_input_tokens_seen", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        *("debug", "skip_memory_metrics", "preset"),  # a preset is recorded by what it sets
-    }
-)
-OF_EVALUATIONS = frozenset(
-    {
-        *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "num_generations_eval"),
-        *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-        *("eval_sampling", "eval_k", "eval_right_at", "eval_right_by", "eval_reference_column"),
-        *("batch_eval_metrics", "label_names", "fidelity_tolerance"),
-    }
-)
-OF_MACHINES = frozenset(
-    {
-        *("local_rank", "use_cpu", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed"),
-        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        *("ddp_backend", "ddp_timeout", "parallelism_config"),
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
-        *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
-        *("vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
-        *("vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_python", "vllm_request_timeout"),
-        *("vllm_max_inflight", "vllm_adapter_dir"),
-    }
-)
-_NOT_RECORDED = OF_FILES_AND_LOGS | OF_EVALUATIONS | OF_MACHINES | ALWAYS_UNUSED
+
+
+def fields_about(*what: str) -> frozenset[str]:
+    """Names of the settings that are about `"files"`, `"evaluations"` or `"machines"`, see [`Rule`]."""
+    return frozenset(name for name, rule in rules_of(MARFTConfig, INHERITED).items() if rule.about in what)
+
+
+# What does not change what is trained
+_NOT_RECORDED = fields_about("files", "evaluations", "machines") | ALWAYS_UNUSED
 # Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
 _SAMPLED_ROWS = 20_000
 _OF_LORA = (
