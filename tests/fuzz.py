@@ -40,9 +40,8 @@ with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl.runs.commit import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
     from marft_trl.weights.adapter_files import check_adapter
     from marft_trl.weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
-    from marft_trl.workflows import Orchestrated, Sequential
+    from marft_trl.workflows import Orchestrated, Sequential, rebuild
     from marft_trl.workflows.orchestrated import parse_route
-    from marft_trl.workflows.rebuild import rebuild
 
 import yaml  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402

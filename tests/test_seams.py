@@ -34,6 +34,7 @@ from marft_trl.config.sampling import Sampling
 from marft_trl.learning.batching import collate
 from marft_trl.rules.rows import Row
 from marft_trl.seams import versions
+from marft_trl.seams.losses import LOSSES
 from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
@@ -184,6 +185,19 @@ def test_the_metrics_of_the_loss_are_the_ones_we_join():
 
 
 # ---- Each entry of `seams` ----
+
+
+def test_LossType_table_has_the_names_and_metrics_of_the_parent():
+    """Read from TRL's source. That micro-batches add up to TRL's loss of all rows is tested in `test_batching.py`."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    branches = re.split(r"if self\.loss_type (?:==|in) ", source)[1:]
+    named = [(re.findall(r'"(\w+)"', branch.split(":")[0]), branch) for branch in branches]
+    assert {name for names, _ in named for name in names} == set(LOSSES)
+    logged: dict[str, list[str]] = {name: [] for name in LOSSES}
+    for names, branch in named:
+        for name in names:
+            logged[name] += re.findall(r'_metrics\[mode\]\["((?:clip_ratio|cispo|vespo)[^"]*)"\]', branch)
+    assert logged == {name: list(loss.metrics) for name, loss in LOSSES.items()}
 
 
 def test_every_entry_has_a_test_that_names_it():

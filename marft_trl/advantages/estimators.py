@@ -80,7 +80,7 @@ class BaselineEstimator:
         run ([`RunContext`]): the run that trains it.
         credit ([`CreditAssigner`]): returns of turns.
         rewards ([`TrlRewards`]): weights of the reward functions.
-        running ([`RunningBaselines`], *optional*): mean returns of earlier batches, where the baseline is one.
+        running ([`RunningBaselines`], *optional*): what the baseline remembers of earlier batches.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class BaselineEstimator:
             episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
             worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
             table = Samples(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
-            if self._running is not None and baseline.is_running:
+            if self._running is not None:
                 table = replace(table, running=self._running.of(keys := [sample[4] for sample in everywhere]))
                 if training:
                     self._running.update(keys, worth, table.per_episode)
@@ -194,7 +194,6 @@ class BaselineEstimator:
         nodes: Sequence[Sequence[Node]],
     ) -> Iterator[tuple[int, int, int, float, str]]:
         """Episode, agent, node and return of each row, and the key of its running baseline."""
-        column = self._args.rae_column
         for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
             places = (
                 [number for number, node in enumerate(nodes[index]) for _ in node.turns]
@@ -202,8 +201,9 @@ class BaselineEstimator:
                 else list(range(len(its_rows)))
             )
             for row, worth, place in zip(its_rows, its_returns.tolist(), places, strict=True):
-                kind = "" if column is None else str(rollout.episodes[index].row[column])
-                key = f"{row.agent}/{kind}" if rollout.has_own_returns else kind
+                key = ""
+                if self._running is not None:
+                    key = self._running.key(row.agent, rollout.episodes[index].row, rollout.has_own_returns)
                 yield rollout.first + index, self._names.index(row.agent), place, worth, key
 
 

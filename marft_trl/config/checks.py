@@ -10,6 +10,7 @@ from typing import Any
 from ..rules.baselines import BASELINES
 from ..rules.credit_rules import CREDITS
 from ..rules.levels import LEVELS
+from ..seams.losses import LOSSES
 from ..system.hints import did_you_mean
 from .inherited import INHERITED
 from .options import check_choice, check_number, has_effect, rules_of
@@ -18,8 +19,8 @@ from .options import check_choice, check_number, has_effect, rules_of
 # Further tries of what has failed, with `on_episode_error="retry"`
 EPISODE_RETRIES = 2
 
-# Loss types that do not weight a turn by its number of tokens. Exception: `luspo` weights by length on purpose.
-_LOSSES_OF_ACTIONS = ("grpo", "sapo", "luspo")
+# Loss types that do not weigh a turn by its tokens
+_LOSSES_OF_ACTIONS = tuple(name for name, loss in LOSSES.items() if loss.fits_actions)
 
 
 def has_turn_ratio(args: Any) -> bool:
@@ -200,7 +201,7 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`importance_sampling_level='sequence'` has one ratio for all. Set `level='action'`.",
         ),
         (
-            by_token and (args.loss_type == "vespo" or args.off_policy_mask_threshold is not None),
+            by_token and (LOSSES[args.loss_type].one_advantage or args.off_policy_mask_threshold is not None),
             "`loss_type='vespo'` and `off_policy_mask_threshold` need one advantage per turn, but `advantage='gae'` "
             "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
         ),

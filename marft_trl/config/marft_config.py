@@ -13,6 +13,7 @@ from ..rules.baselines import BASELINES
 from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS
 from ..rules.levels import LEVELS
+from ..seams.losses import LOSSES
 from ..seams.runs import timeout_also_on_cpu
 from ..seams.trl import accepting_one_generation
 from ..seams.versions import checkpointing_fields
@@ -28,7 +29,6 @@ from .presets import PRESETS
 from .unused import say_unused
 
 
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # What settings have an effect with
 _GAE, _TURN, _RAE = ("advantage", "gae"), ("advantage", "turn"), ("advantage", "rae")
 _REWARDS = ("credit_kind", "rewards")
@@ -206,7 +206,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
 
     learning_rate: float = option(5e-06, AT_LEAST_0)
-    loss_type: str | None = option(None, choices=LOSS_TYPES)  # type: ignore[assignment]
+    loss_type: str | None = option(None, choices=LOSSES)  # type: ignore[assignment]
     preset: str | None = option(None, choices=PRESETS, also=(None,), about="files")
     advantage: str = option("group", choices=BASELINES, also=("gae",))
     returns: str | None = option(None, choices=("team", "agent"), also=(None,))

@@ -13,6 +13,7 @@ from trl.trainer.utils import pad
 
 from ..rules.levels import Level
 from ..rules.rows import MicroBatch, Row, Slice
+from ..seams.losses import LOSSES
 from ..seams.trl import OLD_LOGPS, SAMPLING_WEIGHTS
 from ..shared_prefix.prefixes import Cluster, clusters
 
@@ -322,7 +323,7 @@ def loss_weights(
     weight = slice_.weights.get(pool, 1.0)
     token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[pool], 1)
     num_items = slice_.tokens_per_slice[pool] * steps_per_generation
-    if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
+    if LOSSES[loss_type].by_rows:
         row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[pool]
         bonus = level.entropy_weight(token_share, row_share)
         return LossWeights(loss=weight * row_share, num_items_in_batch=num_items, entropy=bonus)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..config.team_setup import RunContext, TeamSetup
 from ..rules.rows import MicroBatch, Row, Slice
+from ..seams.losses import LOSSES
 from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings
 from ..system.run_metrics import StepMetrics
 from .adapter_updates import AdapterUpdates, Divergence
@@ -260,9 +261,4 @@ def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
     names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []
     names += ["aux_loss"] if settings.aux_loss_enabled else []
-    if settings.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        names += [f"clip_ratio/{metric}" for metric in ("low_mean", "high_mean", "region_mean")]
-        names += ["clip_ratio/low_min", "clip_ratio/high_max"]
-    names += ["cispo_clip_ratio"] if settings.loss_type == "cispo" else []
-    names += ["vespo/phi_seq_mean"] if settings.loss_type == "vespo" else []
-    return names
+    return [*names, *LOSSES[settings.loss_type].metrics]

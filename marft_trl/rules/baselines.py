@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .. import functional
+from .running import RunningBaselines
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +96,10 @@ class Baseline:
             Value of `continue_from` if none is set.
         takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
             Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
-        is_running (`bool`, *optional*, defaults to `False`):
-            Whether it compares with the running baselines of earlier batches.
+        state (`Callable`, *optional*):
+            `state(args)` makes the state of a baseline that remembers earlier batches, such as [`RunningBaselines`].
+        reads (`tuple[str, ...]`, *optional*):
+            Fields of the training arguments that it alone reads.
         by_episode (`Callable`, *optional*):
             `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole episodes, for
             turns that all have the return of their episode. Without it the function is asked turn by turn.
@@ -111,15 +115,16 @@ class Baseline:
     completes: bool = True
     goes_on: str = "best"
     takes_normalized_objectives: bool = False
-    is_running: bool = False
+    state: Callable[[Any], RunningBaselines] | None = None
+    reads: tuple[str, ...] = ()
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
     in_evaluation: str | None = None
 
     @property
     def settings(self) -> frozenset[str]:
         """Fields of the training arguments that only such a baseline reads."""
-        of_candidates = {"turn_candidates", "candidate_samples", "continue_from"} if self.uses_candidates else set()
-        return frozenset(of_candidates | ({"rae_decay", "rae_column"} if self.is_running else set()))
+        of_candidates = ("turn_candidates", "candidate_samples", "continue_from") if self.uses_candidates else ()
+        return frozenset([*self.reads, *of_candidates])
 
 
 def _cells(
@@ -183,7 +188,7 @@ BASELINES: dict[str, Baseline] = {
         Baseline("c3", _c3, uses_candidates=True, goes_on="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),
-        Baseline("rae", _rae, is_running=True),
+        Baseline("rae", _rae, state=RunningBaselines.of_args, reads=("rae_decay", "rae_column")),
         Baseline("none", _none),
     )
 }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,31 @@ class RunningBaselines:
 
     Args:
         decay (`float`): weight of the average so far, in `[0, 1)`.
+        column (`str`, *optional*): dataset column whose values have averages of their own.
 
     Source: role-conditioned advantage estimation of SPIRAL (2506.24119), there updated after each episode.
     """
 
-    def __init__(self, decay: float):
-        self._decay = decay
+    def __init__(self, decay: float, column: str | None = None):
+        self._decay, self._column = decay, column
         self._averages: dict[str, tuple[float, int]] = {}  # before correction, and number of batches
+
+    @classmethod
+    def of_args(cls, args: Any) -> RunningBaselines:
+        """Those of `rae_decay` and `rae_column`."""
+        return cls(args.rae_decay, args.rae_column)
+
+    def key(self, agent: str, row: Mapping[str, Any], is_own: bool) -> str:
+        """
+        Key of the average that a turn is compared with.
+
+        Args:
+            agent (`str`): whose turn it is.
+            row (`Mapping[str, Any]`): the dataset row of its episode.
+            is_own (`bool`): whether every agent has its own return.
+        """
+        kind = "" if self._column is None else str(row[self._column])
+        return f"{agent}/{kind}" if is_own else kind
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""

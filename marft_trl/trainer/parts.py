@@ -440,7 +440,8 @@ def _learning_parts(
         learner = CriticLearner(team, run, schedule, scoring.batcher, acting.runner, scale)
         estimator: Estimator = CriticEstimator(team, run, credit, scale)
     else:
-        running = RunningBaselines(args.rae_decay) if BASELINES[args.advantage].is_running else None
+        make_state = BASELINES[args.advantage].state
+        running = make_state(args) if make_state is not None else None
         estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
     model = trainer.accelerator.unwrap_model(trainer.model)
     places, shards = scoring.passes.give_positions, processes.have_shards

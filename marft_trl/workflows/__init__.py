@@ -1,12 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 from ..episodes.rehearsal import rehearse
-from .base import Workflow, together
+from .base import Workflow, rebuild, together
 from .by_column import ByColumn
 from .environment import Environment, EnvironmentLoop
 from .graph import Graph
 from .orchestrated import Orchestrated
 from .ready_made import Debate, MixtureOfAgents, UntilApproved
-from .rebuild import rebuild
 from .sequential import Sequential
 
 

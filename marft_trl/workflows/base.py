@@ -11,7 +11,7 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
@@ -153,12 +153,73 @@ class Workflow(ABC):
         """
         return {"class": self.class_name}
 
+    @classmethod
+    def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
+        """
+        The workflow that was described, see [`rebuild`].
+
+        Args:
+            arguments (`Mapping[str, Any]`): the description without its class.
+            environment_factory (`Callable`, *optional*): what makes environments.
+        """
+        if environment_factory is not None:
+            raise ValueError(
+                f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has none."
+            )
+        return cls._of(**arguments)
+
+    @classmethod
+    def _of(cls, **arguments: Any) -> Workflow:
+        try:
+            return cls(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The workflow `{cls.__name__}` of the team cannot be made anew from its manifest: {error}"
+            ) from error
+
     @property
     def class_name(self) -> str:
         """Name of the class. Your own classes include the module, to tell them from ready-made workflows."""
         own = type(self)
         is_ready_made = own.__module__.startswith(f"{__package__}.")
         return own.__name__ if is_ready_made else f"{own.__module__}.{own.__qualname__}"
+
+
+def rebuild(
+    description: Mapping[str, Any], environment_factory: Callable | Mapping[str, Callable] | None = None
+) -> Workflow:
+    """
+    Create a ready-made workflow from its description.
+
+    Args:
+        description (`Mapping[str, Any]`): description, as returned by [`Workflow.describe`].
+        environment_factory (`Callable`, *optional*): function that creates the environment of an [`EnvironmentLoop`],
+            or several by name.
+
+    Raises:
+        ValueError: The workflow is your own class, or it needs a function that a description cannot contain.
+    """
+    name = str(description["class"])
+    kind = _ready_made().get(name)
+    if kind is None:
+        raise ValueError(f"The workflow `{name}` of the team is your own code: pass it as `workflow=`.")
+    function = description.get("approves_function") or description.get("vote_function")
+    if function:
+        raise ValueError(
+            f"The workflow `{name}` of the team asks the function `{function}`: pass the workflow as `workflow=`."
+        )
+    arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
+    return kind.from_description(arguments, environment_factory)
+
+
+def _ready_made() -> dict[str, type[Workflow]]:
+    """The workflows of this package, by name."""
+    kinds: list[Any] = [Workflow]
+    found: dict[str, type[Workflow]] = {}
+    while kinds:
+        kinds = [below for kind in kinds for below in kind.__subclasses__()]
+        found |= {kind.__name__: kind for kind in kinds if kind.__module__.startswith(f"{__package__}.")}
+    return found
 
 
 def callable_name(function: Callable) -> str:

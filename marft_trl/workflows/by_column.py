@@ -8,7 +8,7 @@ from typing import Any
 
 from ..episodes.live import LiveEpisode
 from ..system.hints import did_you_mean
-from .base import Workflow
+from .base import Workflow, rebuild
 
 
 class ByColumn(Workflow):
@@ -62,6 +62,12 @@ class ByColumn(Workflow):
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         return list(dict.fromkeys(pair for one in self.workflows.values() for pair in one.links(agents)))
+
+    @classmethod
+    def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> ByColumn:
+        factories = environment_factory if isinstance(environment_factory, Mapping) else {}
+        workflows = {name: rebuild(one, factories.get(name)) for name, one in arguments["workflows"].items()}
+        return cls(workflows, arguments["column"])
 
     def describe(self) -> dict:
         return {

@@ -244,6 +244,15 @@ class EnvironmentLoop(Workflow):
         chain = [*speakers, self.source, speakers[0]]
         return list(itertools.pairwise(chain))
 
+    @classmethod
+    def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
+        if environment_factory is None:
+            raise ValueError(
+                f"The team plays in the environment `{arguments.get('environment')}`: pass what makes it as "
+                "`environment_factory=` (a class or a function), or pass the whole workflow as `workflow=`."
+            )
+        return cls._of(**{**arguments, "environment": environment_factory})
+
     def describe(self) -> dict:
         return {
             "class": self.class_name,
