@@ -58,6 +58,7 @@ class CreditAssigner:
             rollout ([`Rollout`]): episodes with rewards.
             credit (`str`): name of a rule in `CREDITS`.
         """
+        # Rules speak of one episode; what all processes have in common is computed before
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
         episodes, rewards = rollout.episodes, rollout.own_rewards
         rule = CREDITS[credit]
@@ -69,6 +70,7 @@ class CreditAssigner:
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
         if as_rewards or rule.scores_turns:
             earned = [self._earned(episode) for episode in episodes]
+            # What was earned must not be counted again in what the team received
             rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
         team = [
             rule.share(reward, one.turns, torch.tensor(one.joint_steps()), args.credit_discount, as_rewards)
@@ -93,6 +95,7 @@ class CreditAssigner:
         scores = self._of_turns(rollout.episodes, is_sum=True) if rule.scores_turns else None
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
             steps, earned = torch.tensor(episode.joint_steps()), self._own.weight * sum(episode.earned)
+            # What everybody receives, by the rule; then what was received by name, which no rule divides
             of_all = rule.share(reward - earned, episode.turns, steps, args.credit_discount, True)
             if scores is not None:
                 of_all = of_all * (1 - args.own_reward_weight)
@@ -123,6 +126,7 @@ class CreditAssigner:
             credits, steps = torch.zeros(len(episode.turns)), torch.tensor(episode.joint_steps())
             earned = self._own.weight * sum(episode.earned)
             for agent in dict.fromkeys(turn.agent for turn in episode.turns):
+                # The rule sees the agent's own turns alone: a discount over turns of others would depend on them
                 own = [turn.index for turn in episode.turns if turn.agent == agent]
                 turns, received = [episode.turns[k] for k in own], self._own.of_agent(earned, episode, agent)
                 whole = reward - earned if rule.scores_turns else reward - earned + received
@@ -144,6 +148,7 @@ class CreditAssigner:
         """Reward that each turn earned in the workflow `(K,)`, times the weight of [`environment_reward`]."""
         if not any(episode.earned):
             return torch.zeros(len(episode.turns))
+        # Earned rewards reach turns past the reward functions, so their weight is applied here
         weight = self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
         return weight * torch.tensor(episode.earned, dtype=torch.float32)
 
@@ -153,6 +158,7 @@ class CreditAssigner:
         scores = self._scorer.of_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
         counts = [len(episode.turns) for episode in episodes]
         self._own_rewards = [its.tolist() for its in scores.split(counts)]
+        # The mean over all turns, not over processes with different numbers of them
         known = [value for value in self._processes.gather(scores.tolist()) if value == value]
         if known:
             self._metrics.add("own_reward", sum(known) / len(known))

@@ -105,11 +105,13 @@ class BaselineEstimator:
 
     def baseline(self, training: bool) -> Baseline:
         """The baseline; in evaluation one that needs nothing but the episodes."""
+        # Candidates, for instance, are not sampled in evaluation
         baseline = BASELINES[self._args.advantage]
         return baseline if training or baseline.in_evaluation is None else BASELINES[baseline.in_evaluation]
 
     def gives_one_advantage_to_all(self, training: bool) -> bool:
         """`True` if all turns of an episode have one return, which is compared with other episodes, as in TRL."""
+        # Then one number for an episode is enough, which is TRL's own case
         by_episode = self.baseline(training).by_episode is not None
         return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
 
@@ -123,6 +125,7 @@ class BaselineEstimator:
             to_the_bit = not self._args.share_prefixes
             rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size, to_the_bit)
             group_size, scale = len(rewards), "group"  # then over the whole batch, as in TRL
+        # The deviation is logged whatever the baseline is, as in TRL
         by_episode, std = functional.group_advantages(rewards, group_size, scale)
         baseline = self.baseline(training)
         is_one = self.gives_one_advantage_to_all(training) and not rollout.has_own_returns
@@ -138,6 +141,7 @@ class BaselineEstimator:
             filled = [[replace(row, advantage=its) for row in its_rows] for its_rows, its in pairs]
         else:
             filled = self._compare(replace(rollout, rewards=rewards), rows, baseline, group_size, scale, training)
+        # For the warning that no reward reaches an agent; a baseline may make all of them 0
         credited = {row.agent for its_rows in filled for row in its_rows if torch.as_tensor(row.advantage).any()}
         return Estimated(filled, std, credited, self._credit.take_own_rewards())
 
@@ -157,17 +161,20 @@ class BaselineEstimator:
         else:
             returns = self._returns(rollout, credit_rule(self._args, training))
         samples = list(self._samples(rollout, rows, returns, nodes))
+        # Processes have different numbers of turns, so each has to find its own among those of all
         counts = self._processes.gather([len(samples)])
         everywhere = self._processes.gather(samples)
         start = sum(counts[: self._processes.index])
         advantages = torch.zeros(0)
         if everywhere:
             episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
+            # In float32, as TRL's rewards: a second precision would make ties differ
             worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
             table = Samples(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
             if self._running is not None:
                 table = replace(table, running=self._running.of(keys := [sample[4] for sample in everywhere]))
                 if training:
+                    # After it was read: the baseline of a batch must not depend on the batch
                     self._running.update(keys, worth, table.per_episode)
             advantages = baseline.function(table, scale)
         own = iter(advantages[start : start + len(samples)].tolist())
@@ -179,6 +186,7 @@ class BaselineEstimator:
             return self._credit.own_returns(rollout, credit)
         if rollout.has_own_returns and not as_returns:
             streams = self._credit.streams(rollout, credit)
+            # Streams of an agent go on while others act, so its turns are discounted by joint steps
             return [own_returns_to_go(one, its, gamma) for one, its in zip(rollout.episodes, streams, strict=True)]
         credits = self._credit.assign(rollout, credit)
         if as_returns:
@@ -264,6 +272,7 @@ class CriticEstimator:
         filled = []
         for episode, its_rows, credit in zip(rollout.episodes, rows, credits, strict=True):
             steps = torch.tensor(episode.joint_steps())
+            # Returns are worth of turns already: nothing is accumulated over them
             if not is_stream:  # every turn is the last of an episode of its own
                 alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
                 filled.append([row for its in alone for row in its])
@@ -279,6 +288,7 @@ class CriticEstimator:
 
     def _normalized_all(self, filled: Sequence[Sequence[Row]], credited: set[str], training: bool) -> Estimated:
         """Rows with normalized advantages. They are logged before."""
+        # Logged before they are standardized: afterwards their mean is 0 by construction
         everything = [row for its_rows in filled for row in its_rows]
         self._log(everything)
         totals = self._moments(everything)
@@ -316,6 +326,7 @@ class CriticEstimator:
         discounts: Discounts | None = None,
     ) -> list[Row]:
         """Rows with advantages before normalization, one per value, and with value targets."""
+        # Of the time of sampling, as in PPO: targets must not follow the critic that learns them
         values = [row.old_values for row in rows if row.old_values is not None]
         advantages, targets = self._level.estimate(rewards, values, steps, discounts or self._discounts, last_value)
         return [
@@ -329,6 +340,7 @@ class CriticEstimator:
         names: list[Any] = list(self._names) if by_agent else [None]
         totals = torch.zeros(len(names), 3, dtype=torch.float64)
         for index, name in enumerate(names):
+            # Rows that the loss leaves out must not move the mean of the others
             mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
             values = [torch.as_tensor(self._advantage_of(row)).reshape(-1) for row in mine]
             known = [its[~its.isnan()] for its in values]

@@ -299,7 +299,7 @@ class Passes:
     def __init__(self, base: PreTrainedModel, args: MARFTConfig, accelerator: Accelerator, has_aux_loss: bool):
         self._base, self._accelerator = base, accelerator
         self.share = args.share_prefixes and self._can_share(args, has_aux_loss)
-        # TRL passes no `position_ids`, so models count padding on the left. Most models are not affected
+        # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
         with accelerator.autocast():
             needs_positions = not self.share and forward.needs_positions(base)
         self.give_positions = self.share or (needs_positions and not has_aux_loss)

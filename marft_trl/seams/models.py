@@ -49,6 +49,7 @@ class ScoringTemperature:
 
     def __init__(self, models: Iterable[PreTrainedModel], temperatures: Iterable[float], default: float, head: dict):
         self._current = default
+        # The common case needs no second forward pass and no patch
         if set(temperatures) == {default}:
             return
         for model in models:
@@ -139,6 +140,7 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     weight = getattr(head, "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():  # sharded later, or quantized
         return
+    # A generator of its own: the check must not move the run's random numbers
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     ids = torch.arange(8, device=weight.device) * 7 % weight.size(0)
@@ -248,6 +250,7 @@ class AdapterLayers:
         """The layers, which is all that PEFT asks for. A new adapter may bring new ones."""
         configs = list(self._model.peft_config.values())
         if len(configs) != len(self._configs) or any(a is not b for a, b in zip(configs, self._configs, strict=True)):
+            # The two kinds of layers that PEFT's functions look for
             kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
             self._configs, self._layers = configs, [one for one in self._model.modules() if isinstance(one, kinds)]
         return iter(self._layers)
@@ -280,10 +283,10 @@ def keep_4bit_weights(model: nn.Module) -> None:
     """
     Keep the 4-bit layers of a model on the CPU as they were loaded.
 
-    On a CPU with AVX512-BF16, bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first forward pass in
-    evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its compute dtype, also
-    back in training mode. A trainer would then score otherwise than the model it was given, and otherwise than on a
-    machine without these instructions. The layer's own switch turns this off.
+    On a CPU with AVX512-BF16, bitsandbytes (0.50, since bitsandbytes#1804) repacks the weights of a `Linear4bit` at
+    its first pass in evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its
+    compute dtype, also back in training mode. A trainer would then score otherwise than the model it was given, and
+    otherwise than on a machine without these instructions. The layer's own switch turns this off.
 
     Args:
         model (`nn.Module`): the base; may carry adapters. Layers that are not on the CPU are left alone.

@@ -28,7 +28,8 @@ from .swapping import swapped, swapped_in_module
 class EpochSampler(RepeatSampler):
     """
     TRL's `RepeatSampler` (1.16) with an order that depends on the epoch alone, so that a resumed run finds the order
-    of its epoch. Upstream draws on from the generator of the run before. An uninterrupted run gets the same order.
+    of its epoch (transformers#40691). Upstream draws on from the generator of the run before. An uninterrupted run
+    gets the same order.
     """
 
     @classmethod
@@ -47,6 +48,7 @@ class EpochSampler(RepeatSampler):
         """Set the random state for `epoch`, counted from 0."""
         if self.shuffle:
             self.generator.manual_seed(self.seed)
+            # One draw for each pass, as an uninterrupted run would have made
             for _ in range(epoch):
                 torch.randperm(self.num_samples, generator=self.generator)
 
@@ -55,7 +57,7 @@ def begin_pass(order: EpochSampler | None, epoch: int) -> None:
     """
     Set the epoch of an order of rows, if there is one. `Trainer._run_epoch` (transformers 5.24) does so through the
     data loader, which does not reach the sampler where several processes resume within an epoch (`SkipBatchSampler`
-    around `BatchSamplerShard`).
+    around `BatchSamplerShard`, see accelerate#4071 and accelerate#4233).
     """
     if order is not None:
         order.set_epoch(epoch)
@@ -115,7 +117,7 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
 def saving_adapters_alone(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
     """
     Context manager: adapters are saved without layers of the base. PEFT (0.21) adds the embeddings of the base to an
-    adapter that has a LoRA on them, and a saved team does not take layers of the base from a file.
+    adapter that has a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not isinstance(model, PeftModel):
@@ -127,7 +129,8 @@ def saving_adapters_alone(trainer: GRPOTrainer) -> contextlib.AbstractContextMan
 def keeping_checkpoints(trainer: GRPOTrainer) -> Iterator[None]:
     """
     Context manager: `Trainer._finalize_training` (transformers 5.23) removes no checkpoint. With a limit of 1 it would
-    leave the best one alone, and a finished run that is started again would train the steps after it anew.
+    leave the best one alone (transformers#35070), and a finished run that is started again would train the steps after
+    it anew.
     """
     with swapped(trainer.args, {"save_total_limit": None}):
         yield
@@ -197,6 +200,7 @@ def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
     Args:
         seconds (`float`, *optional*): the timeout; `None` for upstream's.
     """
+    # A module-level dictionary, because accelerate makes the state from a class, without arguments
     _TIMEOUT.clear()
     if seconds is not None:
         _TIMEOUT["timeout"] = timedelta(seconds=seconds)

@@ -42,7 +42,7 @@ def without_reference(args: Any, if_: bool) -> Iterator[None]:
     Context manager: `args.beta` is 0 and `args.sync_ref_model` is off if the condition holds.
 
     `GRPOTrainer.__init__` (TRL 1.16) keeps a reference of an adapter named `default`, fails without one, and refuses
-    to move it. The references of agents are the starts of their own adapters.
+    to move it (trl#4723). The references of agents are the starts of their own adapters.
     """
     beta, sync = args.beta, args.sync_ref_model
     if if_:

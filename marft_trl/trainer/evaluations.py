@@ -61,6 +61,7 @@ class Evaluations:
         self._check_samples(num_samples)
         values = self._k if k is None else k
         check_k(values, num_samples or self._settings.group_size(training=False))
+        # `evaluate` of several sets calls itself; inner calls go on with the settings of the outer one
         kept = self._sampling, self._k
         is_other = is_other_set or num_samples is not None or sampling is not None
         watch = self._collapse.looking_away(is_other) if self._collapse is not None else contextlib.nullcontext()
@@ -90,6 +91,7 @@ class Evaluations:
         if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
             raise ValueError(f"`num_samples` must be an integer of at least 1, got {num_samples!r}.")
         size = self._args.per_device_eval_batch_size * self._args.world_size
+        # pass@k needs all samples of a question in one batch
         if size % num_samples:
             raise ValueError(
                 f"`num_samples` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "

@@ -142,6 +142,7 @@ class Experience:
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
+        # Metrics of what is thrown away would be averaged with those of what is trained on
         rollout = self._standing(inputs)
         rows, std, credited, own_rewards = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))
@@ -149,6 +150,7 @@ class Experience:
         self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
         order = torch.randperm(len(rows))  # the one draw that TRL makes here
         if self._batcher.share:  # a group that stays together computes its prefixes once
+            # Groups may reach over processes, so positions are those among all rows
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = together(order, [(first + index) // size for index in range(len(rows))])
         return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
@@ -173,12 +175,15 @@ class Experience:
 
     def _estimated(self, rollout: Rollout, training: bool) -> Estimated:
         """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
+        # Baselines that compare candidates need their rows too, others the spoken turns alone
         turns = self._estimator.turns(rollout, training)
         rows = self._rows(rollout, turns, training)
         if training:
+            # Before the first pass over the rows, so that no pass is larger than what fits
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
         for fill in self._fills:
             rows = fill(rollout, rows, training)
+        # Fills take rows as one list, because passes do not care for episodes; estimators do
         filled = iter(rows)
         by_episode = [[next(filled) for _ in its] for its in turns]
         if not training:
@@ -195,6 +200,7 @@ class Experience:
         """A training row for each turn or candidate, in the order of the episodes."""
         rows: list[Row] = []
         for index, (episode, its_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
+            # Turns of one joint action share a factor in sequential updates
             joint_actions = episode.joint_actions()
             for turn in its_turns:
                 is_spoken = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
@@ -220,14 +226,17 @@ class Experience:
     def _have_advantages(self, credited: set[str]) -> dict[str, bool]:
         """For each trained agent whether one of its turns, on any process, is credited."""
         names = [name for adapter in self._schedule.adapters for name in self._policies.agents_of(adapter)]
+        # A process without a turn of an agent says nothing of it
         flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
         return dict(zip(names, (flags > 0).tolist(), strict=True))
 
     def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
+        # Counts of all processes: a row weighs the same, whichever process has it
         names, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         by_agent = self._args.agent_weight == "equal"
         agents = {agent: name for name in names for agent in self._policies.agents_of(name)} if by_agent else {}
         pools = Pools(names, parts, agents)
+        # One collective for all slices: every process makes it, also one without rows
         counts = self._processes.sum(count_rows(slices, pools))
         return weigh(slices, pools, counts)
 
@@ -252,6 +261,7 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
         FloatingPointError: the message has the agent, the episode and the field.
     """
     for field, advice in fields.items():
+        # One look at all numbers; which row it was is only asked if one is not finite
         values = [(row, torch.as_tensor(its)) for row in rows if (its := getattr(row, field)) is not None]
         if not values or torch.cat([its.reshape(-1) for _, its in values]).isfinite().all():
             continue

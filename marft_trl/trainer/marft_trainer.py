@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from ..agents import AgentSpec, check_team
-from ..config.dataset_checks import check_datasets
 from ..config.marft_config import MARFTConfig
 from ..config.sampling import Sampling
 from ..config.team_setup import TeamSetup
@@ -29,7 +28,7 @@ from ..metrics.evaluation import EvalMetric, check_eval_metrics, check_reference
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
-from ..rollout.reward_checks import check_rewards, check_turn_rewards, checked_reward
+from ..rollout.reward_checks import checked_reward
 from ..rollout.views import View, team_view
 from ..rules.levels import level_of
 from ..rules.rows import Slice
@@ -54,7 +53,7 @@ from ..weights.adapters import add_adapters
 from ..weights.manifest import TeamManifest
 from ..weights.policies import Policies
 from ..weights.references import SyncReferences
-from ..workflows import EnvironmentLoop, Workflow
+from ..workflows import Workflow
 from ..workflows.anonymity import alias_names, anonymity
 from . import setup
 from .parts import UserCode, assemble
@@ -154,32 +153,31 @@ class MARFTTrainer(GRPOTrainer):
         anonymous: bool | str = False,
     ):
         args = setup.as_marft_config(args, model)
+        # Before anything is loaded: what can be known to be wrong is said at once, not after minutes
         warn_of_newer_versions()
         setup.refuse_unsupported(args, rollout_func=rollout_func)
         self.agents = setup.with_tools(check_team(agents), tools)
         self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
         self.anonymous = anonymity(anonymous)
-        self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
+        self.agents = setup.prompted(
+            self.agents, self.workflow, self.anonymous
+        )  # after the workflow, whose they may be
         eval_metrics = check_eval_metrics(eval_metrics)
-        if train_dataset is None and isinstance(self.workflow, EnvironmentLoop):
-            train_dataset = setup.placeholder_prompts(args)
-        setup.check_best_metric(args, eval_dataset)
-        setup.check_column(args, self.workflow, train_dataset, eval_dataset)
-        check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
-        reward_funcs = setup.team_reward_funcs(reward_funcs, args, self.workflow)
-        check_rewards(reward_funcs, train_dataset, eval_dataset)
-        setup.check_stream(args, train_dataset)
-        turn_rewards = setup.turn_reward_funcs(args, self.agents, self.workflow)
-        check_turn_rewards(turn_rewards, train_dataset)
+        train_dataset = setup.dataset_of(args, self.workflow, train_dataset, eval_dataset)
+        reward_funcs, turn_rewards = setup.rewards_of(
+            args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
+        )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
 
         set_seed(args.seed)  # adapters start at random
+        # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = setup.load_base(model, args, quantization_config)
         processing_class = setup.load_tokenizer(processing_class, base, args)
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents)
         setup.check_learning(args, self.policies, base)
         sharding.check_team(args, self.policies.has_adapters)
+        # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = level_of(args)
         schedule = Schedule.of(args, self.policies.trained_in_order)
         self.critic = setup.make_critic(
@@ -187,6 +185,7 @@ class MARFTTrainer(GRPOTrainer):
         )
         self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
         policy, failures = OnFailure.of(args), Failures()
+        # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)
         with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio):
             super().__init__(
@@ -200,21 +199,24 @@ class MARFTTrainer(GRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        self.args: MARFTConfig = args
+        self.args: MARFTConfig = args  # TRL has typed it as its own
         setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_parent(self, args.beta, level.ratio)
         sharding.keep_adapters_whole(self, self.policies)
+        # What adapters are now is what the KL is measured from
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         aliases = alias_names(self.agents) if self.anonymous else {}
         samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
-        who = self.agents, self.workflow, self.policies, self.critic
-        team = TeamSetup(*who, level, samplings, aliases, self.anonymous)
+        who = (self.agents, self.workflow, self.policies, self.critic, level)
+        team = TeamSetup(*who, samplings, aliases, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
         self.parts = assemble(self, args, team, self.schedule, code, engine)
+        # Processes help one another with passes, so they have to know the parts of the trainer
         sharding.keep_in_step(self, self.parts.processes)
+        # In this order: what a step has shown, what is undone, and then what is saved
         for callback in filter(None, (self.parts.health, self.parts.collapse, self.parts.run)):
             self.add_callback(callback)
 
@@ -263,6 +265,7 @@ class MARFTTrainer(GRPOTrainer):
     # ---- A step of training, in its order (checked against TRL 1.16 and transformers 5.23) ----
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> Slice:
+        # One generation batch serves several micro-steps; each gets its slice
         state = self.parts.state
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
@@ -278,6 +281,7 @@ class MARFTTrainer(GRPOTrainer):
         return self.parts.experience.for_training(inputs)
 
     def training_step(self, model: nn.Module, inputs, num_items_in_batch=None) -> torch.Tensor:
+        # Gradients are reduced by adapter afterwards, because processes have rows of different agents
         with self.parts.updates.micro_step(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.parts.loss.end_step(self.accelerator.sync_gradients)
@@ -285,6 +289,7 @@ class MARFTTrainer(GRPOTrainer):
         return loss
 
     def compute_loss(self, model, inputs: Slice, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:
+        # The Trainer asks for outputs in `prediction_step`, which is overridden
         if return_outputs:
             raise ValueError("MARFTTrainer does not support returning outputs.")
         self.schedule.check(self.args)

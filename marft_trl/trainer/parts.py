@@ -179,11 +179,14 @@ def assemble(
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
     metrics = Metrics(state.metrics, lambda: state.is_training)
     run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
+    # In the order in which they need one another; nothing is set afterwards
     scoring = _scoring_parts(trainer, team, run, schedule)
     acting = _acting_parts(trainer, team, run, code, scoring, engine)
     rolling = _rollout_parts(trainer, team, run, schedule, code, acting)
     learning = _learning_parts(trainer, team, run, schedule, scoring, acting, rolling)
+    # Reports come last, because they watch what the other parts have
     telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
+    # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
     collapse = _collapse(team, run, rolling.rollouts, telling.reporter, best, acting.copies)
     sampling = None
@@ -211,6 +214,7 @@ def assemble(
         "runner": acting.runner,
         "reporter": telling.reporter,
     }
+    # By name, in the order in which they were written before: checkpoints of earlier versions are read by it
     stateful = {name: owner for name, owner in owners.items() if owner is not None}
     template = trainer.chat_template or trainer.processing_class.chat_template
     revision = (args.model_init_kwargs or {}).get("revision")
@@ -262,6 +266,7 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
     args, accelerator, policies = run.args, trainer.accelerator, team.policies
     model = accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if policies.has_adapters else model
+    # Before anything is scored: the head is compared with the model's own once
     temperature = ScoringTemperature(
         [base] if trainer.ref_model is None else [base, trainer.ref_model],
         [sampling.temperature for sampling in team.samplings.values()],
@@ -315,6 +320,7 @@ def _acting_parts(
     uses_tools = bool(team.workflow.functions) or any(agent.tools for agent in team.agents)
     if uses_tools:
         trainer.chat_template = preparing.prepare_tools(tokenizer, team.agents, team.workflow)
+    # Places of copies are filled now, so that the first batch has opponents
     copies = None
     if any(agent.copy_of is not None for agent in team.agents):
         copies = PastCopies(team.policies, team.agents)
@@ -336,6 +342,7 @@ def _acting_parts(
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
     randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
+    # Functions were wrapped to name the one that fails; their state is that of the users' own
     given = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
     users = UserState(setup.user_objects(given, code.turn_rewards, team.workflow, team.agents))
     generator = _generator(trainer, team, run, scoring, copies, engine)
@@ -358,6 +365,7 @@ def _generator(
 ) -> Generator:
     """What samples turns. A further generator gets its line here."""
     args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
+    # Settings that no agent has are those of an agent without any
     calls = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
     is_exact = passes.sample_what_they_score()
     if engine is None:
@@ -396,6 +404,7 @@ def _rollout_parts(
     trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule, code: UserCode, acting: _Acting
 ) -> _Rolling:
     args, rewards = run.args, TrlRewards(trainer)
+    # Whether agents learn from their own returns may be known with the first batch only
     own, reach = OwnReturns(args.returns, rewards, run.processes), RewardReach(team.trained)
     scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
     branches = uses_candidates(args) or CREDITS[args.credit].reruns
@@ -435,6 +444,7 @@ def _learning_parts(
     )
     learner = running = scale = None
     if team.critic is not None:
+        # The heads are no part of the base, so accelerate does not move them
         team.critic.heads.to(trainer.accelerator.device)
         scale = ValueScale(args.normalize_values, team.critic.parts, processes)
         learner = CriticLearner(team, run, schedule, scoring.batcher, acting.runner, scale)
@@ -528,6 +538,7 @@ def _collapse(
     copies: PastCopies | None,
 ) -> Collapse | None:
     def act(rows):
+        # A trial is no batch: neither its metrics nor what reward functions log may be averaged with others
         before = run.metrics.mark()
         with run.state.user_logs_aside():
             rollout = rollouts.run(rows, training=False, further=True)
@@ -545,6 +556,7 @@ def _collapse(
 
 def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    # Weights and both moments; a warning compares it with the room on the disk
     size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
     save = functools.partial(save_checkpoint_now, trainer)
     return Run(checkpoints, run.args, run.processes, save, checkpoint_size=lambda: size, clean_up=rollouts.close)

@@ -19,10 +19,11 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..config.checks import check_timeouts, completes_candidates, uses_candidates
-from ..config.dataset_checks import column_names, named_sets
+from ..config.dataset_checks import check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
+from ..rollout.reward_checks import check_rewards, check_turn_rewards
 from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS, Critic
 from ..rules.levels import Level
@@ -84,6 +85,7 @@ def load_base(
         keep_4bit_weights(model)
         _warn_of_generation_config(model, args)
         return model
+    # A copy: the arguments are saved with the run as the user gave them
     model_init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in model_init_kwargs:
@@ -183,6 +185,7 @@ def user_objects(
     for owner, functions in {"": reward_funcs, **turn_rewards}.items():
         for position, function in enumerate(functions):
             name = f"{owner}.reward_funcs[{position}]" if owner else f"reward_funcs[{position}]"
+            # Two methods of one object have one state
             objects[name] = getattr(function, "__self__", function)  # the object of a bound method
     for agent in agents:
         if agent.reply is not None:
@@ -223,6 +226,7 @@ def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Work
             "`workflow` and `environment_factory` were both passed. Pass "
             "`workflow=EnvironmentLoop(environment_factory, ...)` alone."
         )
+    # As in TRL, rows choose among several by a column
     if isinstance(environment_factory, Mapping):
         return ByColumn({name: EnvironmentLoop(one) for name, one in environment_factory.items()})
     return EnvironmentLoop(environment_factory)
@@ -245,6 +249,44 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
         )
 
 
+def dataset_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> Any:
+    """
+    The training set after all checks of the datasets, or placeholders where an environment owns the data.
+
+    Raises:
+        ValueError, TypeError: a dataset cannot be used, or does not go with the workflow.
+    """
+    if train_dataset is None and isinstance(workflow, EnvironmentLoop):
+        train_dataset = placeholder_prompts(args)
+    check_best_metric(args, eval_dataset)
+    check_column(args, workflow, train_dataset, eval_dataset)
+    check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+    check_stream(args, train_dataset)
+    return train_dataset
+
+
+def rewards_of(
+    args: MARFTConfig,
+    agents: Sequence[AgentSpec],
+    workflow: Workflow,
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> tuple[list, dict[str, tuple[Callable, ...]]]:
+    """
+    The reward functions of the team, and those of single turns by agent, after all checks: a column that a function
+    asks for has to be in the dataset.
+
+    Raises:
+        ValueError, TypeError: a function cannot be used, or nothing scores the team or an agent.
+    """
+    functions = team_reward_funcs(reward_funcs, args, workflow)
+    check_rewards(functions, train_dataset, eval_dataset)
+    of_turns = turn_reward_funcs(args, agents, workflow)
+    check_turn_rewards(of_turns, train_dataset)
+    return functions, of_turns
+
+
 def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
     """
     Check that `metric_for_best_model` names one of several evaluation sets.
@@ -257,6 +299,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
         return
     names = [f"{name}_" for name in eval_dataset]
     if not metric.removeprefix("eval_").startswith(tuple(names)):
+        # With several sets, the Trainer looks for `eval_<set>_<name>`
         own = metric.removeprefix("eval_")
         raise ValueError(
             f"`metric_for_best_model={metric!r}` is no metric of the evaluation sets "
@@ -300,6 +343,7 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     if not isinstance(workflow, Workflow):
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
         raise TypeError(f"`workflow` must be a `Workflow`, got {workflow!r}.{hint}")
+    # Names that a workflow was made with may be misspelt; a run would find out in its first episode
     workflow.check([agent.name for agent in agents])
     if not any(agent.trainable for agent in agents):
         raise ValueError(
@@ -350,6 +394,7 @@ def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | N
         aliases = alias_names(agents)
         prompts = workflow.system_prompts([dataclasses.replace(agent, description=None) for agent in agents], aliases)
         return anonymize(agents, anonymous, prompts)
+    # An agent's own prompt goes before that of its role
     prompts = workflow.system_prompts(agents)
     return [
         dataclasses.replace(agent, system_prompt=prompts[agent.name])
@@ -398,6 +443,7 @@ def placeholder_prompts(args: MARFTConfig) -> Dataset:
             "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
             "`MARFTConfig(max_steps=...)`."
         )
+    # The environment gives the prompts, so any number of rows would do
     count = args.generation_batch_size // args.num_generations
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * count})
 
@@ -466,6 +512,7 @@ def make_critic(
     if kind is None:
         return None
     if peft_config is None:
+        # Layers and rank of a policy are known to fit the base
         peft_config = copy.deepcopy(model.peft_config[next(one.adapter for one in agents if one.has_policy)])
         peft_config.inference_mode = False
         if hasattr(peft_config, "init_lora_weights"):

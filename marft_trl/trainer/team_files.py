@@ -112,6 +112,7 @@ class TeamFiles:
         """Write the files of the team beside its weights, which are there already."""
         for write in self._writers(log_history).values():
             write(folder)
+        # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
             for name in self._policies.names if self._policies.has_adapters else []:
                 forget_local_base(folder / name)
@@ -162,6 +163,7 @@ class TeamFiles:
         Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files in
         the root of the checkpoint; adapters lie in folders.
         """
+        # The critic goes with them, because training may go on from what was pushed
         adapters = self._policies.names if self._policies.has_adapters else []
         parts = self._critic.parts if self._critic is not None else []
         for name in dict.fromkeys([*self._writers(), *adapters, *parts]):
