@@ -102,6 +102,7 @@ class Evaluations:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context manager around an evaluation: turns are sampled with its settings."""
+        # An evaluation that failed before its end has left its episodes behind
         self._reporter.begin_evaluation()
         kept = self._runner.options
         self._runner.options = {**kept, **decoding(self._sampling)}

@@ -159,9 +159,7 @@ class MARFTTrainer(GRPOTrainer):
         self.agents = setup.with_tools(check_team(agents), tools)
         self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
         self.anonymous = anonymity(anonymous)
-        self.agents = setup.prompted(
-            self.agents, self.workflow, self.anonymous
-        )  # after the workflow, whose they may be
+        self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
         train_dataset = setup.dataset_of(args, self.workflow, train_dataset, eval_dataset)
         reward_funcs, turn_rewards = setup.rewards_of(
@@ -179,11 +177,11 @@ class MARFTTrainer(GRPOTrainer):
         sharding.check_team(args, self.policies.has_adapters)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = level_of(args)
-        schedule = Schedule.of(args, self.policies.trained_in_order)
         self.critic = setup.make_critic(
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
-        self.schedule = schedule.with_critic(self.critic.parts if self.critic is not None else [])
+        parts = self.critic.parts if self.critic is not None else []
+        self.schedule = Schedule.of(args, self.policies.trained_in_order).with_critic(parts)
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)
@@ -208,10 +206,9 @@ class MARFTTrainer(GRPOTrainer):
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
-        aliases = alias_names(self.agents) if self.anonymous else {}
         samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
         who = (self.agents, self.workflow, self.policies, self.critic, level)
-        team = TeamSetup(*who, samplings, aliases, self.anonymous)
+        team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
         self.parts = assemble(self, args, team, self.schedule, code, engine)
         # Processes help one another with passes, so they have to know the parts of the trainer

@@ -184,7 +184,6 @@ def assemble(
     acting = _acting_parts(trainer, team, run, code, scoring, engine)
     rolling = _rollout_parts(trainer, team, run, schedule, code, acting)
     learning = _learning_parts(trainer, team, run, schedule, scoring, acting, rolling)
-    # Reports come last, because they watch what the other parts have
     telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
     # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
@@ -462,6 +461,7 @@ def _learning_parts(
     sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
     correction = None
     if args.use_vllm:
+        # A server in float32 has to agree closely; one in bfloat16 cannot
         tolerance = tolerance_of(args, scoring.passes.sample_what_they_score())
         correction = SamplingCorrection(run, tolerance, cast(VLLMGenerator, acting.runner.generator).staleness)
     return _Learning(estimator, learner, loss, sequential, correction, running, scale)

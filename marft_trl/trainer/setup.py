@@ -205,6 +205,7 @@ def tool_limits(args: MARFTConfig) -> ToolLimits:
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
     """Return the agents, with the trainer's `tools` for agents that have none of their own."""
+    # As in TRL, tools of the trainer are everybody's; an agent's own replace them
     general = as_tools(tools, "the trainer")
     return [
         dataclasses.replace(agent, tools=general) if general and agent.has_policy and not agent.tools else agent
