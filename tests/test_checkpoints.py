@@ -325,7 +325,7 @@ def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run
     """It says that they are there; its own checkpoints alone are resumed from."""
     trainer = trainer_in(run.path, small_model, [StopAt(1)])
     trainer.train()
-    assert "holds checkpoints of another run (checkpoint-2, checkpoint-3)" in caplog.text
+    assert "holds checkpoints of an earlier start (checkpoint-2, checkpoint-3)" in caplog.text
     again = trainer_in(run.path, small_model, [StopAt(2)])
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 1 and "checkpoint-3 belongs to another run" in caplog.text

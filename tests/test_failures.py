@@ -866,7 +866,11 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(heard, small_m
     whole.train()
     reward, callbacks = (Scores(2, kill), []) if moment == "reward" else (Scores(), [Do(1, on_optimizer_step=kill)])
     cut = trainer_in(tmp_path / "cut", small_model, callbacks, reward_funcs=reward)
-    with pytest.raises(RunInterrupted, match=rf"stopped by {name}; the state is saved in .*checkpoint-2") as raised:
+    # The words tell how this script goes on: it did not ask to resume, so starting it again would begin at step 1
+    said = (
+        rf"stopped by {name} after step 2. It is saved in .*checkpoint-2. Call `train\(resume_from_checkpoint=True\)`"
+    )
+    with pytest.raises(RunInterrupted, match=said) as raised:
         cut.train()
     assert raised.value.code == code and raised.value.signal == getattr(signal, name)
     assert signal.getsignal(getattr(signal, name)) == before
@@ -886,12 +890,20 @@ def test_a_second_interrupt_ends_at_once(heard, small_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_model, tmp_path):
+def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_model, tmp_path, capfd):
     reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer = trainer_in(tmp_path, small_model, reward_funcs=reward, settings={"save_strategy": "no"})
-    with pytest.raises(RunInterrupted, match="not saved"):
+    with pytest.raises(RunInterrupted, match=r"Nothing was saved .* a new start begins at step 1"):
         trainer.train()
     assert RunFolder(tmp_path).checkpoints() == []
+    assert "nothing is saved" in capfd.readouterr().err
+
+
+def test_a_script_that_resumes_by_itself_is_started_again(heard, small_model, tmp_path):
+    reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=reward)
+    with pytest.raises(RunInterrupted, match="Start the same command again to go on"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 # ---- Time limits of several processes ----

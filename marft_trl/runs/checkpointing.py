@@ -193,6 +193,11 @@ class Checkpoints:
         if self._remembered is not None and self._remembered["step"] == self._state.optimizer_step:
             self.remember()
 
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps so far."""
+        return self._state.optimizer_step
+
     def has_this_step(self) -> bool:
         """`True` on all processes if a checkpoint of the present step stands."""
         standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)

@@ -52,11 +52,15 @@ class Signals:
     Takes note of the signals that ask a process to end, instead of ending it. A second SIGINT (Ctrl+C) ends it at
     once.
 
+    Args:
+        saves (`bool`): whether a checkpoint will be saved, for the line that says what happens.
+
     Attributes:
         received (`int`): number of the first signal; 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
+        self._saves = saves
         self.received = 0
         self._before: dict[int, Any] = {}
 
@@ -82,7 +86,8 @@ class Signals:
             raise KeyboardInterrupt
         self.received = self.received or number
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: finishing the step, then saving a checkpoint and exiting.\n".encode())
+        then = "saving a checkpoint and exiting" if self._saves else "exiting; nothing is saved (`save_strategy='no'`)"
+        os.write(2, f"\n{name}: finishing the step, then {then}.\n".encode())
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -112,8 +117,8 @@ class Run(TrainerCallback):
     ):
         self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
         self._checkpoint_size, self._clean_up = checkpoint_size, clean_up
-        self._signals = Signals()
-        self._stopped_by = 0
+        self._signals = Signals(args.save_strategy != SaveStrategy.NO)
+        self._stopped_by, self._resumes = 0, False
 
     @property
     def _saves(self) -> bool:
@@ -127,7 +132,7 @@ class Run(TrainerCallback):
         Args:
             resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): as in `train`.
         """
-        self._stopped_by = 0
+        self._stopped_by, self._resumes = 0, bool(resume_from_checkpoint)
         folder = self._checkpoints.folder
         with contextlib.ExitStack() as stack:
             stack.callback(self._clean_up)
@@ -185,6 +190,15 @@ class Run(TrainerCallback):
             with contextlib.suppress(Exception):
                 error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
 
+    def _how_to_go_on(self, standing: Path | None) -> str:
+        if standing is None:
+            return (
+                "Nothing was saved (`save_strategy='no'`), so a new start begins at step 1. Set "
+                "`save_strategy='steps'` in a run that is to go on."
+            )
+        way = "Start the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
+        return f"It is saved in {standing}. {way} to go on from there."
+
     # ---- Called by the Trainer ----
 
     def is_over(self, state: TrainerState) -> bool:
@@ -223,8 +237,9 @@ class Run(TrainerCallback):
             if self._saves and not self._checkpoints.has_this_step():
                 self._save()  # an evaluation has decided against it
             standing = self._checkpoints.folder.standing() if self._args.should_save else None
-            saved = f"saved in {standing}" if standing else "not saved (`save_strategy='no'`)"
-            message = f"Training was stopped by {name}; the state is {saved}. Start the same command again to go on."
+            message = (
+                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(standing)}"
+            )
             if self._processes.is_main:
                 logger.warning(message)
             raise RunInterrupted(self._stopped_by, message)

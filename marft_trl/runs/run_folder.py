@@ -185,9 +185,9 @@ class RunFolder:
         others = [folder.name for folder in self.checkpoints()]
         if others and is_meant:
             logger.warning(
-                f"{self.path} holds checkpoints of another run ({', '.join(others)}). They are not resumed from, and "
-                "those of the same steps will be replaced. Use `train(resume_from_checkpoint=True)` to go on with a "
-                "run, or another `output_dir` to keep its checkpoints."
+                f"{self.path} holds checkpoints of an earlier start ({', '.join(others)}). Training begins at step 1 "
+                "and replaces those of the same steps. Use `train(resume_from_checkpoint=True)` to go on with them, "
+                "or another `output_dir` to keep them."
             )
         self.run = uuid.uuid4().hex
         self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
