@@ -13,8 +13,10 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 
 from marft_trl import AgentSpec
+from marft_trl.config.team_setup import RunContext
 from marft_trl.runs import collapse
 from marft_trl.runs.falls import Falls
+from marft_trl.seams.trl import TrlState
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
@@ -657,6 +659,46 @@ def test_metrics_of_an_undone_batch_are_left_out(model_folder, tmp_path, monkeyp
         trainer.parts.experience.for_training(rows)
         counts = found[-1].mark()
         assert counts["context/dropped_turns"] == counts["reward"] == generated - 1
+
+
+class Kept:
+    """[`BestAdapters`] of one adapter, without weights."""
+
+    adapters, restored = ["actor"], 0
+
+    def take(self):
+        pass
+
+    def restore(self, name):
+        self.restored += 1
+
+
+@pytest.mark.parametrize("was_restored", [True, False])
+def test_a_last_evaluation_a_little_below_the_best_counts_after_a_fall_alone(caplog, was_restored):
+    """A run that was restored once ends with its best adapters; another one may end where it is."""
+    state, best = SimpleNamespace(global_step=4, max_steps=8), Kept()
+    watch = collapse.Restoring(RunContext(None, None, None, None, None), lambda: 0.01, None, best, act=None)
+    watch._state = SimpleNamespace(optimizer_step=4)
+    watch.on_train_begin(None, state, None)
+    watch.on_evaluate(None, state, None, {"eval_reward": 0.7})
+    watch._has_restored, state.global_step = was_restored, 8
+    with caplog.at_level(logging.WARNING):
+        watch.on_evaluate(None, state, None, {"eval_reward": 0.68})  # within a tenth of the best
+    assert best.restored == int(was_restored) == len(caplog.messages)
+
+
+def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_path, monkeypatch):
+    """What was remembered of the step belongs to other weights."""
+    trainer = make(model_folder, tmp_path, max_steps=2, save_strategy="steps", save_steps=100)
+    checkpoints, saved = trainer.parts.checkpoints, []
+    monkeypatch.setattr(TrlState, "window", lambda self: None)  # there is one while training runs
+    checkpoints.folder.start()
+    checkpoints.best.take()
+    checkpoints.remember()
+    checkpoints.best.restore("actor")
+    assert not checkpoints.save_remembered(lambda: saved.append(True)) and not saved
+    checkpoints.remember()
+    assert checkpoints.save_remembered(lambda: saved.append(True)) and saved
 
 
 def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):

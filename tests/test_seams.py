@@ -198,6 +198,9 @@ def test_LossType_table_has_the_names_and_metrics_of_the_parent():
         for name in names:
             logged[name] += re.findall(r'_metrics\[mode\]\["((?:clip_ratio|cispo|vespo)[^"]*)"\]', branch)
     assert logged == {name: list(loss.metrics) for name, loss in LOSSES.items()}
+    divided = {name: branch for names, branch in named for name in names if "policy_loss = loss" in branch}
+    by_tokens = {name for name, its in divided.items() if "num_items_in_batch" in its or "/ mask.sum()" in its}
+    assert {name for name, loss in LOSSES.items() if not loss.by_rows} == by_tokens < set(divided)
 
 
 def test_every_entry_has_a_test_that_names_it():

@@ -243,6 +243,17 @@ def test_an_episode_ends_where_the_window_is_full():
     assert all(len(one.turns) == 2 and one.overflowed for one in episodes)
 
 
+def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypatch):
+    """All episodes are answered at once by a model that computes here; that takes as long as it takes."""
+    monkeypatch.setattr(collector, "_LATER", 0.05)
+
+    def answer(requests):
+        time.sleep(0.5)
+        return [request.completed("x") for request in requests]
+
+    assert len(collector.collect(Sequential(), ROWS[:2], SETTING, answer, patience=0.05)) == 2
+
+
 def test_recorded_episodes_are_run_again_in_streams():
     recorded = streamed(Branches())
 

@@ -219,6 +219,11 @@ def test_workflows_that_look_like_ready_made_ones_are_not_made_anew():
         rebuild({"class": "Debate", "agents": 3})
 
 
+def test_a_class_of_ones_own_takes_the_place_of_no_ready_made_one():
+    own = type("Debate", (Sequential,), {})
+    assert type(rebuild({"class": "Debate", "agents": ["a", "b"]})) is Debate is not own
+
+
 # ---- Bases and adapters of strangers ----
 
 
