@@ -51,19 +51,13 @@ class Run:
         self.draws, self.episodes, self.evaluated = draws, episodes, evaluated
         self.chance, self.now, self.acted = 0.5, 0.5, 0
         self.best, self.count, self.step = Adapters(count), count, 0
-        args = types.SimpleNamespace(on_collapse="restore")
-        self.watch = collapse.Collapse(
-            best=self.best,
-            policies=self,
-            act=self.act,
-            forget=lambda adapters, step: None,
-            error_of_evaluation=self.error,
-            group_size=lambda: 1,
-            step=lambda: self.step,
-            args=args,
+        run = types.SimpleNamespace(
             metrics=types.SimpleNamespace(add=lambda *one: None),
             processes=self,
+            settings=types.SimpleNamespace(group_size=lambda training: 1),
+            state=types.SimpleNamespace(optimizer_step=0),
         )
+        self.watch = collapse.Restoring(run, self.error, policies=self, best=self.best, act=self.act)
         self.watch.on_train_begin(None, None, None)
 
     def gather(self, items):

@@ -152,7 +152,7 @@ def test_a_shared_adapter_is_restored(taught_model, tmp_path):
 
 @pytest.mark.slow
 def test_a_fall_in_the_last_steps_is_not_left_behind(taught_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(collapse, "_ERRORS_BEFORE_TRIAL", 1.0)  # one batch is enough
+    monkeypatch.setattr(collapse.Restoring, "errors", 1.0)  # one batch is enough
     trainer = make(
         taught_model, tmp_path, spoil := Spoil(6, "actor"), max_steps=7, save_strategy="steps", save_steps=7
     )

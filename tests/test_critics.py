@@ -138,6 +138,18 @@ def partly_scored(completions, **kwargs):
     return [None if reward == 0 else reward for reward in rewards]
 
 
+def test_no_pass_is_kept_while_gradients_are_checkpointed(model_folder, tmp_path):
+    """The limit of a micro-batch is then one for layers that keep nothing."""
+    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "gradient_checkpointing": None})
+    with_values, asked = trainer.parts.critic.with_values, []
+    trainer.parts.critic.with_values = lambda rollout, rows, keep: asked.append(keep) or with_values(rollout, rows)
+    trainer.model.train()
+    for _ in range(2):
+        trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
+        trainer.accelerator.unwrap_model(trainer.model).gradient_checkpointing_enable({"use_reentrant": False})
+    assert asked == [True, False]
+
+
 def train_and_count(model_folder, tmp_path, settings, keeps=True, plants=False):
     """The weights after training, how many micro-batches of values were kept, and passes of the backbone."""
     settings = {**PPO, "gae_lambda": 0.9, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **settings}

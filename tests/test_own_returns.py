@@ -267,6 +267,13 @@ def test_running_baselines_by_hand():
     assert again.of(["a"]).equal(running.of(["a"]))
 
 
+def test_own_returns_by_the_setting_are_reported_also_of_a_workflow_that_earns_nothing(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"returns": "agent", "max_steps": 1})
+    trainer.train()
+    logs = {name for entry in trainer.state.log_history for name in entry}
+    assert {"agents/reasoner/return", "agents/actor/return"} <= logs
+
+
 def test_rae_compares_with_earlier_batches(model_folder, tmp_path):
     calls = run(
         model_folder, tmp_path, EnvironmentLoop(Duel), advantage="rae", num_generations=1, steps=2, learning_rate=0.0

@@ -19,6 +19,7 @@ from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.system.randomness import EpisodeRandomness
+from marft_trl.system.watchdog import TookTooLong
 from marft_trl.workflows import EnvironmentLoop, Graph, Sequential, UntilApproved
 
 from .helpers import add, echo
@@ -252,6 +253,22 @@ def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypat
         return [request.completed("x") for request in requests]
 
     assert len(collector.collect(Sequential(), ROWS[:2], SETTING, answer, patience=0.05)) == 2
+
+
+def test_a_workflow_that_blocks_in_a_notebook_is_an_error_and_not_the_end_of_the_process(monkeypatch):
+    """A loop runs already, so episodes run in another thread, where `time.sleep` cannot be interrupted."""
+    monkeypatch.setattr(collector, "_LATER", 0.05)
+
+    class Blocks(Workflow):
+        async def run(self, episode):
+            time.sleep(2)
+            await episode.turn("a")
+
+    async def cell():
+        collector.collect(Blocks(), ROWS[:1], SETTING, echo(), patience=0.1)
+
+    with pytest.raises(TookTooLong, match="blocks"):
+        asyncio.run(cell())
 
 
 def test_recorded_episodes_are_run_again_in_streams():

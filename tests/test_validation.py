@@ -384,6 +384,22 @@ def test_dictionaries_on_a_command_line():
     assert parsed.generation_kwargs == {"max_time": 9}
 
 
+def test_a_subclass_with_other_defaults_keeps_the_rules(tmp_path):
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Ours(MARFTConfig):
+        advantage: str = "gae"
+        critic: str | None = "shared"
+        learning_rate: float = 1e-4
+
+    assert Ours(str(tmp_path), gae_lambda=0.9, use_cpu=True).gae_lambda == 0.9
+    with pytest.raises(ValueError, match="`learning_rate` must be a finite number of at least 0"):
+        Ours(str(tmp_path), learning_rate=-1.0, use_cpu=True)
+    with pytest.raises(ValueError, match="`advantage` must be one of"):
+        Ours(str(tmp_path), advantage="gea", use_cpu=True)
+
+
 def test_every_new_field_is_documented_with_its_default():
     import dataclasses
 

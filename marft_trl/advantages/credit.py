@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -62,8 +63,8 @@ class CreditAssigner:
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
         episodes, rewards = rollout.episodes, rollout.own_rewards
         rule = CREDITS[credit]
-        if rule.reruns and self._alternatives is not None:
-            others = self._alternatives.counterfactual_rewards(episodes)
+        if rule.reruns:
+            others = cast(Alternatives, self._alternatives).counterfactual_rewards(episodes)
             pairs = zip(rewards, others, episodes, strict=True)
             return [functional.counterfactual_credit(self._by_turn(r, one), other) for r, other, one in pairs]
         # As rewards, or with a rule that scores turns, earned rewards stay with the turns that earned them

@@ -108,7 +108,10 @@ def documented(config: type) -> type:
 
 def rules_of(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
     """The rules of a class of settings; `inherited` has those of fields that were not declared by [`option`]."""
-    own = {item.name: item.rule for item in dataclasses.fields(config) if isinstance(item, Option)}
+    own: dict[str, Rule] = {}
+    for base in reversed(config.__mro__):  # a subclass that gives a setting another default keeps its rule
+        declared = vars(base).get("__dataclass_fields__", {}).values()
+        own |= {item.name: item.rule for item in declared if isinstance(item, Option)}
     return {**inherited, **own}
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from ..system.event_loop import STARTED, Around, Stepped, run_coroutine, surrounding
+from ..system.event_loop import STARTED, Around, Result, Stepped, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
 from .live import Ask, LiveEpisode, Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
@@ -161,10 +161,9 @@ def collect(
         return answer(requests)
 
     async def collected() -> list[Episode]:
-        async with unblocked(workflow, patience):
-            return await collecting(workflow, rows, setting, answered, reruns, patience, failures, together=True)
+        return await collecting(workflow, rows, setting, answered, reruns, patience, failures, together=True)
 
-    return run_coroutine(collected)
+    return run_unblocked(workflow, patience, collected)
 
 
 async def collecting(
@@ -211,6 +210,29 @@ async def collecting(
     return await collection.run([positions] if together else [[index] for index in positions])
 
 
+def run_unblocked(
+    workflow: Runs, patience: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
+) -> Result:
+    """
+    Run episodes to their end, from code that is not asynchronous.
+
+    The time limit of code that blocks is that of the calling thread. If a loop already runs there, as in a notebook,
+    the episodes run in another thread, in which nothing that blocks could be interrupted.
+
+    Args:
+        workflow ([`Workflow`]): the workflow.
+        patience (`float`, *optional*): seconds; `None` for no limit.
+        function (`Callable`): `await function()` runs the episodes.
+    """
+
+    async def limited() -> Result:
+        async with _limited_by(limit):
+            return await function()
+
+    with _time_limit(workflow, patience) as limit:
+        return run_coroutine(limited)
+
+
 @contextlib.asynccontextmanager
 async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[None]:
     """
@@ -220,16 +242,26 @@ async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[Non
         workflow ([`Workflow`]): the workflow.
         patience (`float`, *optional*): seconds; `None` for no limit.
     """
-    blocks = functools.partial(_blocks, workflow, patience)
-    with time_limit(None if patience is None else patience + _LATER, blocks) as limit:
-        before = _LIMIT.set(limit)
-        beats = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
-        try:
+    with _time_limit(workflow, patience) as limit:
+        async with _limited_by(limit):
             yield
-        finally:
-            _LIMIT.reset(before)
-            if beats is not None:
-                beats.cancel()
+
+
+def _time_limit(workflow: Runs, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
+    blocks = functools.partial(_blocks, workflow, patience)
+    return time_limit(None if patience is None else patience + _LATER, blocks)
+
+
+@contextlib.asynccontextmanager
+async def _limited_by(limit: TimeLimit | None) -> AsyncIterator[None]:
+    before = _LIMIT.set(limit)
+    beats = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
+    try:
+        yield
+    finally:
+        _LIMIT.reset(before)
+        if beats is not None:
+            beats.cancel()
 
 
 async def _heartbeat(limit: TimeLimit) -> None:

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from typing import Any, cast
 
 from ..agents import AgentSpec
-from ..episodes.collector import EpisodeError, Request, collecting, unblocked
+from ..episodes.collector import EpisodeError, Request, collecting, run_unblocked, unblocked
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
-from ..system.event_loop import Around, run_coroutine
+from ..system.event_loop import Around
 from ..system.randomness import EpisodeRandomness, UserRandomness, seed_of
 from ..system.user_state import UserState
 from ..weights.copies import PastCopies
@@ -157,11 +157,11 @@ class EpisodeRunner:
 
     def _run_here(self, rows, key, answer=None, reruns=None, failures=None) -> list[Episode]:
         async def collected() -> list[Episode]:
-            async with self.connected():
+            async with self._servers():
                 return await self.collect(rows, key, answer, reruns, failures)
 
         with self.randomness.theirs():
-            return run_coroutine(collected)
+            return run_unblocked(self._workflow, self._limits.patience, collected)
 
     # ---- Episodes in an event loop of the caller's ----
 
@@ -175,9 +175,11 @@ class EpisodeRunner:
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
-        servers = contextlib.nullcontext() if self._rehearses else self.generator.connected()
-        async with servers, unblocked(self._workflow, self._limits.patience):
+        async with self._servers(), unblocked(self._workflow, self._limits.patience):
             yield
+
+    def _servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        return contextlib.nullcontext() if self._rehearses else self.generator.connected()
 
     async def collect(
         self,

@@ -69,8 +69,9 @@ def fills_of(
     def values(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         if learner is None:
             return rows
+        may_keep = training and learner.may_keep_passes  # asked before `scoring` takes checkpointing back
         with log_probs.scoring():
-            return learner.with_values(rollout, rows, training and learner.may_keep_passes)
+            return learner.with_values(rollout, rows, may_keep)
 
     fills: list[Fill] = []
     if needs_old:

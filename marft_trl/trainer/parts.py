@@ -486,8 +486,8 @@ def _reporting_parts(
     learning: _Learning,
 ) -> _Telling:
     tokenizer, runner = trainer.processing_class, acting.runner
-    # Agents have returns of their own only where a workflow rewards them by name
-    has_games = team.workflow.earns or acting.copies is not None
+    # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
+    has_games = team.workflow.earns or acting.copies is not None or run.args.returns == "agent"
     games = GameMetrics(team, rolling.own, acting.copies) if has_games else None
     reporter = Reporter(team, run, rolling.rewards, tokenizer, acting.randomness, code.eval_metrics, code.vote, games)
     model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window
