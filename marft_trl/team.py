@@ -29,7 +29,7 @@ from .rollout.chat_template import ChatTemplate
 from .rollout.model_engine import ModelEngine
 from .rollout.prompts import PromptBuilder, is_plain
 from .rollout.runner import EpisodeRunner, Limits
-from .rollout.transformers_generator import TransformersGenerator
+from .rollout.transformers_generator import Decoding, TransformersGenerator
 from .rollout.turn_reader import TurnReader
 from .rollout.views import View, team_view
 from .seams.models import keep_4bit_weights
@@ -425,7 +425,7 @@ def _runner(
         show_reasoning=inference.show_reasoning,
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
-    generator = TransformersGenerator(engine, Policies(model, agents), samplings, share=share, records=False)
+    generator = TransformersGenerator(engine, Policies(model, agents), samplings, Decoding(share))
     reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
     limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
     return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)

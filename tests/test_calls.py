@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 
 from marft_trl import Workflow
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system import event_loop
 from marft_trl.workflows import EnvironmentLoop, together

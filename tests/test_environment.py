@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, LiveEpisode, joint_steps
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.live import Setting
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.views import said_by

@@ -17,7 +17,7 @@ from transformers import TrainerState
 from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.live import Setting
 from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.rollout import reward_scorer

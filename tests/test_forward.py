@@ -305,7 +305,7 @@ def test_sampled_log_probabilities_are_kept_only_where_scoring_gives_the_same(mo
     with monkeypatch.context() as change:  # as `tf32=True` sets it
         change.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         assert not passes.sample_what_they_score()
-    monkeypatch.setattr(passes._base, "is_quantized", True, raising=False)
+    monkeypatch.setattr(passes.base, "is_quantized", True, raising=False)
     assert not passes.sample_what_they_score()
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from marft_trl import AgentSpec, Team
 from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.reporting.games import GameMetrics, Played
 from marft_trl.tiny import tiny_dataset

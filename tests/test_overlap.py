@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from marft_trl import functional
 from marft_trl.config.team_setup import RunContext
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
 from marft_trl.learning.schedules import Schedule
 from marft_trl.rollout.failures import Failures

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from marft_trl import AgentSpec, Team
 from marft_trl.config.sampling import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
-from marft_trl.rollout.transformers_generator import TransformersGenerator
+from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
 from marft_trl.seams.trl import TrlEngine
 from marft_trl.team import _known_settings
 from marft_trl.tiny import tiny_tokenizer
@@ -50,8 +50,8 @@ def generator_with(trainer, stop):
     """A generator whose agent stops at these texts; log-probabilities are kept on the fast path."""
     sampling = Sampling.of(AgentSpec("solo", stop=stop, max_completion_length=LONGEST), trainer.args)
     engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
-    share = trainer.parts.passes.share
-    return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, share=share, records=share)
+    decoding = Decoding(trainer.parts.passes.share, records=True)
+    return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, decoding)
 
 
 @settings(max_examples=25)

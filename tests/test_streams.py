@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from marft_trl import Workflow
 from marft_trl.episodes import collector
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.live import Setting
 from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.episodes.rerun import Rerun

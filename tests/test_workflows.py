@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from marft_trl import Episode, Sequential, Workflow
-from marft_trl.episodes.collector import EpisodeError
+from marft_trl.episodes.guard import EpisodeError
 from marft_trl.reporting.transcripts import format_episode
 from marft_trl.workflows import rehearse
 

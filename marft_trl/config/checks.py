@@ -233,7 +233,7 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
             f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
-            "'group', 'agent' and 'turn'. Leave it out.",
+            f"{', '.join(repr(name) for name, one in BASELINES.items() if one.scales)}. Leave it out.",
         ),
         (
             rule.reruns and args.credit_kind == "rewards",

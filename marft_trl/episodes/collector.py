@@ -8,16 +8,16 @@ import contextlib
 import contextvars
 import functools
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from ..system.event_loop import STARTED, Around, Result, Stepped, run_coroutine, surrounding
+from ..system.event_loop import Around, Result, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
+from .guard import EpisodeError, Guard, Runs, Watch, brief
 from .live import Ask, LiveEpisode, Setting
-from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Turn
+from .records import Completion, EndOfEpisode, Episode, Seen, Turn
 from .rerun import Found, Rerun
 
 
@@ -37,13 +37,6 @@ _LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft
 _BEAT = 1.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
 _CLEAN_UP = 1.0
-
-
-class Runs(Protocol):
-    """Interface of a workflow that is run."""
-
-    async def run(self, episode: LiveEpisode) -> None:
-        """Run one episode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,20 +95,6 @@ class Request:
 # Answers requests, in order. An `EndOfEpisode` in place of a completion ends that episode.
 Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
 AsyncAnswer = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
-
-
-class EpisodeError(RuntimeError):
-    """
-    Raised if a workflow fails. The message contains the workflow, the episode and its prompt.
-
-    Args:
-        message (`str`): the message.
-        episode (`int`, *optional*): position of the episode in its batch.
-    """
-
-    def __init__(self, message: str, episode: int | None = None):
-        super().__init__(message)
-        self.episode = episode
 
 
 def collect(
@@ -202,10 +181,8 @@ async def collecting(
         with limit.paused() if limit is not None and together else contextlib.nullcontext():
             return await answer(requests)
 
-    def watch() -> _Watch:
-        return _Watch(workflow, patience, limit)
-
-    collection = _Collection(workflow, rows, setting, answered, reruns, failures, watch, around)
+    guard = Guard(workflow, patience, limit, failures, around)
+    collection = _Collection(rows, setting, answered, reruns, guard)
     positions = range(len(rows))
     return await collection.run([positions] if together else [[index] for index in positions])
 
@@ -284,21 +261,22 @@ class _Collection:
     Episodes that run at the same time.
 
     Args:
-        workflow ([`Workflow`]): the workflow.
         rows (`Sequence[dict]`): dataset rows.
         setting ([`Setting`]): the team.
         answer (`Callable`): turns requests into completions, in order; awaited.
         reruns (`Sequence[Rerun]`, *optional*): recorded episodes.
-        failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
-        watch (`Callable`): `watch()` makes a [`_Watch`].
-        around (`Callable`, *optional*): as in [`collecting`].
+        guard ([`Guard`]): runs the workflow.
     """
 
-    def __init__(self, workflow, rows, setting, answer: AsyncAnswer, reruns, failures, watch, around=None):
-        self._around: Callable[[int], Around] | None = around
-        self._workflow, self._answer, self._reruns = workflow, answer, reruns
-        self._failures: dict[int, EpisodeError] | None = failures
-        self._make_watch: Callable[[], _Watch] = watch
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        setting: Setting,
+        answer: AsyncAnswer,
+        reruns: Sequence[Rerun] | None,
+        guard: Guard,
+    ):
+        self._answer, self._reruns, self._guard = answer, reruns, guard
         self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
         self._scripts = setting.scripts
         copies = [one.copies for one in reruns] if reruns is not None else [None] * len(rows)
@@ -342,12 +320,12 @@ class _Collection:
         is_over = asyncio.Event()
         # For good: other batches of this loop may go on when this one has ended
         asyncio.get_running_loop().set_task_factory(surrounding)
-        self._tasks = [asyncio.ensure_future(self._surrounded(one, is_over)) for one in self._episodes]
+        self._tasks = [asyncio.ensure_future(self._guard.run(one, is_over)) for one in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
             await _all_or_first_error(drivers)
             for index, task in enumerate(self._tasks):
-                if self._failures is None or index not in self._failures:
+                if index not in self._guard.failed:
                     task.result()
         finally:
             is_over.set()
@@ -359,7 +337,7 @@ class _Collection:
             for task in tasks:
                 _ = task.cancelled() or (task.done() and task.exception())  # else asyncio logs it
         self._check_tasks()
-        failed = self._failures or {}
+        failed = self._guard.failed
         return [
             Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
             for index, one in enumerate(self._episodes)
@@ -367,17 +345,15 @@ class _Collection:
 
     def _check_tasks(self) -> None:
         """What tasks did that users' code has started, and that nobody has waited for."""
-        name = type(self._workflow).__name__
+        name = self._guard.name
         for episode in self._episodes:
             if episode.num_late:
                 error = EpisodeError(
                     f"A task that the workflow `{name}` started asked for {episode.num_late} turns after episode "
-                    f"{episode.index} had ended, on the prompt {_brief(episode.prompt)}. Await the task in `run`.",
+                    f"{episode.index} had ended, on the prompt {brief(episode.prompt)}. Await the task in `run`.",
                     episode.index,
                 )
-                if self._failures is None:
-                    raise error
-                self._failures.setdefault(episode.index, error)
+                self._guard.note(error)
         ended = [episode for episode in self._episodes if not episode.overflowed]
         for what in sorted({what for episode in ended for task, what in episode.started if not task.done()}):
             _say_once(
@@ -385,29 +361,20 @@ class _Collection:
                 "`run`: what it does later does not count."
             )
 
-    def _surrounded(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
-        coroutine = _run_one(self._workflow, episode, is_over)
-        if self._around is None:
-            return coroutine
-        episode.around = self._around(episode.index)
-        return Stepped(coroutine, episode.around)
-
     async def _drive(self, group: Sequence[int]) -> None:
-        watch = self._make_watch()
+        watch = self._guard.watch()
         while not all(self._tasks[index].done() for index in group):
             try:
                 await self._settle(group, watch)
             except EpisodeError as error:  # an episode hangs
-                if self._failures is None or error.episode is None:
-                    raise
-                self._failures[error.episode] = error
-                self._tasks[error.episode].cancel()
+                self._guard.note(error, replace=True)
+                self._tasks[cast(int, error.episode)].cancel()
             for index in group:
                 if _has_failed(task := self._tasks[index]):
-                    if self._failures is None:
+                    if not isinstance(failed := task.exception(), EpisodeError):
                         task.result()  # raises
                     else:
-                        self._failures.setdefault(index, cast(EpisodeError, task.exception()))
+                        self._guard.note(failed)
             await self._answer_all(self._take(group))
 
     def _take(self, group: Sequence[int]) -> list[Request]:
@@ -420,7 +387,7 @@ class _Collection:
             self._waiting[index].clear()
         return batch
 
-    async def _settle(self, group: Sequence[int], watch: _Watch) -> None:
+    async def _settle(self, group: Sequence[int], watch: Watch) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
         quiet, pause = 0, _SHORTEST_PAUSE
         watch.begin()
@@ -437,7 +404,7 @@ class _Collection:
                 for index in group
                 if not self._tasks[index].done() and (self._episodes[index].busy or not self._waiting[index])
             ]
-            fails = self._failures is None and any(_has_failed(self._tasks[index]) for index in group)
+            fails = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
             if not elsewhere or fails:
                 return
             watch.look(self._episodes, elsewhere)
@@ -464,7 +431,7 @@ class _Collection:
         asked = [request for request, known in zip(batch, found, strict=True) if known is None]
         answers = iter(await self._answer(asked)) if asked else iter(())
         for request, known in zip(batch, found, strict=True):
-            if known is None:
+            if known is None or self._reruns is None:
                 completion = next(answers)
             else:
                 rerun = self._reruns[request.episode.index]
@@ -492,109 +459,6 @@ def _has_failed(task: asyncio.Task) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
-async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
-    STARTED.set(episode.started)
-    try:
-        await _unwrapped(workflow.run(episode))
-    except EndOfEpisode as end:
-        episode.overflowed = True  # parallel branches may be left where they are
-        if not episode.turns:
-            raise EpisodeError(
-                f"Episode {episode.index} cannot begin, on the prompt {_brief(episode.prompt)}: {end}", episode.index
-            ) from None
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled by `_collect`
-            raise
-        raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: {type(error).__name__}: {error}",
-            episode.index,
-        ) from error
-    finally:
-        episode.has_ended = True
-    if not episode.overflowed and (count := await episode.forgotten()) > 0:
-        raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
-            f"not wait for, on the prompt {_brief(episode.prompt)}. Write `await episode.turn(...)`.",
-            episode.index,
-        )
-    if not episode.turns:
-        raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
-            f"{_brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
-            episode.index,
-        )
-
-
-async def _unwrapped(run: Coroutine[Any, Any, None]) -> None:
-    """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
-    try:
-        await run
-    except BaseExceptionGroup as group:
-        ended, others = group.split(EndOfEpisode)
-        end: BaseException | None = ended
-        while isinstance(end, BaseExceptionGroup):
-            end = end.exceptions[0]
-        raise group if end is None or others is not None else end from None
-
-
-class _Watch:
-    """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
-
-    def __init__(self, workflow: Runs, patience: float | None, limit: TimeLimit | None):
-        self._workflow, self._limit = workflow, limit
-        self._patience = patience
-        # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
-        self._since: dict[Any, float] = {}
-
-    def begin(self) -> None:
-        self._since.clear()  # the time of generation does not count
-        if self._limit is not None:
-            self._limit.restart()
-
-    def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
-        """
-        Check the episodes that wait for something other than a turn.
-
-        Args:
-            episodes (`Sequence[LiveEpisode]`): all episodes.
-            elsewhere (`Sequence[int]`): indices of the episodes that wait for something other than a turn.
-
-        Raises:
-            EpisodeError: an episode has waited for too long.
-        """
-        if self._limit is not None:
-            self._limit.restart()  # the event loop is not blocked
-        if self._patience is None:
-            return
-        now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
-        found: dict[Any, tuple[LiveEpisode, str, float]] = {}
-        for episode in (episodes[index] for index in elsewhere):
-            for call in episode.calling:
-                found[call] = episode, f"`{call.name}`", self._patience
-            if not episode.busy and not episode.calling:
-                what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
-                # The first limit restarts whenever a call of any episode returns, since this episode may queue for a
-                # call of its own. The second limit bounds the whole wait.
-                found[state, answered] = episode, what, self._patience
-                found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
-        self._since = {awaited: self._since.get(awaited, now) for awaited in found}
-        for awaited, (episode, what, patience) in found.items():
-            if now - self._since[awaited] > patience:
-                raise EpisodeError(
-                    f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                    f"{len(episode.turns)} turns, on the prompt {_brief(episode.prompt)}: it has waited for "
-                    f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
-                    "a larger `workflow_timeout`.",
-                    episode.index,
-                )
-
-
 @functools.cache
 def _say_once(text: str) -> None:
     logger.warning(text)
-
-
-def _brief(prompt: str | Messages, limit: int = 80) -> str:
-    text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from .collector import EpisodeError, Request, Runs, collect
+from .collector import Request, collect
+from .guard import EpisodeError, Runs
 from .live import Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen
 from .tools import ToolCall

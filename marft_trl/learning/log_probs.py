@@ -9,13 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedModel
-from trl.models.utils import disable_gradient_checkpointing
 
-from ..config.marft_config import MARFTConfig
 from ..config.team_setup import TeamSetup
 from ..rules.rows import MicroBatch, Row
 from ..seams.mixing import MixedLora
@@ -24,9 +19,8 @@ from ..shared_prefix import forward
 from ..system.processes import Processes
 from .batching import Collator
 from .micro_batcher import MicroBatcher
+from .passes import Passes
 
-
-logger = get_logger(__name__)
 
 # Makes of log-probabilities and entropies `(B, T)` those that TRL's loss is given
 Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -38,34 +32,25 @@ class LogProbs:
 
     Args:
         team ([`TeamSetup`]): the team as it is trained.
-        model (`nn.Module`): the model as it is trained.
-        reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.
         temperature ([`ScoringTemperature`]): switches the temperature of the LM head.
         plain (`Callable`): TRL's own pass, see [`trl_log_probs`].
-        passes ([`Passes`]): how rows go through the model.
+        passes ([`Passes`]): the model, and how rows go through it.
         batcher ([`MicroBatcher`]): cuts rows into micro-batches.
         collate ([`Collator`]): makes tensors of rows.
-        accelerator ([`~accelerate.Accelerator`]): precision, and the model without wrappers.
-        checkpointing_kwargs (`dict`, *optional*): settings of gradient checkpointing.
     """
 
     def __init__(
         self,
         team: TeamSetup,
-        model: nn.Module,
-        reference: PreTrainedModel | None,
         temperature: ScoringTemperature,
         plain: Callable[..., tuple[torch.Tensor, Any, Any]],
         passes: Passes,
         batcher: MicroBatcher,
         collate: Collator,
-        accelerator: Accelerator,
-        checkpointing_kwargs: dict[str, Any] | None,
     ):
-        self._model, self._reference, self._policies = model, reference, team.policies
-        self._samplings, self._temperature, self._plain = team.samplings, temperature, plain
+        self._policies, self._samplings = team.policies, team.samplings
+        self._temperature, self._plain = temperature, plain
         self._passes, self._batcher, self._collate = passes, batcher, collate
-        self._accelerator, self._checkpointing_kwargs = accelerator, checkpointing_kwargs
         self._transform: Transform | None = None
         self._agent: str | None = None  # whose adapter is active
         self._mixed: dict[str, torch.Tensor] | None = None  # hidden states of a pass of several agents
@@ -78,9 +63,10 @@ class LogProbs:
         self._temperature.switch_to(self._samplings[agent].temperature)
 
     @contextlib.contextmanager
-    def scoring(self) -> Iterator[None]:
+    def scoring(self, dropout: bool = True) -> Iterator[None]:
         """Context manager: nothing is kept for a backward pass, and gradients are not checkpointed."""
-        with torch.no_grad(), disable_gradient_checkpointing(self._model, self._checkpointing_kwargs):
+        apart = contextlib.nullcontext() if dropout else self._passes.without_dropout()
+        with torch.no_grad(), self._passes.without_checkpointing(), apart:
             yield
 
     # ---- Steps that fill rows ----
@@ -118,20 +104,10 @@ class LogProbs:
         """
         self.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
-        with self.scoring(), self.without_dropout(), speaker, self._accelerator.autocast():
-            base = self._base_of(self._model)
+        with self.scoring(dropout=False), speaker, self._passes.autocast():
+            base = self._passes.base
             logits = base(input_ids=torch.tensor([list(ids)], device=base.device)).logits[0, -1].float()
         return torch.log_softmax(logits, dim=-1)
-
-    @contextlib.contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Context manager: the model is in evaluation mode."""
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            yield
-        finally:
-            self._model.train(was_training)
 
     def of_policy(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probabilities `(L,)` of rows under the present policies."""
@@ -147,10 +123,10 @@ class LogProbs:
             ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
             mask = torch.cat([tensors["prompt_mask"], tensors["completion_attention"]], dim=1)
             self.activate(batch.agent)
-            model = self._model
+            model = self._passes.model
             speaker: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if by_reference and self._reference is not None:
-                model = self._reference
+            if by_reference and self._passes.reference is not None:
+                model = self._passes.reference
             elif by_reference:
                 speaker = self._policies.reference(batch.agent)
             width = tensors["completion_ids"].size(1)
@@ -173,8 +149,8 @@ class LogProbs:
         rows = [row for batch in batches for row in batch.rows]
         prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
         adapters = forward.RowAdapters([row.adapter for row in rows], lora.use)
-        backbone = self._base_of(self._model).base_model
-        with lora.on(), self._accelerator.autocast():
+        backbone = self._passes.base.base_model
+        with lora.on(), self._passes.autocast():
             hidden = forward.hidden_states(backbone, prompts, completions, self._passes.share, adapters)
         parts = hidden.split([len(batch.rows) for batch in batches])
         self._mixed = {batch.agent: part for batch, part in zip(batches, parts, strict=True)}
@@ -217,10 +193,10 @@ class LogProbs:
             input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
             width (`int`): `T`, columns of the completions.
         """
-        base, is_there = self._base_of(model), attention_mask.bool()
+        base, is_there = self._passes.base_of(model), attention_mask.bool()
         prompts = [ids[its].tolist() for ids, its in zip(input_ids[:, :-width], is_there[:, :-width], strict=True)]
         completions = [ids[its].tolist() for ids, its in zip(input_ids[:, -width:], is_there[:, -width:], strict=True)]
-        with self._accelerator.autocast():
+        with self._passes.autocast():
             if self._mixed is None:
                 hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
             else:
@@ -234,11 +210,6 @@ class LogProbs:
         entropies = empty if entropies is None else empty.masked_scatter(is_there[:, -width:], entropies)
         return logps, entropies, hidden
 
-    def _base_of(self, model: nn.Module) -> PreTrainedModel:
-        """The language model under the wrappers of accelerate and PEFT."""
-        model = self._accelerator.unwrap_model(model)
-        return model if model is self._reference or not self._policies.has_adapters else model.get_base_model()
-
     # ---- Entropies ----
 
     def entropies(self, batch: MicroBatch) -> torch.Tensor:
@@ -248,11 +219,11 @@ class LogProbs:
         mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
         self.activate(batch.agent)
         width = tensors["completion_ids"].size(1)
-        with disable_gradient_checkpointing(self._model, self._checkpointing_kwargs):
+        with self._passes.without_checkpointing():
             if self._passes.give_positions:
-                _, entropies, _ = self._placed(self._model, ids, mask, width)
+                _, entropies, _ = self._placed(self._passes.model, ids, mask, width)
             else:
-                _, entropies, _ = self._plain(self._model, ids, mask, width, compute_entropy=True)
+                _, entropies, _ = self._plain(self._passes.model, ids, mask, width, compute_entropy=True)
         return entropies[tensors["completion_mask"].bool()].float()
 
     @torch.no_grad()
@@ -283,46 +254,3 @@ class LogProbs:
                 values = torch.tensor(everywhere, device=processes.device)
                 thresholds[agent] = torch.quantile(values, 1 - quantile)
         return thresholds
-
-
-class Passes:
-    """
-    How rows go through a model: whether they share what they have in common, and whether they are given positions.
-
-    Args:
-        base ([`~transformers.PreTrainedModel`]): the language model, without wrappers.
-        args ([`MARFTConfig`]): `share_prefixes`, gradient checkpointing.
-        accelerator ([`~accelerate.Accelerator`]): precision.
-        has_aux_loss (`bool`): whether the routers of a mixture of experts have a loss of their own.
-    """
-
-    def __init__(self, base: PreTrainedModel, args: MARFTConfig, accelerator: Accelerator, has_aux_loss: bool):
-        self._base, self._accelerator = base, accelerator
-        self.share = args.share_prefixes and self._can_share(args, has_aux_loss)
-        # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
-        with accelerator.autocast():
-            needs_positions = not self.share and forward.needs_positions(base)
-        self.give_positions = self.share or (needs_positions and not has_aux_loss)
-
-    def _can_share(self, args: MARFTConfig, has_aux_loss: bool) -> bool:
-        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        if reentrant and args.gradient_checkpointing is not False:
-            why: str | None = "reentrant checkpointing takes no gradient to keys and values that were computed before"
-        elif has_aux_loss:
-            why = "the routers' outputs of a mixture of experts are part of the loss"
-        else:
-            why = forward.why_not(self._base)
-        if why is not None:
-            logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
-        return why is None
-
-    def sample_what_they_score(self) -> bool:
-        """`True` if generation computes the same log-probabilities as scoring, in float32 and without dropout."""
-        base = self._base
-        settings = base.config.get_text_config().to_dict().items()
-        drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))
-        noisy = drops or any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
-        weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
-        precise = self._accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
-        exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
-        return precise and exact and not noisy

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedModel
-from trl.models.utils import disable_gradient_checkpointing
 
 from ..config.marft_config import MARFTConfig
 from ..rules.rows import MicroBatch, Row
 from ..weights.policies import Policies
 from .batching import micro_batches
 from .memory import ActivationCost, free_memory, head_size, measure_activations, optimizer_size, size_of
+from .passes import Passes
 
 
 logger = get_logger(__name__)
@@ -32,29 +30,22 @@ class MicroBatcher:
     Cuts rows into micro-batches that fit into the memory of the device.
 
     Args:
-        model (`nn.Module`): the model as it is trained.
-        base ([`~transformers.PreTrainedModel`]): its language model, without wrappers.
+        passes ([`Passes`]): the model, and how rows go through it.
         policies ([`Policies`]): switch adapters.
         args ([`MARFTConfig`]): limits of micro-batches, gradient checkpointing, the optimizer.
-        accelerator ([`~accelerate.Accelerator`]): device and precision.
-        share (`bool`): whether rows share what they have in common.
         trained (`Callable`): `trained()` returns the tensors that are trained.
         has_optimizer_state (`Callable`): `has_optimizer_state()` tells whether the optimizer has its memory already.
     """
 
     def __init__(
         self,
-        model: Any,
-        base: PreTrainedModel,
+        passes: Passes,
         policies: Policies,
         args: MARFTConfig,
-        accelerator: Accelerator,
-        share: bool,
         trained: Callable[[], Sequence[nn.Parameter]],
         has_optimizer_state: Callable[[], bool],
     ):
-        self._model, self._base, self._policies = model, base, policies
-        self._args, self._accelerator, self.share = args, accelerator, share
+        self._passes, self._policies, self._args, self.share = passes, policies, args, passes.share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
         self.cost: ActivationCost | None = None  # measured on the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
@@ -70,7 +61,7 @@ class MicroBatcher:
     @property
     def is_checkpointing(self) -> bool:
         """`True` if gradients are checkpointed."""
-        return bool(self._args.gradient_checkpointing) or self._model.is_gradient_checkpointing
+        return self._passes.is_checkpointing
 
     def fit(self, rows: Sequence[Row]) -> None:
         """
@@ -89,26 +80,26 @@ class MicroBatcher:
                 f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for what the "
                 "backward pass keeps: gradients are checkpointed from now on."
             )
-            self._checkpoint_gradients()
+            self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
             self.max_tokens = limit
 
     def measure(self, length: int) -> ActivationCost:
         """Cost of the tokens of rows of this length, measured on short rows."""
-        was_training = self._model.training
+        model, base, device = self._passes.model, self._passes.base, self._passes.device
+        was_training = model.training
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
-        self._base.train()
+        base.train()
         try:
             # Dropout must not move the random numbers that training goes on with
             with (
-                disable_gradient_checkpointing(self._model, self._args.gradient_checkpointing_kwargs),
-                self._accelerator.autocast(),
+                self._passes.without_checkpointing(),
+                self._passes.autocast(),
                 torch.random.fork_rng(),
             ):
-                room = free_memory(self._accelerator.device)
-                return measure_activations(self._base, length, self.share, room)
+                return measure_activations(base, length, self.share, free_memory(device))
         finally:
-            self._base.train(was_training)
+            base.train(was_training)
 
     def limits(self, longest: int, cost: ActivationCost, room: float) -> tuple[int, bool]:
         """
@@ -131,15 +122,7 @@ class MicroBatcher:
 
     def free_for_activations(self, scored: int) -> float:
         """Bytes that are free for activations when so many tokens are scored at once."""
-        device, vocabulary = self._accelerator.device, self._base.config.get_text_config().vocab_size
+        device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
         awaited = 0 if self._has_optimizer_state() else size_of(trained) + optimizer_size(trained, optim)
         return max(_FILLED * (free_memory(device) - awaited) - head_size(vocabulary, scored, device), 1.0)
-
-    def _checkpoint_gradients(self) -> None:
-        model = self._accelerator.unwrap_model(self._model)
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, **(self._args.gradient_checkpointing_kwargs or {})}
-        )
-        if self._policies.has_adapters:
-            model.enable_input_require_grads()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.checks import EPISODE_RETRIES
 from ..config.marft_config import MARFTConfig
-from ..episodes.collector import EpisodeError
+from ..episodes.guard import EpisodeError
 from ..episodes.records import Episode
 
 

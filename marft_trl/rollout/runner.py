@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from typing import Any, cast
 
 from ..agents import AgentSpec
-from ..episodes.collector import EpisodeError, Request, collecting, run_unblocked, unblocked
+from ..episodes.collector import Request, collecting, run_unblocked, unblocked
+from ..episodes.guard import EpisodeError
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode
 from ..episodes.rerun import Rerun

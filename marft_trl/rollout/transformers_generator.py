@@ -35,6 +35,22 @@ class _Group(NamedTuple):
     copied: int | None
 
 
+class Decoding(NamedTuple):
+    """
+    How turns are decoded.
+
+    Args:
+        share (`bool`): whether to compute the common prefix of several observations only once.
+        records (`bool`): whether to record the log-probabilities of sampled tokens, where prefixes are shared.
+        mixed ([`MixedLora`], *optional*): lets a few rows of each of several agents with the same sampling settings be
+            decoded together.
+    """
+
+    share: bool
+    records: bool = False
+    mixed: MixedLora | None = None
+
+
 class Engine(Protocol):
     """Interface that [`TransformersGenerator`] calls `generate` through: [`TrlEngine`] or [`ModelEngine`]."""
 
@@ -71,14 +87,10 @@ class TransformersGenerator(Generator):
             Policies of the team, used to activate the agents' adapters.
         samplings (`Mapping[str, Sampling]`):
             Sampling settings of each agent.
-        share (`bool`):
-            Whether to compute the common prefix of several observations only once.
-        records (`bool`):
-            Whether to record the log-probabilities of sampled tokens.
+        decoding ([`Decoding`]):
+            How turns are decoded.
         past ([`PastCopies`], *optional*):
             Past copies that opponents act with.
-        mixed ([`MixedLora`], *optional*):
-            Lets a few rows of each of several agents with the same sampling settings be decoded together.
     """
 
     def __init__(
@@ -86,13 +98,11 @@ class TransformersGenerator(Generator):
         engine: Engine,
         policies: Policies,
         samplings: Mapping[str, Sampling],
-        share: bool,
-        records: bool,
+        decoding: Decoding,
         past: PastCopies | None = None,
-        mixed: MixedLora | None = None,
     ):
-        self._mixed = mixed
-        self._share, self.records, self._past = share, share and records, past
+        self._share, self._mixed, self._past = decoding.share, decoding.mixed, past
+        self.records = decoding.share and decoding.records
         self._engine = engine
         self._policies = policies
         self._samplings = samplings

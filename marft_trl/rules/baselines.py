@@ -97,7 +97,8 @@ class Baseline:
         takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
             Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
         state (`Callable`, *optional*):
-            `state(args)` makes the state of a baseline that remembers earlier batches, such as [`RunningBaselines`].
+            `state(args)` makes the state of a baseline that remembers earlier batches: [`RunningBaselines`], or a
+            class with its methods.
         reads (`tuple[str, ...]`, *optional*):
             Fields of the training arguments that it alone reads.
         by_episode (`Callable`, *optional*):

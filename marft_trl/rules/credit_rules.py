@@ -29,7 +29,8 @@ class CreditRule:
             `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards` tells
             whether the credit is a stream of rewards, which is summed, or the return of each turn.
         reruns (`bool`, *optional*, defaults to `False`):
-            Whether it subtracts the mean reward of re-runs in which the turn is another one.
+            Whether it subtracts the mean reward of re-runs in which the turn is another one. `share` is not called
+            then.
         removes (`bool`, *optional*, defaults to `False`):
             Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
         scores_turns (`bool`, *optional*, defaults to `False`):

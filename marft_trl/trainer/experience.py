@@ -56,7 +56,7 @@ def fills_of(
     def old_and_weights(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         if not training or correction is None:
             return rows
-        with log_probs.scoring(), log_probs.without_dropout():  # as on a server
+        with log_probs.scoring(dropout=False):  # as on a server
             rows = log_probs.with_old(rows)
         return correction.corrected(rows)
 

@@ -23,10 +23,11 @@ from ..config.unused import warn_of_unused
 from ..learning.adapter_updates import AdapterUpdates
 from ..learning.batching import Collator
 from ..learning.critic_learner import CriticLearner
-from ..learning.log_probs import LogProbs, Passes
+from ..learning.log_probs import LogProbs
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.mixing import MixedPasses
+from ..learning.passes import Passes
 from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
 from ..learning.value_scale import ValueScale
@@ -48,7 +49,7 @@ from ..rollout.reach import RewardReach
 from ..rollout.reward_scorer import RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner, Limits
-from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
 from ..rollout.views import View
 from ..rules.baselines import BASELINES
@@ -273,7 +274,8 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
         head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
     )
     check_fused_head(base, trainer.temperature)
-    passes = Passes(base, args, accelerator, trainer.aux_loss_enabled)
+    has_aux_loss = trainer.aux_loss_enabled
+    passes = Passes(trainer.model, policies.has_adapters, args, accelerator, trainer.ref_model, has_aux_loss)
     warn_of_unused(args, passes.share)
     updates = AdapterUpdates(team, run, accelerator)
 
@@ -283,14 +285,9 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
     def has_optimizer_state():
         return trainer.optimizer is not None and bool(trainer.optimizer.state)
 
-    batcher = MicroBatcher(
-        trainer.model, base, policies, args, accelerator, passes.share, trained, has_optimizer_state
-    )
+    batcher = MicroBatcher(passes, policies, args, trained, has_optimizer_state)
     collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
-    plain, reference, checkpointing = trl_log_probs(trainer), trainer.ref_model, args.gradient_checkpointing_kwargs
-    log_probs = LogProbs(
-        team, trainer.model, reference, temperature, plain, passes, batcher, collate, accelerator, checkpointing
-    )
+    log_probs = LogProbs(team, temperature, trl_log_probs(trainer), passes, batcher, collate)
     # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
     needs_old = args.gradient_accumulation_steps % schedule.generate_every != 0
     needs_old &= args.use_policy_ratio or args.update_order == "sequential"
@@ -362,7 +359,10 @@ def _generator(
     copies: PastCopies | None,
     engine: Engine | None,
 ) -> Generator:
-    """What samples turns. A further generator gets its line here."""
+    """
+    What samples turns. A further generator gets its line here. One whose log-probabilities differ from those of
+    scoring also sets `needs_old` and needs a [`SamplingCorrection`], as vLLM does.
+    """
     args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
     # Settings that no agent has are those of an agent without any
     calls = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
@@ -371,7 +371,8 @@ def _generator(
         may_mix = args.mixed_passes is not False and not run.processes.have_shards and passes.share
         mixed = MixedLora(model) if may_mix and MixedLora.why_not(model, team.policies.names) is None else None
         records = scoring.needs_old and is_exact
-        return TransformersGenerator(calls, team.policies, team.samplings, passes.share, records, copies, mixed)
+        decoding = Decoding(passes.share, records, mixed)
+        return TransformersGenerator(calls, team.policies, team.samplings, decoding, copies)
     return make_vllm_generator(
         team,
         run,

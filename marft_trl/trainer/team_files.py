@@ -163,7 +163,7 @@ class TeamFiles:
         Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files in
         the root of the checkpoint; adapters lie in folders.
         """
-        # The critic goes with them, because training may go on from what was pushed
+        # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
         adapters = self._policies.names if self._policies.has_adapters else []
         parts = self._critic.parts if self._critic is not None else []
         for name in dict.fromkeys([*self._writers(), *adapters, *parts]):

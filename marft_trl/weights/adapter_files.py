@@ -26,7 +26,16 @@ from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 # Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
-_NOT_NEEDED = ("checkpoint-*/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin")
+_NOT_NEEDED = (
+    "checkpoint-*/*",
+    "last-checkpoint/*",
+    "completions/*",
+    "runs/*",
+    "_critic*/*",
+    "*.pt",
+    "*.pth",
+    "*.bin",
+)
 # Tensors that a LoRA file may hold: the two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
 _LORA_KEY = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"

@@ -1,0 +1,197 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Users' workflows on one episode each: errors that name the episode, and episodes that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..system.event_loop import STARTED, Around, Stepped
+from ..system.watchdog import TimeLimit
+from .live import LiveEpisode
+from .records import EndOfEpisode, Messages
+
+
+class Runs(Protocol):
+    """Interface of a workflow that is run."""
+
+    async def run(self, episode: LiveEpisode) -> None:
+        """Run one episode."""
+
+
+class EpisodeError(RuntimeError):
+    """
+    Raised if a workflow fails. The message contains the workflow, the episode and its prompt.
+
+    Args:
+        message (`str`): the message.
+        episode (`int`, *optional*): position of the episode in its batch.
+    """
+
+    def __init__(self, message: str, episode: int | None = None):
+        super().__init__(message)
+        self.episode = episode
+
+
+class Guard:
+    """
+    Runs a workflow, which is users' code, so that its errors name the episode.
+
+    Args:
+        workflow ([`Workflow`]): the workflow.
+        patience (`float`, *optional*): seconds that an episode may wait for what it calls; `None` for no limit.
+        limit (`TimeLimit`, *optional*): time limit of code that blocks.
+        failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
+        around (`Callable`, *optional*): as in [`collecting`].
+    """
+
+    def __init__(
+        self,
+        workflow: Runs,
+        patience: float | None,
+        limit: TimeLimit | None,
+        failures: dict[int, EpisodeError] | None,
+        around: Callable[[int], Around] | None,
+    ):
+        self._workflow, self._patience, self._limit = workflow, patience, limit
+        self._failures, self._around = failures, around
+        self.name = type(workflow).__name__
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether other episodes go on when one has failed."""
+        return self._failures is not None
+
+    @property
+    def failed(self) -> Mapping[int, EpisodeError]:
+        """Errors by the positions of the episodes that failed."""
+        return self._failures or {}
+
+    def watch(self) -> Watch:
+        """Notices that episodes do not go on."""
+        return Watch(self._workflow, self._patience, self._limit)
+
+    def run(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
+        """The coroutine of an episode."""
+        coroutine = _run_one(self._workflow, episode, is_over)
+        if self._around is None:
+            return coroutine
+        episode.around = self._around(episode.index)
+        return Stepped(coroutine, episode.around)
+
+    def note(self, error: EpisodeError, replace: bool = False) -> None:
+        """
+        Take note of an episode's error, its first one unless `replace`.
+
+        Raises:
+            EpisodeError: an error ends all episodes, or it is that of none.
+        """
+        if self._failures is None or error.episode is None:
+            raise error
+        if replace or error.episode not in self._failures:
+            self._failures[error.episode] = error
+
+
+async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
+    STARTED.set(episode.started)
+    try:
+        await _unwrapped(workflow.run(episode))
+    except EndOfEpisode as end:
+        episode.overflowed = True  # parallel branches may be left where they are
+        if not episode.turns:
+            raise EpisodeError(
+                f"Episode {episode.index} cannot begin, on the prompt {brief(episode.prompt)}: {end}", episode.index
+            ) from None
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
+            raise
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
+            f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: {type(error).__name__}: {error}",
+            episode.index,
+        ) from error
+    finally:
+        episode.has_ended = True
+    if not episode.overflowed and (count := await episode.forgotten()) > 0:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
+            f"not wait for, on the prompt {brief(episode.prompt)}. Write `await episode.turn(...)`.",
+            episode.index,
+        )
+    if not episode.turns:
+        raise EpisodeError(
+            f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
+            f"{brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
+            episode.index,
+        )
+
+
+async def _unwrapped(run: Coroutine[Any, Any, None]) -> None:
+    """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
+    try:
+        await run
+    except BaseExceptionGroup as group:
+        ended, others = group.split(EndOfEpisode)
+        end: BaseException | None = ended
+        while isinstance(end, BaseExceptionGroup):
+            end = end.exceptions[0]
+        raise group if end is None or others is not None else end from None
+
+
+class Watch:
+    """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
+
+    def __init__(self, workflow: Runs, patience: float | None, limit: TimeLimit | None):
+        self._workflow, self._limit = workflow, limit
+        self._patience = patience
+        # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
+        self._since: dict[Any, float] = {}
+
+    def begin(self) -> None:
+        self._since.clear()  # the time of generation does not count
+        if self._limit is not None:
+            self._limit.restart()
+
+    def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
+        """
+        Check the episodes that wait for something other than a turn.
+
+        Args:
+            episodes (`Sequence[LiveEpisode]`): all episodes.
+            elsewhere (`Sequence[int]`): indices of the episodes that wait for something other than a turn.
+
+        Raises:
+            EpisodeError: an episode has waited for too long.
+        """
+        if self._limit is not None:
+            self._limit.restart()  # the event loop is not blocked
+        if self._patience is None:
+            return
+        now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
+        found: dict[Any, tuple[LiveEpisode, str, float]] = {}
+        for episode in (episodes[index] for index in elsewhere):
+            for call in episode.calling:
+                found[call] = episode, f"`{call.name}`", self._patience
+            if not episode.busy and not episode.calling:
+                what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
+                # The first limit restarts whenever a call of any episode returns, since this episode may queue for a
+                # call of its own. The second limit bounds the whole wait.
+                found[state, answered] = episode, what, self._patience
+                found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
+        self._since = {awaited: self._since.get(awaited, now) for awaited in found}
+        for awaited, (episode, what, patience) in found.items():
+            if now - self._since[awaited] > patience:
+                raise EpisodeError(
+                    f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                    f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: it has waited for "
+                    f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
+                    "a larger `workflow_timeout`.",
+                    episode.index,
+                )
+
+
+def brief(prompt: str | Messages, limit: int = 80) -> str:
+    text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -1,0 +1,128 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The model as rows go through it: shared prefixes, positions, precision, gradient checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import PreTrainedModel
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..config.marft_config import MARFTConfig
+from ..shared_prefix import forward
+
+
+logger = get_logger(__name__)
+
+
+class Passes:
+    """
+    How rows go through a model: whether they share what they have in common, whether they are given positions, and
+    what is kept for the backward pass.
+
+    Args:
+        model (`nn.Module`): the model as it is trained.
+        has_adapters (`bool`): whether it is a PEFT model.
+        args ([`MARFTConfig`]): `share_prefixes`, gradient checkpointing.
+        accelerator ([`~accelerate.Accelerator`]): device, precision, and the model without its wrappers.
+        reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.
+        has_aux_loss (`bool`, *optional*, defaults to `False`): whether the routers of a mixture of experts have a loss
+            of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        has_adapters: bool,
+        args: MARFTConfig,
+        accelerator: Accelerator,
+        reference: PreTrainedModel | None = None,
+        has_aux_loss: bool = False,
+    ):
+        self.model, self.reference, self._has_adapters = model, reference, has_adapters
+        self._args, self._accelerator = args, accelerator
+        base = self.base_of(model)
+        self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
+        # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
+        with self.autocast():
+            needs_positions = not self.share and forward.needs_positions(base)
+        self.give_positions = self.share or (needs_positions and not has_aux_loss)
+
+    def base_of(self, model: nn.Module) -> PreTrainedModel:
+        """The language model under the wrappers of accelerate and PEFT."""
+        model = self._accelerator.unwrap_model(model)
+        return model if model is self.reference or not self._has_adapters else model.get_base_model()
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The language model that is trained, without wrappers."""
+        return self.base_of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._accelerator.device
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: the precision of training."""
+        return self._accelerator.autocast()
+
+    # ---- What is kept for the backward pass ----
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """`True` if gradients are checkpointed."""
+        return bool(self._args.gradient_checkpointing) or bool(self.model.is_gradient_checkpointing)
+
+    def without_checkpointing(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: gradients are not checkpointed."""
+        return disable_gradient_checkpointing(self.model, self._args.gradient_checkpointing_kwargs)
+
+    def checkpoint_gradients(self) -> None:
+        """Checkpoint gradients from now on. Settings of the training arguments stay as they are."""
+        model = self._accelerator.unwrap_model(self.model)
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, **(self._args.gradient_checkpointing_kwargs or {})}
+        )
+        if self._has_adapters:
+            model.enable_input_require_grads()
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Context manager: the model is in evaluation mode."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    # ---- What the model can do ----
+
+    def _can_share(self, base: PreTrainedModel, has_aux_loss: bool) -> bool:
+        reentrant = (self._args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if reentrant and self._args.gradient_checkpointing is not False:
+            why: str | None = "reentrant checkpointing takes no gradient to keys and values that were computed before"
+        elif has_aux_loss:
+            why = "the routers' outputs of a mixture of experts are part of the loss"
+        else:
+            why = forward.why_not(base)
+        if why is not None:
+            logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
+        return why is None
+
+    def sample_what_they_score(self) -> bool:
+        """`True` if generation computes the same log-probabilities as scoring, in float32 and without dropout."""
+        base = self.base
+        settings = base.config.get_text_config().to_dict().items()
+        drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))
+        noisy = drops or any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+        weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
+        precise = self._accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
+        exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
+        return precise and exact and not noisy
