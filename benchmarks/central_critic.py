@@ -12,13 +12,13 @@ import tempfile
 import time
 import warnings
 
-from datasets import Dataset
-from peft import LoraConfig
-from transformers.utils import logging
-
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_model, tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers.utils import logging
 
 
 LAST = 5  # batches that the explained variance is a mean of

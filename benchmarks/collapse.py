@@ -26,16 +26,16 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.runs import collapse
+from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
+from marft_trl.workflows import Debate, Orchestrated, UntilApproved
+
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.runs import collapse
-from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
-from marft_trl.workflows import Debate, Orchestrated, UntilApproved
 
 
 WORDS = ("Say", "APPROVED", "bad", "boss", "left", "right", "solver", "critic", "one", "two", "three", "call", "done")

@@ -19,11 +19,11 @@ import logging
 import statistics
 import types
 
-import numpy as np
-import torch
-
 from marft_trl.runs import collapse
 from marft_trl.runs.falls import Falls
+
+import numpy as np
+import torch
 
 
 class Adapters:

@@ -34,13 +34,6 @@ import urllib.request
 import warnings
 from pathlib import Path
 
-import numpy as np
-import torch
-from peft import LoraConfig
-from transformers.utils import logging
-from vllm_server import Server, tiny_base
-from waiting_server import Engine
-
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
 from marft_trl.episodes.collector import collect, collecting
 from marft_trl.episodes.live import Setting
@@ -48,6 +41,13 @@ from marft_trl.servers.replicas import Replicas
 from marft_trl.servers.server import Order, VLLMServer
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from transformers.utils import logging
+from vllm_server import Server, tiny_base
+from waiting_server import Engine
 
 
 PEFT = LoraConfig(r=8, target_modules="all-linear")

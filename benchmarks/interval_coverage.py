@@ -11,9 +11,9 @@ width beside that of a normal interval with the true deviation.
 import argparse
 import itertools
 
-import numpy as np
-
 from marft_trl.metrics import interval
+
+import numpy as np
 
 
 MEANS, SAMPLES, QUESTIONS = (0.02, 0.05, 0.1, 0.5, 0.9, 0.95, 0.98), (1, 2, 4, 8), (30, 50, 100, 200, 300)

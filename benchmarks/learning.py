@@ -29,15 +29,15 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from peft import LoraConfig
-from transformers import PrinterCallback, set_seed
-from transformers.utils import logging
-
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.config.presets import PRESETS
 from marft_trl.metrics import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback, set_seed
+from transformers.utils import logging
 
 
 # Settings for this task, in addition to the preset. A LoRA on a tiny model needs a much larger learning rate than a

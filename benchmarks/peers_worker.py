@@ -10,15 +10,15 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.tiny import tiny_model, tiny_tokenizer
+from marft_trl.workflows import Workflow
+
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.tiny import tiny_model, tiny_tokenizer
-from marft_trl.workflows import Workflow
 
 
 ROLES = {"left": "Write the steps.", "right": "Write the answer."}

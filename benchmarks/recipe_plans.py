@@ -23,13 +23,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from marft_trl.config.checks import uses_candidates
 from marft_trl.learning.memory import ActivationCost, head_size, readable
 from marft_trl.reporting import plan
 from marft_trl.tasks import smollm2
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"

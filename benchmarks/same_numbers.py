@@ -105,10 +105,10 @@ def _difference(theirs: dict | None, mine: dict) -> str:
 
 def _work(tree: str, model: str, out: str, names: list[str]) -> None:
     """Train each configuration, and write down what it came to."""
-    import torch
-
     import marft_trl
     from marft_trl.tiny import tiny_model, tiny_tokenizer, warm_up
+
+    import torch
 
     assert Path(marft_trl.__file__).is_relative_to(tree), f"{marft_trl.__file__} is not in {tree}"
     torch.set_num_threads(1)
@@ -130,9 +130,9 @@ def _work(tree: str, model: str, out: str, names: list[str]) -> None:
 
 
 def _trained(model: str, name: str) -> dict:
-    from peft import LoraConfig
-
     from marft_trl import MARFTConfig, MARFTTrainer
+
+    from peft import LoraConfig
 
     settings = dict(RUNS[name])
     arguments = _arguments(settings.pop("with", None))

@@ -15,13 +15,13 @@ import time
 import warnings
 from pathlib import Path
 
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
+
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
 
 def reward(completions, **kwargs):

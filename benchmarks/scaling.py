@@ -49,13 +49,13 @@ LENGTHS = (4, 128)
 
 def team_step(job):
     """Return a function that runs a step and returns its CPU seconds per token and the memory after it, in bytes."""
-    from datasets import Dataset
-    from peers_worker import make_model, memory, messages, reward, settings
-    from peft import LoraConfig
-
     from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
     from marft_trl.tiny import tiny_tokenizer
     from marft_trl.workflows import Workflow
+
+    from datasets import Dataset
+    from peers_worker import make_model, memory, messages, reward, settings
+    from peft import LoraConfig
 
     class Turns(Workflow):
         async def run(self, episode):
@@ -102,11 +102,11 @@ def team_step(job):
 
 def ends_step(job):
     """Return a function that generates rows of given lengths and returns the CPU seconds per kept token."""
+    from marft_trl.shared_prefix.decoding import decode
+
     import torch
     from peers_worker import make_model
     from transformers import GenerationConfig, StoppingCriteria
-
-    from marft_trl.shared_prefix.decoding import decode
 
     kind, rows = job["ends"].removesuffix(" rows").split(", ")
     model, rows, (shortest, longest) = make_model(job).eval(), int(rows), LENGTHS

@@ -12,12 +12,12 @@ Times assume `--bandwidth` and `--flops`; nothing here has been measured on a GP
 import argparse
 import warnings
 
+from marft_trl.learning.memory import readable
+from marft_trl.seams.sharding import shard_sizes
+
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-from marft_trl.learning.memory import readable
-from marft_trl.seams.sharding import shard_sizes
 
 
 SHAPES = {

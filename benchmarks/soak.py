@@ -17,14 +17,14 @@ import time
 import warnings
 from pathlib import Path
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.workflows import Workflow
+
 import matplotlib
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
-from marft_trl.workflows import Workflow
 
 
 matplotlib.use("Agg")

@@ -18,14 +18,14 @@ import time
 import warnings
 from contextlib import contextmanager
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
+from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.workflows import Debate
+
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback
 from transformers.utils import logging
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
-from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
-from marft_trl.workflows import Debate
 
 
 class Steps:

@@ -20,12 +20,12 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from marft_trl.tiny import tiny_team_model
+
 import learning
 import torch
 from peft import LoraConfig
 from vllm_server import Server
-
-from marft_trl.tiny import tiny_team_model
 
 
 UNBOUNDED = {

@@ -15,15 +15,15 @@ import statistics
 import tempfile
 import warnings
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.tiny import questions, tiny_model, tiny_tokenizer
+
 import torch
 from datasets import Dataset
 from peers_worker import step
 from peft import LoraConfig
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.tiny import questions, tiny_model, tiny_tokenizer
 
 
 def reward(completions, **kwargs):

@@ -15,12 +15,12 @@ option. Options take precedence over the YAML file.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import ModelConfig, TrlParser, get_quantization_config
 from trl.rewards import accuracy_reward
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 
 
 REASONER = (

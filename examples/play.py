@@ -12,15 +12,15 @@ import argparse
 import random
 from pathlib import Path
 
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.reporting.curves import save_learning_curve
+from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
+
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import set_seed
 from transformers.utils import logging
 from worlds import WORLDS
-
-from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.reporting.curves import save_learning_curve
-from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 
 def taught_model(world, seed, steps=600):

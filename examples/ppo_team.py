@@ -15,12 +15,12 @@ import re
 import sys
 from dataclasses import dataclass, field
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import ModelConfig, TrlParser, get_quantization_config
 from trl.rewards import accuracy_reward
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 
 
 PLANNER = "You are the planner of a team. Write at most four numbered steps that solve the problem. Do not compute."

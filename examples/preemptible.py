@@ -12,12 +12,12 @@ import argparse
 import hashlib
 from pathlib import Path
 
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-
-from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 
 class Stricter:

@@ -13,16 +13,16 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.utils import logging
-
 from marft_trl import MARFTConfig, MARFTTrainer, load_adapters
 from marft_trl.metrics import team_exact_match
 from marft_trl.reporting.curves import save_learning_curve
 from marft_trl.reporting.transcripts import format_turns
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging
 
 
 def steps_are_right(answers, solution, turns, **columns):

@@ -18,16 +18,16 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-import torch
-from peft import LoraConfig
-from transformers.utils import is_matplotlib_available
-
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.report import Experiment, report
 from marft_trl.report.comparison import shown
 from marft_trl.report.pages import save_picture
 from marft_trl.rewards import math_answer
 from marft_trl.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
+
+import torch
+from peft import LoraConfig
+from transformers.utils import is_matplotlib_available
 
 
 # Families with easy settings, which a model of this size can learn in minutes

@@ -15,16 +15,16 @@ import random
 import re
 from pathlib import Path
 
-from datasets import Dataset
-from peft import LoraConfig
-from transformers import set_seed
-from transformers.utils import logging
-
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
 from marft_trl.reporting.curves import save_learning_curve
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import EnvironmentLoop
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import set_seed
+from transformers.utils import logging
 
 
 SLIPS = 0.75  # share of random moves among those that the tiny model is taught

@@ -12,11 +12,11 @@ import resource
 import warnings
 from pathlib import Path
 
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
+
 import pytest
 import torch
 from hypothesis import settings
-
-from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
 
 from .helpers import SIZES
 

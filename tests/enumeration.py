@@ -4,14 +4,14 @@ import itertools
 import random
 from dataclasses import replace
 
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from marft_trl import AgentSpec, Workflow
 from marft_trl.learning.schedules import Schedule
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_model
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from .helpers import by_hand, lora, team_trainer
 

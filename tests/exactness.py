@@ -6,13 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-
 from marft_trl import AgentSpec
 from marft_trl.runs.run_folder import RUN_NAME
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import Graph, Orchestrated, Sequential
+
+import torch
+from safetensors.torch import load_file
 
 from .helpers import StopAt, lora, team_trainer
 

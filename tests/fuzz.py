@@ -43,12 +43,12 @@ with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl.workflows import Orchestrated, Sequential, rebuild
     from marft_trl.workflows.orchestrated import parse_route
 
-import yaml  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-
 from marft_trl.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.test_speakers import SPEAKER  # noqa: E402
 from tests.tokenizers_and_templates import tokenizer_of  # noqa: E402
+
+import yaml  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))

@@ -4,10 +4,6 @@ import itertools
 import statistics
 import time
 
-import pytest
-from peft import LoraConfig
-from transformers import TrainerCallback
-
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
 from marft_trl.episodes.live import Setting
@@ -15,6 +11,10 @@ from marft_trl.episodes.tools import ToolLimits
 from marft_trl.rollout.generator import Observed
 from marft_trl.system.event_loop import finished
 from marft_trl.tiny import tiny_agents, tiny_dataset
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainerCallback
 
 
 # Of the model that most tests train

@@ -3,11 +3,11 @@
 import random
 from collections import defaultdict
 
-import torch
-
 from marft_trl import AgentSpec, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.workflows.base import together
+
+import torch
 
 from .enumeration import World, turns_of
 

@@ -1,9 +1,9 @@
 """Agents that share an adapter: their weights in its loss, and their shares of its gradient."""
 
+from marft_trl import AgentSpec, Sequential
+
 import pytest
 import torch
-
-from marft_trl import AgentSpec, Sequential
 
 from .helpers import StopAt, moved, team_trainer, weights
 

@@ -1,10 +1,5 @@
 """No row is lost, none is mixed with another agent's, and the weights add up."""
 
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from marft_trl.learning.batching import (
     MicroBatch,
     Pools,
@@ -17,6 +12,11 @@ from marft_trl.learning.batching import (
     weigh,
 )
 from marft_trl.rules.levels import TokenLevel
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 rows_lists = st.lists(

@@ -8,14 +8,14 @@ import threading
 import time
 from dataclasses import replace
 
-import pytest
-from datasets import Dataset
-
 from marft_trl import Workflow
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system import event_loop
 from marft_trl.workflows import EnvironmentLoop, together
+
+import pytest
+from datasets import Dataset
 
 from .helpers import collect, earned, echo, team_trainer
 from .test_environment import Countdown, play

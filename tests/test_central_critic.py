@@ -2,12 +2,12 @@
 
 import math
 
-import pytest
-import torch
-
 from marft_trl.learning.value_scale import ValueScale
 from marft_trl.rules.rows import Row
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
+import torch
 
 from .helpers import team_trainer
 from .test_own_returns import Alternating, run, worth

@@ -10,13 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from filelock import FileLock
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import TrainerCallback
-
 from marft_trl.runs import commit as commits
 from marft_trl.runs.changes import ResumeChanges, check_structure, tunables
 from marft_trl.runs.commit import CheckpointError, DamagedCheckpoint
@@ -24,6 +17,13 @@ from marft_trl.runs.run_folder import LOCK_NAME, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
 from marft_trl.system.processes import Processes
 from marft_trl.workflows import Sequential
+
+import pytest
+import torch
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TrainerCallback
 
 from .exactness import differences
 from .helpers import StopAt, began_at, moved, team_trainer, varied_reward, weights

@@ -8,12 +8,12 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from marft_trl.report import children
 from marft_trl.report import runner as reports
 from marft_trl.report.cells import Cell
 from marft_trl.report.children import Children
+
+import pytest
 
 
 CHILD = """

@@ -5,13 +5,6 @@ import json
 import logging
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-from datasets import Dataset
-from safetensors import safe_open
-from transformers import TrainerCallback
-
 from marft_trl import AgentSpec
 from marft_trl.config.team_setup import RunContext
 from marft_trl.runs import collapse
@@ -19,6 +12,13 @@ from marft_trl.runs.falls import Falls
 from marft_trl.seams.trl import TrlState
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from transformers import TrainerCallback
 
 from .helpers import StopAt, config, moved, team_trainer, weights
 

@@ -2,11 +2,6 @@
 
 import math
 
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from marft_trl.episodes import Turn, joint_steps
 from marft_trl.functional import (
     action_log_ratios,
@@ -26,6 +21,11 @@ from marft_trl.functional import (
     token_gae,
     value_losses,
 )
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 CHAIN = torch.tensor([0, 1, 2])

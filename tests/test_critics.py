@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import pytest
-import torch
-from datasets import Dataset
-
 from marft_trl import MARFTConfig
 from marft_trl.learning import micro_batcher
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
+
+import pytest
+import torch
+from datasets import Dataset
 
 from .helpers import by_hand, lora, moved, team_trainer, varied_reward, weights
 

@@ -3,12 +3,12 @@
 import functools
 import random
 
+from marft_trl.shared_prefix import decoding, forward
+from marft_trl.shared_prefix.decoding import Recorder, RoomyLayer, can_decode, decode
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, GenerationConfig
-
-from marft_trl.shared_prefix import decoding, forward
-from marft_trl.shared_prefix.decoding import Recorder, RoomyLayer, can_decode, decode
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
 from .helpers import calling, team_trainer

@@ -1,12 +1,12 @@
 """Groups that teach nothing are replaced by groups of further prompts."""
 
-import pytest
-import torch
-from datasets import Dataset, IterableDataset
-
 from marft_trl import Workflow
 from marft_trl.rollout import dynamic_sampling
 from marft_trl.tiny import tiny_agents, tiny_dataset
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
 
 from .helpers import StopAt, by_hand, calling, config, moved, team_trainer, varied_reward, weights
 

@@ -1,9 +1,5 @@
 """Teams in an environment: rounds, feedback, rewards where they were earned, horizons."""
 
-import pytest
-import torch
-from datasets import Dataset
-
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, LiveEpisode, joint_steps
 from marft_trl.episodes.guard import EpisodeError
@@ -11,6 +7,10 @@ from marft_trl.episodes.live import Setting
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.views import said_by
 from marft_trl.workflows import EnvironmentLoop, rehearse
+
+import pytest
+import torch
+from datasets import Dataset
 
 from .helpers import by_hand, calling, collect, earned, echo, moved, team_trainer, weights
 

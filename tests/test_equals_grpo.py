@@ -1,13 +1,13 @@
 """One agent, one turn: exactly `GRPOTrainer`."""
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.tiny import tiny_dataset
+
 import pytest
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.tiny import tiny_dataset
 
 from .helpers import SETTINGS, lora, pairs, varied_reward
 

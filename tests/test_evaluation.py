@@ -1,5 +1,8 @@
 """Evaluation measures the team on every question once, whatever the batches."""
 
+from marft_trl.metrics import team_exact_match
+from marft_trl.tiny import exact_answer, tiny_dataset
+
 import evaluate
 import numpy as np
 import pandas as pd
@@ -8,9 +11,6 @@ import torch
 from datasets import DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-
-from marft_trl.metrics import team_exact_match
-from marft_trl.tiny import exact_answer, tiny_dataset
 
 from .helpers import moved, team_trainer, weights
 

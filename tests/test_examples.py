@@ -13,13 +13,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pandas as pd
-import pytest
-from safetensors.torch import load_file
-
 from marft_trl import TeamManifest, Turn
 from marft_trl.reporting.transcripts import format_turns
 from marft_trl.tiny import _demonstrations, questions
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
 
 from .helpers import SIZES, pooled
 from .test_distributed import launch

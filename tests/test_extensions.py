@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-import pytest
-import torch
-from torch import nn
-
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.rollout.generator import Generator, Sampled
 from marft_trl.rules.baselines import BASELINES, Baseline
 from marft_trl.rules.credit_rules import CREDITS, CreditRule
 from marft_trl.rules.critic import CRITICS, Critic
 from marft_trl.rules.levels import LEVELS, ActionLevel
+
+import pytest
+import torch
+from torch import nn
 
 from .helpers import by_hand, moved, team_trainer, weights
 

@@ -10,10 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-from transformers import TrainerState
-
 from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
@@ -31,6 +27,10 @@ from marft_trl.system.processes import _described
 from marft_trl.system.user_state import UserState
 from marft_trl.system.watchdog import TookTooLong, time_limit
 from marft_trl.workflows import EnvironmentLoop, Workflow
+
+import pytest
+import torch
+from transformers import TrainerState
 
 from .exactness import differences
 from .helpers import began_at, collect, config, echo, moved, team_trainer, varied_reward, weights

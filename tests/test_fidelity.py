@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-import numpy as np
-import pytest
-import torch
-from transformers import TrainerCallback
-
 from marft_trl import AgentSpec
 from marft_trl.rules.baselines import BASELINES, Baseline
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
 
 from .helpers import team_trainer, varied_reward
 

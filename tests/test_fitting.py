@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 
-import pytest
-import torch
-
 from marft_trl.learning import memory, micro_batcher
 from marft_trl.learning.batching import Row, micro_batches
 from marft_trl.learning.memory import _kept_bytes, free_memory, measure_activations
 from marft_trl.shared_prefix import forward
 from marft_trl.tiny import tiny_dataset
+
+import pytest
+import torch
 
 from .families import family_model
 from .helpers import moved, team_trainer, weights

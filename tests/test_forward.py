@@ -5,6 +5,13 @@ import dataclasses
 import itertools
 from collections import Counter
 
+from marft_trl import AgentSpec
+from marft_trl.learning.batching import together
+from marft_trl.seams.models import keep_4bit_weights
+from marft_trl.shared_prefix import decoding, forward
+from marft_trl.shared_prefix.prefixes import Cluster, clusters, plan_passes
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,13 +19,6 @@ from hypothesis import strategies as st
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
-
-from marft_trl import AgentSpec
-from marft_trl.learning.batching import together
-from marft_trl.seams.models import keep_4bit_weights
-from marft_trl.shared_prefix import decoding, forward
-from marft_trl.shared_prefix.prefixes import Cluster, clusters, plan_passes
-from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights

@@ -3,11 +3,6 @@
 import math
 import statistics
 
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from marft_trl.functional import (
     STD_EPS,
     cell_advantages,
@@ -17,6 +12,11 @@ from marft_trl.functional import (
     normalized_objectives,
     team_rewards,
 )
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 NAN = math.nan

@@ -3,11 +3,11 @@
 import itertools
 import random
 
-import pytest
-import torch
-
 from marft_trl import AgentSpec
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
+import torch
 
 from .enumeration import TEAM, World
 from .helpers import in_turn

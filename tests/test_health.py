@@ -4,11 +4,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-import torch
-from torch import nn
-from transformers import TrainerCallback
-
 from marft_trl import AgentSpec, MARFTConfig, Sequential
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.episodes.live import LiveEpisode
@@ -19,6 +14,11 @@ from marft_trl.rules.rows import Row
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import check_finite
 from marft_trl.workflows import Workflow
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
 
 from .helpers import StopAt, by_hand, moved, team_trainer, weights
 

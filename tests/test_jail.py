@@ -13,12 +13,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
-
 from marft_trl.rewards import JailError, Limits, run_python
 from marft_trl.rewards import code as code_module
 from marft_trl.rewards import jail as jail_module
 from marft_trl.rewards.code import pass_rate
+
+import pytest
 
 from .hostile import LIMITS, PRELUDE, programs
 

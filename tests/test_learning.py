@@ -3,14 +3,14 @@
 import math
 from collections import Counter
 
-import pytest
-import torch
-
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
+import torch
 
 from .helpers import by_hand, calling, in_turn, lora, moved, team_trainer, weights
 

@@ -3,17 +3,17 @@
 import contextlib
 import dataclasses
 
-import pytest
-import torch
-from peft import LoraConfig
-from torch import nn
-
 from marft_trl import AgentSpec, Sequential
 from marft_trl.learning.mixing import MixedPasses
 from marft_trl.rules.rows import MicroBatch, Row
 from marft_trl.seams.mixing import MixedLora
 from marft_trl.tiny import tiny_model
 from marft_trl.workflows import Debate
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
 
 from .helpers import calling, lora, moved, team_trainer, weights
 

@@ -7,12 +7,6 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-import torch
-from peft import get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
 from marft_trl import AgentSpec, Team
 from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
@@ -22,6 +16,12 @@ from marft_trl.reporting.games import GameMetrics, Played
 from marft_trl.tiny import tiny_dataset
 from marft_trl.weights.copies import COPIES_NAME
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from .helpers import StopAt, lora, moved, team_trainer, weights
 from .test_own_returns import Alternating, own

@@ -2,14 +2,14 @@
 
 import string
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import AgentSpec
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import Orchestrated, rehearse
 from marft_trl.workflows.orchestrated import Route, parse_route
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import grows_linearly, moved, team_trainer, weights
 

@@ -11,11 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import functional
 from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.guard import EpisodeError
@@ -31,6 +26,11 @@ from marft_trl.servers.replicas import ServerSettings
 from marft_trl.servers.sampling_correction import FidelityError, SamplingCorrection
 from marft_trl.servers.server import RefusedError
 from marft_trl.system.run_metrics import Metrics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import config, lora, team_trainer
 from .test_parts import one_process

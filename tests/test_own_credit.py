@@ -1,11 +1,11 @@
 """Own returns under every rule of credit: discounts over own turns, scored turns, re-runs, candidates, tools."""
 
-import pytest
-import torch
-
 from marft_trl import AgentSpec
 from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
+import torch
 
 from .helpers import add
 from .test_own_returns import DUEL, SLOW, Alternating, Duel, close, own, run, worth

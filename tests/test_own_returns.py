@@ -3,13 +3,13 @@
 import math
 import statistics
 
-import pytest
-import torch
-
 from marft_trl import AgentSpec
 from marft_trl.functional import gae, own_steps, returns_to_go
 from marft_trl.rules.running import RunningBaselines
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
+import torch
 
 from .helpers import collect, echo, team_trainer
 

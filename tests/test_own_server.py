@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from marft_trl.servers.own_server import OwnServer
 from marft_trl.servers.server import EngineDownError
+
+import pytest
 
 from .helpers import config, moved, team_trainer, weights
 

@@ -4,13 +4,8 @@ import copy
 import math
 from types import SimpleNamespace
 
-import pytest
-import torch
-from accelerate import Accelerator
-from torch import nn
-
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
-from marft_trl.advantages.credit import CreditAssigner
+from marft_trl.advantages.credit import CreditAssigner, OwnReward, own_reward_metrics
 from marft_trl.advantages.estimators import BaselineEstimator
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.learning.adapter_updates import AdapterUpdates
@@ -20,6 +15,7 @@ from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.generator import Generator
 from marft_trl.rollout.own_returns import OwnReturns
 from marft_trl.rollout.reach import RewardReach
+from marft_trl.rollout.reward_scorer import TurnRewards
 from marft_trl.rollout.rollouts import Rollout, Rollouts
 from marft_trl.rules.levels import ActionLevel, TokenLevel
 from marft_trl.rules.rows import Row, Slice
@@ -28,6 +24,11 @@ from marft_trl.system.processes import Processes
 from marft_trl.system.randomness import UserRandomness
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import advantages_by_turn
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
 
 
 AGENTS = [AgentSpec("planner"), AgentSpec("solver", trainable=False)]
@@ -124,16 +125,40 @@ def test_credit_without_a_trainer(tmp_path, processes, settings, rule, expected)
     assert its.tolist() == expected
 
 
+def own_rewards(values):
+    return TurnRewards(torch.tensor(values), [{"f": value} if value == value else {} for value in values])
+
+
+def test_own_rewards_are_reported_by_agent_and_function():
+    scored = [
+        OwnReward("a", (0, "a"), 1.5, {"f": 1.0, "g": 0.5}),
+        OwnReward("a", (0, "a"), 2.0, {"f": 2.0, "g": math.nan}),
+        OwnReward("a", (1, "a"), 3.0, {"f": 3.0, "g": math.nan}),
+        OwnReward("b", (0, "b"), math.nan, {"f": math.nan}),
+        OwnReward("c", (1, "c"), -1.0, {"f": -1.0}),
+    ]
+    found = own_reward_metrics(scored, returns=True)
+    assert found["own_reward"] == (1.5 + 2 + 3 - 1) / 4
+    assert found["agents/a/rewards/f/mean"] == 2.0 and found["agents/a/rewards/f/std"] == 1.0
+    assert found["agents/a/rewards/g/mean"] == 0.5 and math.isnan(found["agents/a/rewards/g/std"])
+    assert found["agents/a/return"] == (3.5 + 3.0) / 2 and found["agents/c/return"] == -1.0
+    assert not any("/b/" in name for name in found)
+    assert not any(name.endswith("/return") for name in own_reward_metrics(scored, returns=False))
+    assert own_reward_metrics([], returns=True) == {}
+
+
 def test_own_rewards_are_mixed_in_and_reported_once(tmp_path, processes):
     board = Board()
     args = config(tmp_path, credit="per_step", own_reward_weight=0.25)
-    scorer = SimpleNamespace(of_turns=lambda episodes, turns: torch.tensor([4.0, math.nan] * (len(turns) // 2)))
+    scorer = SimpleNamespace(of_turns=lambda episodes, turns: own_rewards([4.0, math.nan] * (len(turns) // 2)))
     credit = credit_of(args, processes, board, scorer)
     (its,) = credit.assign(rollout([2.0]), "per_step")
     assert its[0] == 0.25 * 4 + 0.75 * 2 and its[1].isnan()
     (own,) = credit.take_own_rewards()
-    assert own[0] == 4.0 and math.isnan(own[1]) and credit.take_own_rewards() == []
-    assert board["train"]["own_reward"] == [4.0]
+    assert own == [{"f": 4.0}, {}] and credit.take_own_rewards() == []
+    (agent,) = {turn.agent for turn in rollout([2.0]).episodes[0].turns[:1]}
+    told = {"own_reward": [4.0], f"agents/{agent}/rewards/f/mean": [4.0], f"agents/{agent}/return": [4.0]}
+    assert told.items() <= board["train"].items()
 
 
 def estimator(args, processes, board):

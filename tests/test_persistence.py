@@ -9,12 +9,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-import torch
-from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
 from marft_trl import AgentSpec, Sequential, TeamManifest
 from marft_trl.rules.rows import Row, Slice
 from marft_trl.runs import commit as commits
@@ -22,6 +16,12 @@ from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.weights.adapters import load_adapter_weights
 from marft_trl.weights.policies import Policies
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from .helpers import StopAt, began_at, config, moved, team_trainer, weights
 from .hub_server import Hub

@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from marft_trl import MARFTConfig
+from marft_trl.config.presets import PRESETS
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trl import TrlParser
-
-from marft_trl import MARFTConfig
-from marft_trl.config.presets import PRESETS
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}

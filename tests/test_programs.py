@@ -4,10 +4,6 @@ import functools
 import re
 from dataclasses import replace
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import Feedback
 from marft_trl.episodes.tools import ToolCall
@@ -26,6 +22,10 @@ from marft_trl.workflows import (
     rehearse,
     together,
 )
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import collect, team_trainer, varied_reward
 from .test_tools import TOKENIZER, add

@@ -1,12 +1,58 @@
 """What a run says on the terminal: one short line a log."""
 
-import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+import os
+import re
+import subprocess
+import sys
 
 from marft_trl.reporting.progress import LogLine, TeamPrinterCallback, TeamProgressCallback
 from marft_trl.tiny import tiny_dataset
 
+import pytest
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
 from .helpers import team_trainer
+
+
+SCRIPT = """
+import sys
+from marft_trl import MARFTConfig, MARFTTrainer, Team
+from marft_trl.tiny import tiny_agents, tiny_dataset
+from peft import LoraConfig
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+args = MARFTConfig(
+    sys.argv[2], per_device_train_batch_size=4, num_generations=2, max_steps=2, max_completion_length=4,
+    logging_steps=1, eval_strategy="steps", eval_steps=2, num_generations_eval=1, disable_tqdm=False, beta=0.1,
+    advantage="gae", critic="shared", level="token",
+)
+trainer = MARFTTrainer(
+    sys.argv[1], args=args, agents=tiny_agents(), reward_funcs=length, train_dataset=tiny_dataset(8, seed=0),
+    eval_dataset=tiny_dataset(4, seed=1), peft_config=LoraConfig(r=2, target_modules="all-linear"),
+)
+trainer.train()
+trainer.save_model()
+Team.from_pretrained(sys.argv[2], model=sys.argv[1])("1+1=")
+"""
+EXPECTED = (
+    r"Training reasoner, actor on 1 process \(cpu\)",
+    r"step \d/2  (eval  )?reward .*reasoner: .*actor: .*",
+    r"step 2/2  done in \d+ s",
+    r"Loading weights: .*",  # of transformers
+    "",
+)
+
+
+def test_every_line_of_a_run_is_expected(model_folder, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(model_folder), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    lines = [line.strip() for line in re.split(r"[\r\n]", run.stdout + run.stderr)]
+    assert [line for line in lines if not any(re.fullmatch(one, line) for one in EXPECTED)] == []
+    assert sum(line.startswith("step ") for line in lines) == 4  # neither twice nor as a bar
 
 
 def test_a_line_has_step_reward_change_seconds_and_each_agent():
@@ -25,6 +71,13 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
     assert line({"eval_reward": 0.4, "eval_loss": 0.25, "eval_rewards/f/mean": 1}, 6, 100) == (
         "step   6/100  eval  reward 0.400  loss 0.25"
     )
+    functions = {"reward": 0.4, "rewards/right/mean": 0.3, "rewards/form/mean": 1.0, "rewards/form/std": 0.0}
+    scored = {"agents/planner/rewards/steps/mean": 0.5, "agents/solver/rewards/steps/mean": float("nan")}
+    assert line({**functions, **scored}, 7, 100) == (
+        "step   7/100  reward 0.400 (-0.100)  right 0.300  form 1.000  planner: steps 0.500"
+    )
+    four = {f"rewards/{name}/mean": 1.0 for name in "abcd"}
+    assert line({"reward": 0.4, **four}, 7, 100) == "step   7/100  reward 0.400 (+0.000)"
     assert line({"eval_hard_reward": 0.1}, 6, 100) == "step   6/100  eval hard  reward 0.100"
     assert line({"train_runtime": 61.2, "train_loss": 1.0}, 6, 100) == "step   6/100  done in 61 s"
     assert line({"something": 1}, 6, 100) is None

@@ -1,12 +1,5 @@
 """Observations become tokens such that nothing a model writes becomes a control token or a turn of its own."""
 
-import pytest
-import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
-from jinja2.exceptions import SecurityError
-from transformers import PreTrainedTokenizerFast
-
 from marft_trl import AgentSpec, Turn
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
@@ -15,6 +8,13 @@ from marft_trl.rollout.encoding import PlainEncoder
 from marft_trl.rollout.prompts import PromptBuilder, Window
 from marft_trl.rollout.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
+from transformers import PreTrainedTokenizerFast
 
 from .helpers import by_hand, calling, team_trainer
 from .tokenizers_and_templates import chat_template

@@ -2,10 +2,10 @@
 
 import random
 
+from marft_trl import AgentSpec, Workflow
+
 import numpy as np
 import torch
-
-from marft_trl import AgentSpec, Workflow
 
 from .helpers import StopAt, moved, team_trainer, varied_reward, weights
 

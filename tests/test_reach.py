@@ -1,10 +1,10 @@
 """Rewards that cancel, and agents that no reward reaches, are never silent."""
 
-import pytest
-
 from marft_trl import AgentSpec
 from marft_trl.rollout.reach import PATIENCE, RewardReach
 from marft_trl.workflows import EnvironmentLoop
+
+import pytest
 
 from .helpers import team_trainer
 

@@ -1,12 +1,12 @@
 """Reasoning of earlier turns: agents are shown what the chat template of their model would show."""
 
-import pytest
-
 from marft_trl import AgentSpec, Team, TeamManifest, Turn
 from marft_trl.rollout.chat_template import ChatTemplate
 from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.reasoning import EarlierReasoning
 from marft_trl.tiny import tiny_tokenizer
+
+import pytest
 
 from .helpers import team_trainer
 

@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import yaml
-
 from marft_trl import TeamManifest
 from marft_trl.config.presets import PRESETS
 from marft_trl.rewards import code_reward, math_reward
 from marft_trl.rewards.jail import JailError
+
+import pytest
+import yaml
 
 from .test_examples import ROOT, run
 
@@ -313,9 +313,9 @@ def grid(monkeypatch):
 def test_cells_have_names_of_their_own_and_known_settings(grid):
     from dataclasses import fields
 
-    from trl import ModelConfig
-
     from marft_trl import MARFTConfig
+
+    from trl import ModelConfig
 
     cells = grid.cells_of(grid.GRIDS)
     assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
@@ -432,9 +432,9 @@ def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
 
 
 def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-
     from marft_trl.tiny import tiny_tokenizer
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     def full(*args):
         raise OSError("no space left")

@@ -3,11 +3,11 @@
 import asyncio
 import time
 
-import pytest
-
 from marft_trl.servers.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
 from marft_trl.servers.server import AnswerError, Order, RefusedError
 from marft_trl.system.event_loop import run_coroutine
+
+import pytest
 
 from .vllm_server import answered, as_text, fake_servers, turn
 

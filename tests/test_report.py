@@ -7,10 +7,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
-import pytest
-from transformers import TrainerCallback, set_seed
-
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.metrics import Interval
@@ -24,6 +20,10 @@ from marft_trl.rollout.views import team_view
 from marft_trl.tasks import game_seeds
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
+
+import numpy as np
+import pytest
+from transformers import TrainerCallback, set_seed
 
 from .helpers import config, lora, team_trainer
 

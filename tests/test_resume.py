@@ -5,16 +5,16 @@ import re
 import shutil
 from dataclasses import dataclass, replace
 
+from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.runs import commit as commits
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.workflows import Sequential
+
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-
-from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.runs import commit as commits
-from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
-from marft_trl.workflows import Sequential
 
 from .exactness import SETTINGS, STEPS, differences, inexact_points, trainer_of
 from .helpers import SETTINGS as SETTINGS_OF_TESTS

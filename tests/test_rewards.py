@@ -9,10 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import Turn
 from marft_trl.rewards import answers as answers_module
 from marft_trl.rewards import (
@@ -33,6 +29,10 @@ from marft_trl.rewards import (
 from marft_trl.rewards import code as code_module
 from marft_trl.rewards import math as math_module
 from marft_trl.rewards.code import _equals, pass_rate, same_output
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import grows_linearly
 

@@ -15,25 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.utils import gather
-from datasets import Dataset, IterableDataset
-from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import GRPOConfig, GRPOTrainer
-from trl.trainer import grpo_trainer
-from trl.trainer.utils import RepeatSampler, add_fused_lm_head
-
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.config.sampling import Sampling
 from marft_trl.learning.batching import collate
 from marft_trl.rules.rows import Row
-from marft_trl.seams import versions
+from marft_trl.seams import logs, versions
 from marft_trl.seams.losses import LOSSES
 from marft_trl.seams.models import (
     AdapterLayers,
@@ -77,8 +63,30 @@ from marft_trl.seams.trl import (
     without_reference,
     without_vllm,
 )
-from marft_trl.seams.versions import TESTED, checkpointing_fields, newer_than_tested, release, warn_of_newer_versions
+from marft_trl.seams.versions import (
+    TESTED,
+    checkpointing_fields,
+    is_checkpointing,
+    newer_than_tested,
+    release,
+    warn_of_newer_versions,
+)
 from marft_trl.shared_prefix.forward import hidden_states
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.utils import gather
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from .helpers import lora, team_trainer
 
@@ -709,3 +717,32 @@ def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
     state.open_window(first)
     assert json.loads(json.dumps(state.window())) == first
     assert len(state.metrics["train"]["reward"]) == 1 and state.metrics["train"]["not yet"] == []
+
+
+def test_get_logger_names_processes_where_there_are_several(caplog, monkeypatch):
+    PartialState()
+    logger = logs.get_logger("marft_trl.test")
+    logger.warning("alone")
+    monkeypatch.setattr(logs, "_is_alone", lambda: False)
+    logger.warning("[RANK 0] of several")
+    assert [record.getMessage() for record in caplog.records] == ["alone", "[RANK 0] [RANK 0] of several"]
+
+
+def test_hush_leaves_out_known_messages_alone(caplog, monkeypatch):
+    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    for one in list(bitsandbytes.filters):
+        bitsandbytes.removeFilter(one)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        logs.hush()
+        warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
+        warnings.warn("`something_else` is deprecated", FutureWarning, stacklevel=1)
+    assert [str(one.message) for one in heard] == ["`something_else` is deprecated"]
+    bitsandbytes.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
+    bitsandbytes.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_is_checkpointing_by_either_name():
+    old, new = SimpleNamespace(is_gradient_checkpointing=True), SimpleNamespace(is_activation_checkpointing=False)
+    assert is_checkpointing(old) and not is_checkpointing(new)

@@ -11,14 +11,14 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
-import pytest
-from transformers import TrainerCallback
-
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
 from marft_trl.report.experiment import Experiment
 from marft_trl.report.settings import settings_of
 from marft_trl.system.redaction import published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+
+import pytest
+from transformers import TrainerCallback
 
 from .helpers import config, team_trainer
 from .hub_server import Hub

@@ -6,12 +6,12 @@ import threading
 import time
 from types import SimpleNamespace
 
-import pytest
-from transformers import TrainerCallback
-
 from marft_trl import AgentSpec, Workflow
 from marft_trl.servers.replicas import EngineDownError
 from marft_trl.tiny import tiny_dataset
+
+import pytest
+from transformers import TrainerCallback
 
 from .helpers import StopAt, began_at, moved, team_trainer, weights
 from .vllm_server import as_text, fake_servers, turn

@@ -6,13 +6,13 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-import torch
-from transformers.utils import logging as transformers_logging
-
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.config.unused import UNUSED
 from marft_trl.tiny import tiny_agents, tiny_dataset
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
 
 from .helpers import lora, team_trainer, varied_reward, weights
 

@@ -6,10 +6,6 @@ import re
 import time
 from pathlib import Path
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from marft_trl import Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, joint_actions
 from marft_trl.episodes.rerun import Rerun
@@ -26,6 +22,10 @@ from marft_trl.workflows import (
     rehearse,
     together,
 )
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from .helpers import collect, echo
 

@@ -10,12 +10,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-from accelerate.utils import DistributedType
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
-
 from marft_trl.seams.sharding import (
     ShardSizes,
     WholeAdapters,
@@ -26,6 +20,12 @@ from marft_trl.seams.sharding import (
     storage_of_4bit,
 )
 from marft_trl.sharding.setup import check_launcher, check_team, keep_adapters_whole
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
 from .helpers import config, team_trainer
 from .test_distributed import ROOT, launch

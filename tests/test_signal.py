@@ -1,10 +1,10 @@
 """Rows whose gradient is exactly 0 take no pass, and the update is that of a full pass."""
 
-import pytest
-import torch
-
 from marft_trl import AgentSpec
 from marft_trl.tiny import tiny_agents
+
+import pytest
+import torch
 
 from .helpers import team_trainer, varied_reward, weights
 

@@ -6,8 +6,6 @@ import re
 import sys
 import unicodedata
 
-import pytest
-
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
 from marft_trl.rollout import preparing
@@ -16,6 +14,8 @@ from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.speakers import _OPENING, _folded, quoted
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, Sequential
+
+import pytest
 
 from .helpers import grows_linearly, team_trainer
 from .test_environment import Countdown

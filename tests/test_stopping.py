@@ -2,12 +2,6 @@
 
 import copy
 
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
-
 from marft_trl import AgentSpec, Team
 from marft_trl.config.sampling import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
@@ -16,6 +10,12 @@ from marft_trl.seams.trl import TrlEngine
 from marft_trl.team import _known_settings
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.weights.manifest import Inference
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from .helpers import calling, config, team_trainer
 

@@ -7,19 +7,19 @@ import shutil
 import socket
 import subprocess
 
-import pytest
-import torch
-from huggingface_hub import constants
-from peft import LoraConfig
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-
 from marft_trl import Team, load_adapters
 from marft_trl.reporting.model_card import team_card
 from marft_trl.reporting.transcripts import Entry, Transcript, html_page
 from marft_trl.tiny import tiny_agents
 from marft_trl.weights.manifest import BaseModel, TeamManifest
 from marft_trl.workflows import Sequential
+
+import pytest
+import torch
+from huggingface_hub import constants
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from .helpers import team_trainer
 from .test_transcripts import CHROMIUM, Reader

@@ -4,12 +4,6 @@ import asyncio
 import random
 import time
 
-import numpy as np
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import Workflow
 from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
@@ -21,6 +15,12 @@ from marft_trl.system.event_loop import run_coroutine
 from marft_trl.system.randomness import EpisodeRandomness
 from marft_trl.system.watchdog import TookTooLong
 from marft_trl.workflows import EnvironmentLoop, Graph, Sequential, UntilApproved
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import add, echo
 from .test_environment import Countdown

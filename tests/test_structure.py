@@ -113,7 +113,7 @@ def test_leaves_need_no_torch(package):
             "!typing",
         }, path
     for seams in SEAMS:
-        assert {one for one in imports(seams) if not one.startswith("!")} <= {"seams.swapping"}
+        assert {one for one in imports(seams) if not one.startswith("!")} <= {"seams.swapping", "seams.logs"}
 
 
 def test_public_doors_stay_where_they_are():
@@ -355,9 +355,9 @@ def test_the_table_of_faults_names_tests_that_are_there():
 
 def test_the_ranges_of_versions_are_those_of_the_package():
     """`pyproject.toml` asks for the lowest version that works, and for less than the next major one."""
-    from packaging.version import Version
-
     from marft_trl.seams.versions import TESTED
+
+    from packaging.version import Version
 
     asked = dict(re.findall(r'"([a-z_-]+)>=([\d.]+),<\d+"', (ROOT / "pyproject.toml").read_text()))
     assert asked.items() <= {name: lowest for name, (lowest, _) in TESTED.items()}.items() and len(asked) == 7

@@ -4,12 +4,12 @@ import contextlib
 import io
 import random
 
-import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from marft_trl import AgentSpec, Team
 from marft_trl.tasks import TextArena, game_seeds, reasoning_gym, reasoning_gym_reward
 from marft_trl.tasks.textarena import _Game
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from .helpers import team_trainer
 from .tokenizers_and_templates import tokenizer_of

@@ -5,9 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-from datasets import Dataset
-
 from marft_trl import AgentSpec
 from marft_trl.episodes.records import Feedback
 from marft_trl.tasks import (
@@ -23,6 +20,9 @@ from marft_trl.tasks import (
     reasoning_gym_reward,
 )
 from marft_trl.workflows import ByColumn, EnvironmentLoop, rebuild, rehearse
+
+import pytest
+from datasets import Dataset
 
 from .helpers import team_trainer
 

@@ -3,16 +3,16 @@
 import copy
 import json
 
+from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
+from marft_trl.rollout.views import team_view
+from marft_trl.tiny import questions, tiny_agents, tiny_model
+from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
+
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
-from marft_trl.rollout.views import team_view
-from marft_trl.tiny import questions, tiny_agents, tiny_model
-from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 
 from .helpers import SIZES, add, lora, moved, team_trainer, weights
 

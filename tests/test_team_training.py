@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
+from marft_trl import AgentSpec, Workflow
+from marft_trl.learning.schedules import Schedule
+from marft_trl.tiny import tiny_agents, tiny_dataset
+
 import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-from marft_trl import AgentSpec, Workflow
-from marft_trl.learning.schedules import Schedule
-from marft_trl.tiny import tiny_agents, tiny_dataset
 
 from .helpers import config, lora, moved, team_trainer, varied_reward, weights
 

@@ -5,14 +5,6 @@ import threading
 import time
 from dataclasses import replace
 
-import pytest
-import torch
-from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer, chat_template_utils
-from trl.chat_template_utils import qwen3_chat_template
-
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.rollout.generator import Sampled
@@ -21,6 +13,14 @@ from marft_trl.rollout.tool_calls import call_opening, call_pattern, parse_calls
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig, GRPOTrainer, chat_template_utils
+from trl.chat_template_utils import qwen3_chat_template
 
 from .helpers import (
     SETTINGS,

@@ -5,14 +5,14 @@ import subprocess
 import time
 from html.parser import HTMLParser
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page
 from marft_trl.workflows import rehearse
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .helpers import grows_linearly, team_trainer
 
@@ -95,7 +95,7 @@ def test_the_own_reward_of_a_turn_is_told(model_folder, tmp_path):
     settings = {"credit": "per_step", "max_steps": 1, "log_completions": True}
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
     (page,) = (tmp_path / "completions").glob("*.html")
-    assert "own reward 0.25" in page.read_text()
+    assert "own reward: half 0.25" in page.read_text()
 
 
 def test_tokens_are_coloured_by_their_advantage():

@@ -7,6 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
+from marft_trl.agents import check_team
+from marft_trl.config.dataset_checks import check_prompts
+from marft_trl.config.engine import EngineSettings
+from marft_trl.config.evaluation import EvaluationSettings
+from marft_trl.config.limits import LimitSettings
+from marft_trl.config.unused import UNUSED, table
+from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.reward_checks import check_scores
+from marft_trl.tiny import exact_answer, tiny_dataset
+from marft_trl.trainer.setup import as_marft_config
+
 import numpy as np
 import pytest
 import torch
@@ -21,18 +33,6 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig
-
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
-from marft_trl.agents import check_team
-from marft_trl.config.dataset_checks import check_prompts
-from marft_trl.config.engine import EngineSettings
-from marft_trl.config.evaluation import EvaluationSettings
-from marft_trl.config.limits import LimitSettings
-from marft_trl.config.unused import UNUSED, table
-from marft_trl.rollout.generator import Sampled
-from marft_trl.rollout.reward_checks import check_scores
-from marft_trl.tiny import exact_answer, tiny_dataset
-from marft_trl.trainer.setup import as_marft_config
 
 from .helpers import by_hand, calling, config, lora, moved, team_trainer, varied_reward, weights
 

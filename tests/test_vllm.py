@@ -17,12 +17,6 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-import torch
-from datasets import Dataset
-from peft import LoraConfig
-from safetensors.torch import load_file, save_file
-
 from marft_trl import AgentSpec, MARFTConfig, Sequential
 from marft_trl.rollout import vllm_command
 from marft_trl.servers.library import MismatchError
@@ -31,6 +25,12 @@ from marft_trl.servers.sampling_correction import FidelityError
 from marft_trl.servers.server import AnswerError, Order, RefusedError
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from .helpers import lora, team_trainer, weights
 from .test_distributed import launch

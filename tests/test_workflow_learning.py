@@ -9,15 +9,15 @@ half was right.
 import copy
 import random
 
-import pytest
-import torch
-from datasets import Dataset
-
 from marft_trl import AgentSpec, Sequential
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved
 from marft_trl.workflows.orchestrated import parse_route
+
+import pytest
+import torch
+from datasets import Dataset
 
 from .helpers import lora, moved, pooled, team_trainer, weights
 

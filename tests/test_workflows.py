@@ -2,12 +2,12 @@
 
 import asyncio
 
-import pytest
-
 from marft_trl import Episode, Sequential, Workflow
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.reporting.transcripts import format_episode
 from marft_trl.workflows import rehearse
+
+import pytest
 
 from .helpers import collect, moved, team_trainer, weights
 

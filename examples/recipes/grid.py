@@ -26,14 +26,14 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from marft_trl.report.children import Children
+
 import yaml
 from grids import GRIDS, name_of
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 from problems import SOURCES
-
-from marft_trl.report.children import Children
 
 
 HERE = Path(__file__).parent
@@ -169,9 +169,9 @@ class Runner:
 
     def _run(self, folder, options, record):
         """Train and evaluate a cell, and write its result. What is told to end leaves none, and ends the grid."""
-        from train import main as train
-
         from marft_trl.runs.run import RunInterrupted
+
+        from train import main as train
 
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "settings.json", record)

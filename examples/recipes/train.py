@@ -16,13 +16,13 @@ math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
 import math
 from dataclasses import dataclass, field
 
+from marft_trl import MARFTConfig, MARFTTrainer
+from marft_trl.rewards import get_code_reward, math_reward
+
 from peft import LoraConfig
 from problems import SOURCES, load_problems, source_of
 from teams import ROLES, WORKFLOWS, check_team, make_team, make_workflow
 from trl import ModelConfig, TrlParser, get_quantization_config
-
-from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.rewards import get_code_reward, math_reward
 
 
 PROGRAMS_AT_ONCE = 4

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
@@ -44,10 +44,13 @@ class CreditAssigner:
     ):
         self._alternatives, self._scorer, self._rewards, self._earns = alternatives, scorer, rewards, earns
         self._args, self._metrics, self._processes, self._own = run.args, run.metrics, run.processes, own
-        self._own_rewards: list[list[float]] = []
+        self._own_rewards: list[list[dict[str, float]]] = []
 
-    def take_own_rewards(self) -> list[list[float]]:
-        """Take, for each episode of the last rollout, the own rewards of its turns; empty where there are none."""
+    def take_own_rewards(self) -> list[list[dict[str, float]]]:
+        """
+        Take, for each episode of the last rollout, the own rewards of its turns by the name of their function; empty
+        where there are none.
+        """
         taken, self._own_rewards = self._own_rewards, []
         return taken
 
@@ -79,7 +82,7 @@ class CreditAssigner:
         ]
         if rule.scores_turns:
             weight = args.own_reward_weight
-            own = self._of_turns(episodes, as_rewards or self._earns)
+            own = self._of_turns(rollout, as_rewards or self._earns)
             team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
         return [its + gained for its, gained in zip(team, earned, strict=True)]
 
@@ -93,7 +96,7 @@ class CreditAssigner:
             credit (`str`): name of a rule in `CREDITS` that needs no re-runs.
         """
         rule, args, found = CREDITS[credit], self._args, []
-        scores = self._of_turns(rollout.episodes, is_sum=True) if rule.scores_turns else None
+        scores = self._of_turns(rollout, is_sum=True) if rule.scores_turns else None
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
             steps, earned = torch.tensor(episode.joint_steps()), self._own.weight * sum(episode.earned)
             # What everybody receives, by the rule; then what was received by name, which no rule divides
@@ -121,7 +124,7 @@ class CreditAssigner:
         """
         rule, args = CREDITS[credit], self._args
         weight = args.own_reward_weight if rule.scores_turns else 0.0
-        scores = self._of_turns(rollout.episodes, self._earns) if rule.scores_turns else None
+        scores = self._of_turns(rollout, self._earns) if rule.scores_turns else None
         found = []
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
             credits, steps = torch.zeros(len(episode.turns)), torch.tensor(episode.joint_steps())
@@ -153,16 +156,63 @@ class CreditAssigner:
         weight = self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
         return weight * torch.tensor(episode.earned, dtype=torch.float32)
 
-    def _of_turns(self, episodes: Sequence[Episode], is_sum: bool) -> list[torch.Tensor]:
+    def _of_turns(self, rollout: Rollout, is_sum: bool) -> list[torch.Tensor]:
         """Own rewards of turns `(K,)`. `is_sum`: they are added to other rewards."""
+        episodes = rollout.episodes
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
-        scores = self._scorer.of_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
+        scores, by_function = self._scorer.of_turns([one for one, _ in pairs], [turn for _, turn in pairs])
         counts = [len(episode.turns) for episode in episodes]
-        self._own_rewards = [its.tolist() for its in scores.split(counts)]
-        # The mean over all turns, not over processes with different numbers of them
-        known = [value for value in self._processes.gather(scores.tolist()) if value == value]
-        if known:
-            self._metrics.add("own_reward", sum(known) / len(known))
+        sums, named = list(scores.split(counts)), iter(by_function)
+        self._own_rewards = [[next(named) for _ in range(count)] for count in counts]
+        # Means over all turns, not over processes with different numbers of them
+        scored = [
+            OwnReward(turn.agent, (rollout.first + episode.index, turn.agent), value, its)
+            for (episode, turn), value, its in zip(pairs, scores.tolist(), by_function, strict=True)
+        ]
+        metrics = own_reward_metrics(self._processes.gather(scored), returns=not rollout.has_own_returns)
+        for name, value in metrics.items():
+            self._metrics.add(name, value)
         if is_sum:  # NaN (unscored) counts as 0, so that it does not erase the other rewards
-            scores = scores.nan_to_num(nan=0.0)
-        return list(scores.split(counts))
+            sums = [its.nan_to_num(nan=0.0) for its in sums]
+        return sums
+
+
+class OwnReward(NamedTuple):
+    """
+    Reward of a turn by the functions of its agent, as processes exchange it.
+
+    Args:
+        agent (`str`): the agent.
+        played (`tuple[int, str]`): its episode, among those of all processes, and the agent.
+        value (`float`): sum over the functions; NaN where none applied.
+        by_function (`Mapping[str, float]`): reward of each function.
+    """
+
+    agent: str
+    played: tuple[int, str]
+    value: float
+    by_function: Mapping[str, float]
+
+
+def own_reward_metrics(scored: Sequence[OwnReward], returns: bool) -> dict[str, float]:
+    """
+    Metrics of turns that were scored by functions of their agents.
+
+    Returns: `own_reward`, the mean over all of them; for each agent and function
+    `agents/<name>/rewards/<function>/mean` and `std`; and with `returns` `agents/<name>/return`, the mean over its
+    episodes of what the agent's turns received from them.
+    """
+    known = [one for one in scored if one.value == one.value]
+    if not known:
+        return {}
+    metrics = {"own_reward": sum(one.value for one in known) / len(known)}
+    for agent in dict.fromkeys(one.agent for one in known):
+        mine = [one for one in known if one.agent == agent]
+        for function in dict.fromkeys(name for one in mine for name in one.by_function):
+            values = torch.tensor([one.by_function[function] for one in mine])
+            metrics[f"agents/{agent}/rewards/{function}/mean"] = torch.nanmean(values).item()
+            metrics[f"agents/{agent}/rewards/{function}/std"] = functional.nan_std(values).item()
+        if returns:
+            played = len({one.played for one in mine})
+            metrics[f"agents/{agent}/return"] = sum(one.value for one in mine) / played
+    return metrics

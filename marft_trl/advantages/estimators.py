@@ -33,13 +33,14 @@ class Estimated(NamedTuple):
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode, for the
             metrics; `None` with a critic.
         credited (`set[str]`): agents of this process with an advantage, or with a critic a return, other than 0.
-        own_rewards (`list[list[float]]`): for each episode the own rewards of its turns; empty where there are none.
+        own_rewards (`list[list[dict[str, float]]]`): for each episode the own rewards of its turns by function; empty
+            where there are none.
     """
 
     rows: list[list[Row]]
     std: torch.Tensor | None
     credited: set[str]
-    own_rewards: list[list[float]]
+    own_rewards: list[list[dict[str, float]]]
 
 
 class Scale(Protocol):

@@ -19,7 +19,7 @@ from .options import check_choice, check_number, has_effect, rules_of
 # Further tries of what has failed, with `on_episode_error="retry"`
 EPISODE_RETRIES = 2
 
-# Loss types that do not weigh a turn by its tokens
+# Loss types that do not weigh a turn by its tokens, or do so on purpose
 _LOSSES_OF_ACTIONS = tuple(name for name, loss in LOSSES.items() if loss.fits_actions)
 
 
@@ -202,8 +202,9 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             by_token and (LOSSES[args.loss_type].one_advantage or args.off_policy_mask_threshold is not None),
-            "`loss_type='vespo'` and `off_policy_mask_threshold` need one advantage per turn, but `advantage='gae'` "
-            "at `level='token'` gives one to every token. Set `level='action'`, or another loss.",
+            f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
+            "one advantage per turn, but `advantage='gae'` at `level='token'` gives one to every token. Set "
+            "`level='action'`, or use another loss without the threshold.",
         ),
         (
             per_turn and args.beta > 0 and args.use_bias_correction_kl,
@@ -312,7 +313,7 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
     """What does not go with groups that are chosen by whether their rewards differ."""
     if not args.dynamic_sampling:
         return []
-    baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
+    baseline = BASELINES.get(args.advantage)
     compares = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
     return [
         (
@@ -322,7 +323,7 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
             "or leave it out.",
         ),
         (
-            rule.reruns or rule.scores_turns or args.credit == "step_discount",
+            args.credit != "equal",
             f"`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, but with "
             f"`credit={args.credit!r}` their turns differ. Use `credit='equal'`, or leave it out.",
         ),

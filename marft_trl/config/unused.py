@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from accelerate.logging import get_logger
 from trl import GRPOConfig
 
+from ..seams.logs import get_logger
 from ..system.redaction import without_secrets
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
 
 from .. import functional
 from ..config.team_setup import RunContext, TeamSetup
+from ..seams.logs import get_logger
 from ..seams.runs import restart_schedule, schedule_of_any_length
 from . import gradients
 from .gradient_shares import GradientShares

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 
 from ..config.marft_config import MARFTConfig
 from ..rules.rows import MicroBatch, Row
+from ..seams.logs import get_logger
 from ..weights.policies import Policies
 from .batching import micro_batches
 from .memory import ActivationCost, free_memory, head_size, measure_activations, optimizer_size, size_of

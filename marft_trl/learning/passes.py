@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..config.marft_config import MARFTConfig
+from ..seams.logs import get_logger
+from ..seams.versions import is_checkpointing
 from ..shared_prefix import forward
 
 
@@ -77,7 +78,7 @@ class Passes:
     @property
     def is_checkpointing(self) -> bool:
         """`True` if gradients are checkpointed."""
-        return bool(self._args.gradient_checkpointing) or bool(self.model.is_gradient_checkpointing)
+        return bool(self._args.gradient_checkpointing) or is_checkpointing(self.model)
 
     def without_checkpointing(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: gradients are not checkpointed."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from .. import functional
 from ..config.team_setup import RunContext, TeamSetup
 from ..rules.rows import Row, Slice
+from ..seams.logs import get_logger
 from .log_probs import LogProbs
 
 

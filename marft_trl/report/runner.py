@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
-
+from ..seams.logs import get_logger
 from .arms import Arm, arms_of, check_arms
 from .cells import Cell, run_cell
 from .children import Children

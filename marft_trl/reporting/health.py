@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerCallback
 
 from ..config.team_setup import RunContext, TeamSetup
+from ..seams.logs import get_logger
 
 
 logger = get_logger(__name__)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from transformers.utils import is_rich_available
 _OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
 
 
+# Most reward functions, of the team or of an agent, that are in a log line
+_FUNCTIONS = 3
+
 # If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
 # because agents have different numbers of turns
 _SAME = 0.01
@@ -23,8 +27,9 @@ _SAME = 0.01
 
 class LogLine:
     """
-    Formats a log as one line: the step, the team's reward and its change since the last line, the seconds of the step,
-    and for each agent the reward (if agents differ), the KL and the mean length of its turns.
+    Formats a log as one line: the step, the team's reward and its change since the last line, two or three reward
+    functions by name, the seconds of the step, and for each agent the reward (if agents differ), up to three reward
+    functions of its own, the KL and the mean length of its turns.
 
     Args:
         agents (`Sequence[str]`): names of the agents.
@@ -44,6 +49,8 @@ class LogLine:
             return None
         parts = [place, prefix.removesuffix("_").replace("_", " ")] if prefix else [place]
         parts.append(self._reward(prefix, logs[f"{prefix}reward"]))
+        of_team = _means(logs, f"{prefix}rewards/")
+        parts += [f"{name} {value:.3f}" for name, value in of_team.items()] if 1 < len(of_team) <= _FUNCTIONS else []
         if prefix and _number(logs.get(f"{prefix}loss")) is not None:
             parts.append(f"loss {logs[f'{prefix}loss']:.4g}")
         if _number(logs.get("step_time")) is not None:
@@ -67,12 +74,21 @@ class LogLine:
         if not with_reward:
             values["reward"] = None
         formats = {"reward": "{:.3f}", "kl": "{:.2g}", "length": "{:.0f}"}
-        said = [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
+        own = _means(logs, f"{prefix}agents/{agent}/rewards/")
+        said = [f"{name} {value:.3f}" for name, value in own.items()] if len(own) <= _FUNCTIONS else []
+        said += [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
         return f"{agent}: {', '.join(said)}" if said else ""
 
 
 def _is_team_reward(key: str) -> bool:
     return key == "reward" or (key.startswith("eval_") and key.endswith("_reward") and "/" not in key)
+
+
+def _means(logs: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Means of reward functions by name, those that are known."""
+    names = [key[len(prefix) : -len("/mean")] for key in logs if key.startswith(prefix) and key.endswith("/mean")]
+    known = {name: _number(logs[f"{prefix}{name}/mean"]) for name in names}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _number(value: Any) -> float | None:
@@ -81,7 +97,7 @@ def _number(value: Any) -> float | None:
 
 class TeamProgressCallback(ProgressCallback):
     """
-    The progress bar of transformers. It prints one line per log instead of all metrics.
+    The progress bar of transformers, in a terminal. It prints one line per log instead of all metrics.
 
     Args:
         agents (`Sequence[str]`, *optional*): names of the agents.
@@ -90,6 +106,24 @@ class TeamProgressCallback(ProgressCallback):
     def __init__(self, agents: Sequence[str] = ()):
         super().__init__()
         self._line = LogLine(agents)
+        # In a file, every movement of a bar would be a line of its own
+        self._has_bars = sys.stderr.isatty()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._has_bars:
+            super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._has_bars:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self._has_bars:
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._has_bars:
+            super().on_train_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = self._line(logs or {}, state.global_step, state.max_steps)

@@ -114,7 +114,7 @@ class Reporter:
         rollout: Rollout,
         std: torch.Tensor | None,
         advantages: Sequence[Sequence[Advantage]],
-        own_rewards: Sequence[Sequence[float]],
+        own_rewards: Sequence[Sequence[Mapping[str, float]]],
         generated: Mapping[str, int],
     ) -> None:
         """
@@ -125,7 +125,7 @@ class Reporter:
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
             advantages (`Sequence`): for each episode of this process the advantage of its turns: a number, one for
                 each token, or `None` where there is no training row.
-            own_rewards (`Sequence[Sequence[float]]`): for each episode the own rewards of its turns; may be empty.
+            own_rewards (`Sequence`): for each episode the own rewards of its turns by function; may be empty.
             generated (`Mapping[str, int]`): `turns` and `tokens` of candidates and re-runs.
         """
         sampled = rollout.drawn or rollout  # rewards of episodes that were chosen by their rewards say little
@@ -305,7 +305,7 @@ class Reporter:
         self,
         rollout: Rollout,
         advantages: Sequence[Sequence[Advantage]] | None = None,
-        own_rewards: Sequence[Sequence[float]] = (),
+        own_rewards: Sequence[Sequence[Mapping[str, float]]] = (),
     ) -> None:
         """One row per turn into the completions table, one transcript per episode."""
         extra = self._user_columns(len(rollout.episodes))

@@ -64,7 +64,7 @@ class Transcript:
         title: str = "",
         advantages: Sequence[Advantage] | None = None,
         tokens: Sequence[Sequence[str]] | None = None,
-        own_rewards: Sequence[float] | None = None,
+        own_rewards: Sequence[Mapping[str, float]] | None = None,
     ) -> Transcript:
         """
         Args:
@@ -73,7 +73,8 @@ class Transcript:
             title (`str`, *optional*): title of the transcript.
             advantages (`Sequence`, *optional*): advantage of each turn: one number, one per token, or `None`.
             tokens (`Sequence[Sequence[str]]`, *optional*): text of each token of each turn.
-            own_rewards (`Sequence[float]`, *optional*): rewards of single turns by their own reward functions.
+            own_rewards (`Sequence[Mapping[str, float]]`, *optional*): rewards of single turns by the names of their
+                own reward functions.
         """
         names = _numbered(episode.turns)
         entries = [
@@ -186,12 +187,13 @@ def _of_turn(
     )
 
 
-def _rewards_of(turn: Turn, episode: Episode, own_rewards: Sequence[float] | None) -> list[str]:
+def _rewards_of(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[str, float]] | None) -> list[str]:
     """Rewards of the turn itself: by the environment, and by reward functions of single turns."""
     earned = episode.earned[turn.index]
-    own = own_rewards[turn.index] if own_rewards else None
+    own = own_rewards[turn.index] if own_rewards else {}
+    known = {name: value for name, value in own.items() if value == value}
     notes = [f"earned {earned:.3g}"] if earned else []
-    return notes + ([f"own reward {own:.3g}"] if own is not None and own == own else [])
+    return notes + ([f"own reward: {_scores(known)}"] if known else [])
 
 
 def _of_feedback(item: Feedback) -> Entry:

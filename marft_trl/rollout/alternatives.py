@@ -125,7 +125,7 @@ class Alternatives:
             found = self._of_agents(completed, agents).view(len(jobs), samples)
             worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
         if own_weight > 0:
-            worth = worth + own_weight * self._scorer.of_turns(episodes, flat)
+            worth = worth + own_weight * self._scorer.of_turns(episodes, flat).sums
         returns: dict[int, list[float]] = {index: [] for index in turns}
         for (index, _), value in zip(jobs, worth.tolist(), strict=True):
             returns[index].append(value)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..episodes.records import Episode
 from ..rewards import environment_reward
+from ..seams.logs import get_logger
 from ..seams.trl import TrlRewards
 from ..system.processes import Processes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from accelerate.logging import get_logger
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from ..agents import AgentSpec
 from ..config.sampling import Sampling
 from ..episodes.records import TOOL
 from ..episodes.tools import tool_name
+from ..seams.logs import get_logger
 from ..workflows import Sequential, Workflow
 from .prompts import PromptBuilder, Window
 from .tool_calls import check_functions, prepare_template

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
+
+from ..seams.logs import get_logger
 
 
 logger = get_logger(__name__)

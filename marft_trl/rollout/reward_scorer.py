@@ -7,10 +7,11 @@ import concurrent.futures
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from trl import is_conversational
+from trl.trainer.utils import get_callable_name
 
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode, Turn
@@ -36,6 +37,20 @@ class RewardFunctions(Protocol):
 
     def locally(self, functions: Sequence[Callable] | None = None) -> AbstractContextManager[None]:
         """Context manager: rewards are those of this process, by other functions if some are given."""
+
+
+class TurnRewards(NamedTuple):
+    """
+    Rewards of `N` turns by the functions of their agents.
+
+    Args:
+        sums (`torch.Tensor` of shape `(N,)`): NaN where none applied.
+        by_function (`list[dict[str, float]]`): for each turn the reward of each function by its name, NaN where it did
+            not apply; empty for agents without functions, and for turns that another one stands for.
+    """
+
+    sums: torch.Tensor
+    by_function: list[dict[str, float]]
 
 
 # Seconds after which a blocked event loop is noticed, beyond the time limit of a call
@@ -67,6 +82,7 @@ class RewardScorer:
         self._of_agents = {
             name: [checked_reward(func, policy, failures) for func in its] for name, its in of_agents.items()
         }
+        self._names = {agent: _different([get_callable_name(one) for one in its]) for agent, its in of_agents.items()}
 
     def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
@@ -100,16 +116,16 @@ class RewardScorer:
         with self._rewards.locally():
             return self.of_team(self._of_scorable(episodes)).cpu()
 
-    def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
+    def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
         """
-        Reward `(N,)` of each turn: the sum of its agent's functions, NaN where none applied or the agent has none. A
-        turn that called tools is scored by the final turn that came of it, not by its call.
+        Reward of each turn: the sum of its agent's functions. A turn that called tools is scored by the final turn
+        that came of it, not by its call.
 
         Args:
             episodes (`Sequence[Episode]`): the episode of each turn.
             turns (`Sequence[Turn]`): turns of these episodes, or candidates for one.
         """
-        rewards = torch.full((len(turns),), torch.nan)
+        rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
         for agent, functions in self._of_agents.items():
             mine = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
@@ -118,7 +134,10 @@ class RewardScorer:
             rows = [_turn_row(episodes[index], turn) for index, turn in mine.items()]
             with self._rewards.locally(functions):
                 per_func = self._score(rows, list(mine.values()))
-            rewards[list(mine)] = team_rewards(per_func, torch.ones(len(functions), device=per_func.device)).cpu()
+            ones = torch.ones(len(functions), device=per_func.device)
+            rewards.sums[list(mine)] = team_rewards(per_func, ones).cpu()
+            for index, values in zip(mine, per_func.tolist(), strict=True):
+                rewards.by_function[index] = dict(zip(self._names[agent], values, strict=True))
         return rewards
 
     def as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
@@ -151,6 +170,13 @@ class RewardScorer:
                     "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
                     "`asyncio.all_tasks()` has those of the trainer too."
                 ) from error
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    """Names of functions, those that occur again with a number."""
+    return [
+        name if names.index(name) == at else f"{name}_{names[: at + 1].count(name)}" for at, name in enumerate(names)
+    ]
 
 
 def as_row(episode: Episode) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 
 from ..config.checks import uses_candidates
@@ -19,6 +18,7 @@ from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rewards import environment_reward
 from ..rules.credit_rules import CREDITS
+from ..seams.logs import get_logger
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
 from ..system.processes import ending_forks

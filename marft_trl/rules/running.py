@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Running baselines: the mean return of each agent so far, which needs no second episode of a prompt."""
+"""Running baselines: the mean return so far, which needs no second episode of a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 class RunningBaselines:
     """
-    Exponential moving averages of returns, one for each agent and kind of task.
+    Exponential moving averages of returns, one for each kind of task, and for each agent where agents have returns of
+    their own.
 
     The baseline of a generation batch is the average before it, so that it does not depend on the batch. As in Adam,
     the average is divided by `1 - decay^n` after `n` batches: after the first one it is the mean of that batch.

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.logging import get_logger
 from peft import PeftModel
 from torch import nn
 
 from ..agents import AgentSpec
 from ..config.team_setup import RunContext, TeamSetup
 from ..learning.schedules import Schedule
+from ..seams.logs import get_logger
 from ..system.randomness import RandomStates, undisturbed
 from ..weights.adapters import load_adapter_weights
 from ..weights.copies import PastCopies

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..config.team_setup import RunContext
 from ..rollout.rollouts import Rollout
+from ..seams.logs import get_logger
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .best import BestAdapters

@@ -13,11 +13,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from ..config.marft_config import MARFTConfig
+from ..seams.logs import get_logger
 from ..system.processes import Processes, ending_forks
 from .checkpointing import Checkpoints
 from .commit import CheckpointError

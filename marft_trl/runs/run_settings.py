@@ -68,7 +68,6 @@ class RunSettings:
         weights (`Sequence[float]`): weights of the team's reward functions.
         view (`Callable`): `view()` returns the present view.
         dataset: the training dataset.
-        dataset
         num_processes (`int`): number of processes.
     """
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import convert_to_fp32
 from peft import PeftModel
 from peft.functional import set_adapter, set_requires_grad
@@ -23,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
+from .logs import get_logger
 from .swapping import swapped
 
 

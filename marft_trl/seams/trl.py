@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_callable_name
 
+from .logs import get_logger
 from .swapping import swapped
 
 

@@ -13,8 +13,9 @@ import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from accelerate.logging import get_logger
 from packaging.version import Version
+
+from .logs import get_logger
 
 
 logger = get_logger(__name__)
@@ -57,6 +58,12 @@ def warn_of_newer_versions() -> None:
             f"marft_trl has not been tested with {', '.join(newer)}. It is likely to work. If something fails, "
             "install the tested version and report it."
         )
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Whether a model checkpoints gradients. transformers renamed the property in 5.23, like the field."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
 
 
 def checkpointing_fields(args: Any) -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from accelerate.logging import get_logger
 
 from .. import functional
 from ..config.team_setup import RunContext
 from ..rules.rows import Row
+from ..seams.logs import get_logger
 
 
 logger = get_logger(__name__)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from ..config.marft_config import MARFTConfig
 from ..config.sampling import Sampling
 from ..config.team_setup import RunContext, TeamSetup
 from ..rules.credit_rules import CREDITS
+from ..seams.logs import get_logger
 from ..system.event_loop import run_coroutine
 from ..weights.copies import PastCopies, copy_entries, served_entries
 from ..weights.policies import Policies

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 
 from ..config.sampling import Sampling
@@ -18,6 +17,7 @@ from ..config.team_setup import TeamSetup
 from ..episodes.records import SampledBy
 from ..rollout.generator import Generator, Observed, Sampled
 from ..rollout.stopping import StopTexts
+from ..seams.logs import get_logger
 from ..system.event_loop import run_coroutine
 from ..system.processes import Processes
 from ..system.randomness import seed_of

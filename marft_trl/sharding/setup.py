@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from trl import GRPOTrainer
 
 from ..config.marft_config import MARFTConfig
+from ..seams.logs import get_logger
 from ..seams.runs import timeout_of_processes
 from ..seams.sharding import WholeAdapters, in_the_precision_of_the_head, names_of_layers, storage_of_4bit
 from ..system.processes import Processes

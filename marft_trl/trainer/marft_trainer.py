@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
@@ -33,6 +32,7 @@ from ..rollout.views import View, team_view
 from ..rules.levels import level_of
 from ..rules.rows import Slice
 from ..runs.checkpointing import raise_failed_push
+from ..seams.logs import get_logger, hush
 from ..seams.runs import (
     EndlessStream,
     EpochSampler,
@@ -60,6 +60,7 @@ from .parts import UserCode, assemble
 
 
 logger = get_logger(__name__)
+hush()
 
 
 class MARFTTrainer(GRPOTrainer):

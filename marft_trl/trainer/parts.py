@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The objects that a trainer is composed of, and how they are put together: one function for each room."""
+"""The objects that a trainer is composed of, and how they are put together, in the order of a step."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def assemble(
         "runner": acting.runner,
         "reporter": telling.reporter,
     }
-    # By name, in the order in which they were written before: checkpoints of earlier versions are read by it
+    # By name: checkpoints of earlier versions have the same names
     stateful = {name: owner for name, owner in owners.items() if owner is not None}
     template = trainer.chat_template or trainer.processing_class.chat_template
     revision = (args.model_init_kwargs or {}).get("revision")

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
@@ -27,6 +26,7 @@ from ..rollout.reward_checks import check_rewards, check_turn_rewards
 from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS, Critic
 from ..rules.levels import Level
+from ..seams.logs import get_logger
 from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
 from ..sharding.setup import check_launcher

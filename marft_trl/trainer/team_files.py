@@ -98,7 +98,7 @@ class TeamFiles:
             show_reasoning=self._args.show_reasoning,
         )
 
-    def _writers(self, log_history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Callable[[Path], object]]:
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
         """
         Files and folders beside the adapters, each with the function that writes it into the folder of the team. The
         model card is apart, because it bears the name of its folder.
@@ -110,7 +110,7 @@ class TeamFiles:
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         """Write the files of the team beside its weights, which are there already."""
-        for write in self._writers(log_history).values():
+        for write in self._writers().values():
             write(folder)
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
@@ -160,8 +160,8 @@ class TeamFiles:
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """
-        Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files in
-        the root of the checkpoint; adapters lie in folders.
+        Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files of
+        one model, by their names.
         """
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
         adapters = self._policies.names if self._policies.has_adapters else []

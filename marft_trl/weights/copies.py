@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from ..agents import AgentSpec
+from ..seams.logs import get_logger
 from ..system.randomness import seed_of
 from .policies import Policies
 

@@ -2,11 +2,11 @@
 
 import sys
 
+from tests.helpers import team_trainer, varied_reward
+
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-
-from tests.helpers import team_trainer, varied_reward
 
 
 BASE = {"per_device_train_batch_size": 2, "num_generations": 2, "use_cpu": True, "max_completion_length": 4}

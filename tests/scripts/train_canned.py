@@ -7,16 +7,16 @@ import random
 import sys
 from collections import Counter
 
-import torch
-from safetensors.torch import save_file
-from trl.chat_template_utils import qwen3_chat_template
-
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import add, lora, team_trainer, varied_reward
+
+import torch
+from safetensors.torch import save_file
+from trl.chat_template_utils import qwen3_chat_template
 
 
 class ByPrompt(Workflow):

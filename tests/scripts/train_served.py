@@ -3,9 +3,9 @@
 import os
 import sys
 
-from safetensors.torch import save_file
-
 from tests.helpers import moved, team_trainer, weights
+
+from safetensors.torch import save_file
 
 
 def main(model, folder, url, staleness):

@@ -5,17 +5,17 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-from peft import LoraConfig
-from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
-from transformers import BitsAndBytesConfig, training_args
-
 from marft_trl import AgentSpec, Workflow
 from marft_trl.seams.sharding import local, shard_sizes
 from marft_trl.tiny import tiny_dataset
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import lora, team_trainer, varied_reward
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import BitsAndBytesConfig, training_args
 
 
 class Lopsided(Workflow):
