@@ -60,10 +60,10 @@ def emptied(agent, prompt, seen):
 
 def evaluate(trainer):
     trainer.view = emptied
-    alone = trainer.evaluate()
+    alone = trainer.evaluate(metric_key_prefix="eval_emptied")  # lines of the run say `eval emptied`
     trainer.view = team_view
     set_seed(0)  # equal weights give equal samples
-    return {**{f"{key}_emptied": value for key, value in alone.items()}, **trainer.evaluate()}
+    return {**alone, **trainer.evaluate()}
 
 
 def make_trainer(model, transcripts, args, **arguments):
@@ -85,15 +85,14 @@ def print_table(before, after, count):
         "team: right answers": "eval_exact_match",
         "reasoner: right steps": "eval_reasoner",
         "actor: reads the steps": "eval_actor",
-        "team, reasoner's message emptied": "eval_exact_match{}_emptied",
+        "team, reasoner's message emptied": "eval_emptied_exact_match",
     }
     print(f"\n{count} held-out questions, sampled at temperature 1 (95 % intervals)")
     print(f"{'':34}{'before':>22}{'after':>22}")
     for title, key in rows.items():
         cells = []
         for metrics in (before, after):
-            keys = [key.format(end) if "{}" in key else key + end for end in ("", "_low", "_high")]
-            value, low, high = (100 * metrics[one] for one in keys)
+            value, low, high = (100 * metrics[f"{key}{end}"] for end in ("", "_low", "_high"))
             cells.append(f"{value:5.1f} % ({low:4.1f} - {high:4.1f})")
         print(f"{title:34}{cells[0]:>22}{cells[1]:>22}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .episodes.tools import tool_name
-from .system.hints import did_you_mean
+from .system.hints import checked_names, did_you_mean
 
 
 if TYPE_CHECKING:
@@ -261,6 +261,9 @@ class AgentSpec:
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
 
+AgentSpec.__init__ = checked_names("AgentSpec")(AgentSpec.__init__)  # type: ignore[method-assign]
+
+
 def check_team(agents: object) -> list[AgentSpec]:
     """
     Return the agents as a list, after checking that they can form a team.
@@ -279,7 +282,10 @@ def check_team(agents: object) -> list[AgentSpec]:
         raise ValueError("`agents` is empty: a team needs at least one agent, e.g. `agents=[AgentSpec('solver')]`.")
     for agent in agents:
         if not isinstance(agent, AgentSpec):
-            raise TypeError(f"`agents` must be a list of `AgentSpec`, got an item of type {type(agent).__name__}.")
+            raise TypeError(
+                f"`agents` must be a list of `AgentSpec`, got an item of type {type(agent).__name__}. Write "
+                + (f"`AgentSpec({agent!r})`." if isinstance(agent, str) else "`AgentSpec(name, ...)`.")
+            )
     seen: dict[str, AgentSpec] = {}
     for agent in agents:
         if agent.name in seen:

@@ -162,9 +162,38 @@ class Team:
         runner = _runner(agents, workflow, inference, loaded, tokenizer, views.get(None, team_view), aliases, share)
         return cls(agents, workflow, runner, loaded)
 
-    def __call__(self, question: str | Messages) -> str:
-        """The team's answer to one question, sampled as in training."""
-        (episode,) = self.run([question])
+    def __call__(
+        self,
+        question: str | Messages | Mapping[str, Any],
+        greedy: bool = False,
+        seed: int | None = None,
+        sampling: Mapping[str, float] | None = None,
+    ) -> str:
+        """
+        The team's answer to one question, sampled as in training. [`Team.run`] takes several, and returns whole
+        episodes.
+
+        Args:
+            question (`str`, `list[dict]` or `dict`):
+                A text, a list of messages, or a dataset row with a `prompt`.
+            greedy (`bool`, *optional*, defaults to `False`):
+                Whether to use greedy decoding instead of sampling.
+            seed (`int`, *optional*):
+                Seed of sampling, as in [`Team.run`].
+            sampling (`dict`, *optional*):
+                Sampling settings, as in [`Team.run`].
+
+        Raises:
+            TypeError: `question` is neither a text nor messages nor a row; several questions are for [`Team.run`].
+            ValueError: it is empty.
+        """
+        if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
+            raise TypeError(
+                f"`team(question)` answers one question, a text or a list of messages, got {str(question)[:80]}. For "
+                "several, use `team.run(questions)`: it returns an episode for each, with its answer in "
+                "`episode.answer.text`."
+            )
+        (episode,) = self.run([question], greedy=greedy, seed=seed, sampling=sampling)
         return episode.answer.text if episode.answer is not None else ""
 
     def run(
@@ -208,6 +237,12 @@ class Team:
         if seed is None and self._seeds is not None:
             seed = self._seeds.getrandbits(31)
         rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
+        empty = [index for index, row in enumerate(rows) if _is_blank(row.get("prompt", "?"))]
+        if empty:
+            raise ValueError(
+                f"Prompt {empty[0] // num_samples} of {len(rows) // num_samples} is empty, so there is nothing to "
+                "answer. Pass a text or a list of messages."
+            )
         check_prompts(rows, "prompts")
         size, episodes = batch_size or max(len(rows), 1), []
         check_sampling(sampling)
@@ -262,6 +297,10 @@ def _as_list(prompts: Any) -> list:
     if not prompts:
         raise ValueError("`prompts` is empty.")
     return prompts
+
+
+def _is_blank(prompt: Any) -> bool:
+    return prompt is None or (isinstance(prompt, str) and not prompt.strip())
 
 
 def _as_row(prompt: Any) -> dict[str, Any]:

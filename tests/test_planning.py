@@ -42,7 +42,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert all(before[name].equal(value) for name, value in weights(trainer).items())
     assert "planner -> solver\n  solver -> judge" in plan and "Workflow: Graph" in plan
     assert re.search(
-        r"solver: adapter solver, [\d,]+ weights; learning rate 0.0001; temperature 1; up to 4 tokens", plan
+        r"solver: adapter solver, [\d,]+ weights, fresh; learning rate 0.0001; temperature 1; up to 4 tokens", plan
     )
     assert re.search(r"judge: .* frozen; temperature 0.5", plan)
     # 8 episodes x 4 slices at once; a step takes 2 slices of 8; the judge's turns are no training rows

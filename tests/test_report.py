@@ -161,7 +161,7 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     assert "what actor says is emptied (it is the last agent" in page
     with open(out / "report.csv") as table:
         rows = {row["arm"]: row for row in csv.DictReader(table)}
-    assert float(rows["solo"]["difference"]) == pytest.approx(found["solo"].difference.mean)
+    assert float(rows["solo"]["difference"]) == pytest.approx(100 * found["solo"].difference.mean)
     assert (out / "report.png").stat().st_size > 10_000
     before = {file: file.stat().st_mtime_ns for file in (out / "runs").rglob("*.jsonl")}
     again = report(made, str(out), seeds=[0, 1], arms=arms)

@@ -542,7 +542,7 @@ def test_saving_adapters_alone_is_still_needed(model_folder, tmp_path):
     """PEFT adds the base's embeddings to an adapter with a LoRA on them."""
     trainer = team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules=["embed_tokens"]))
     trainer.model.save_pretrained(tmp_path / "plain")
-    with saving_adapters_alone(trainer):
+    with saving_adapters_alone(trainer, trainer.policies.to_save):
         trainer.model.save_pretrained(tmp_path / "alone")
     plain, alone = (load_file(tmp_path / name / "actor" / "adapter_model.safetensors") for name in ("plain", "alone"))
     assert len(plain) > len(alone) == 2 and all("lora_" in name for name in alone)

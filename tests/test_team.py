@@ -97,7 +97,7 @@ def test_running_a_team_leaves_training_as_it_was(model_folder, tmp_path):
         ({"prompts": []}, ValueError, "is empty"),
         ({"prompts": "x"}, TypeError, r"pass `\[prompt\]`"),
         ({"prompts": [{"role": "user", "content": "x"}]}, TypeError, r"pass `\[prompt\]`"),
-        ({"prompts": ["x", ""]}, ValueError, "row 1 of `prompts` is empty|prompt in a row of `prompts` is empty"),
+        ({"prompts": ["x", ""]}, ValueError, "Prompt 1 of 2 is empty"),
         ({"prompts": ["x"], "num_samples": 0}, ValueError, "`num_samples` must be an integer of at least 1, got 0"),
         ({"prompts": ["x"], "batch_size": -1}, ValueError, "`batch_size`"),
     ],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
@@ -109,7 +110,8 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: {type(error).__name__}: {error}",
+            f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: {type(error).__name__}: {error}"
+            + _hint(error),
             episode.index,
         ) from error
     finally:
@@ -128,8 +130,15 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
         )
 
 
+def _hint(error: BaseException) -> str:
+    is_forgotten = isinstance(error, (AttributeError, TypeError)) and "coroutine" in str(error)
+    return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
+
+
 async def _unwrapped(run: Coroutine[Any, Any, None]) -> None:
     """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
+    if not inspect.isawaitable(run):
+        raise TypeError(f"`run` returned {run!r}, which cannot be awaited. Write `async def run(self, episode):`.")
     try:
         await run
     except BaseExceptionGroup as group:

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, set_seed
 
+from ..config.marft_config import MARFTConfig
 from ..metrics.at_k import FILE
 from ..runs.run_folder import RunFolder
 from ..system.files import write_atomically
@@ -133,6 +134,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
+    changed = changed.with_args(per_device_eval_batch_size=_eval_batch(changed.args))
     goes_on = cell.begin(settings_of(experiment))
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
@@ -163,6 +165,13 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     write_atomically(cell.folder / RESULT, json.dumps(result))
     for folder in cell.folder.glob("checkpoint-*"):
         shutil.rmtree(folder)
+
+
+def _eval_batch(args: MARFTConfig) -> int:
+    """Episodes of an evaluation at once: as many as training generates at once, which is known to fit."""
+    several = args.num_generations_eval or args.num_generations
+    most = max(args.per_device_eval_batch_size, args.per_device_train_batch_size * args.steps_per_generation)
+    return max(most // several * several, args.per_device_eval_batch_size)
 
 
 def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:

@@ -175,7 +175,20 @@ def _sentence(
     seeds = "" if difference.seeds > 1 else ", one seed, so this is about this run alone"
     if kind == "open":
         return f"{subject}: the evidence is not enough to say whether it {words[0]} ({figures}{seeds})."
-    return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds})."
+    idle = _learned_nothing(found[arm])
+    return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds}).{idle}"
+
+
+def _learned_nothing(result: ArmResult) -> str:
+    """What is said of an arm that had nothing to learn: its rewards were the same in every batch."""
+    rewards = {reward for curve in result.curves for _, reward in curve}
+    if len(rewards) != 1:
+        return ""
+    return (
+        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every logged batch, so it had "
+        "nothing to learn from: this compares with an agent that could not begin. Give it a task that it solves now "
+        "and then (easier questions, a longer turn, another `solo` of the `Experiment`) to find out more."
+    )
 
 
 def shown(value: Interval, signed: bool = False) -> str:

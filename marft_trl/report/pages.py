@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..metrics import Interval
 from ..system.files import write_atomically
 from .comparison import ArmResult, Comparison, shown
 
@@ -75,7 +76,7 @@ def _line(one: ArmResult) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """One row for each arm, in shares of 1."""
+    """One row for each arm, accuracies and differences in percent, as on the page."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_COLUMNS)
@@ -86,12 +87,16 @@ def as_csv(comparison: Comparison) -> str:
             [
                 one.arm.name,
                 *counts,
-                *(accuracy[:3] if accuracy else [""] * 3),
-                *(difference[:3] if difference else [""] * 3),
+                *_percent(accuracy),
+                *_percent(difference),
                 *("" if value is None else value for value in (one.tokens, one.seconds, one.arm.why_not)),
             ]
         )
     return text.getvalue()
+
+
+def _percent(interval: Interval | None) -> list[float | str]:
+    return [100 * value for value in interval[:3]] if interval else [""] * 3
 
 
 def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
@@ -113,11 +118,11 @@ def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
 
 def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
     for place, one in enumerate(reversed(results)):
-        mean, low, high = (one.accuracy or (0.0, 0.0, 0.0))[:3]
+        mean, low, high = (100 * value for value in (one.accuracy or (0.0, 0.0, 0.0))[:3])
         error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(one.arm.name, "0.4")
         axes.errorbar(mean, place, xerr=error, fmt="o", color=color, capsize=3)
     axes.set_yticks(range(len(results)), [textwrap.fill(one.arm.what, 32) for one in reversed(results)])
-    axes.set(xlabel="accuracy, 95 % interval", xlim=(-0.02, 1.02), ylim=(-0.5, len(results) - 0.5))
+    axes.set(xlabel="accuracy in percent, 95 % interval", xlim=(-2, 102), ylim=(-0.5, len(results) - 0.5))
     axes.grid(axis="x", alpha=0.3)
 
 
@@ -125,5 +130,6 @@ def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, s
     for one in results:
         for curve in one.curves:
             steps, rewards = zip(*curve, strict=True) if curve else ((), ())
-            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7)
+            # A run with one logged step has a point and no line
+            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None)
     axes.set(xlabel="step", ylabel="reward of a training batch")

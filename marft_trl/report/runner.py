@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -79,6 +80,7 @@ def report(
     cells = _cells(chosen, seeds, folder)
     _check_runs_before(made, chosen, cells)
     waiting = [cell for cell in cells if not cell.is_done]
+    _tell_of_work(made, chosen, cells, waiting)
     if place is None or workers == 1:
         failed = _run_all(functools.partial(run_cell, made, emptied=_emptied(chosen)), waiting)
     else:
@@ -118,6 +120,20 @@ def _tell_of_overlap(experiment: Experiment) -> None:
             f"{count} of the {len(experiment.eval_dataset)} evaluation questions are also training questions, so the "
             "report measures in part what was learned by heart. Leave them out of `train_dataset`."
         )
+
+
+def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
+    """Say how much there is to do, and how long it takes where runs that are done tell."""
+    evaluations = sum(2 + len(_emptied(arms)) * (cell.arm == "team") for cell in waiting)
+    args = experiment.args
+    questions = len(experiment.eval_dataset) * (args.num_generations_eval or args.num_generations)
+    done = [cell.result()["seconds"] for cell in cells if cell.is_done]
+    minutes = f", about {len(waiting) * sum(done) / len(done) / 60:.0f} minutes of training" if done else ""
+    print(
+        f"Report: {len(waiting)} of {len(cells)} trainings to do and {evaluations} evaluations of {questions} episodes"
+        f"{minutes}. A report that is interrupted goes on with the same call.",
+        flush=True,
+    )
 
 
 def _check_runs(arms: Sequence[Arm]) -> None:
@@ -164,7 +180,12 @@ def _plain(name: str) -> str:
 def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, str]:
     """Run cells one after the other. Returns the errors of those that failed, by arm."""
     failed: dict[str, str] = {}
-    for cell in cells:
+    start = time.monotonic()
+    for number, cell in enumerate(cells):
+        if number and len(cells) > 1:
+            left = (time.monotonic() - start) / number * (len(cells) - number) / 60
+            place = f"run {number + 1} of {len(cells)}, {cell.arm} with seed {cell.seed}"
+            print(f"Report: {place}; about {left:.0f} min left", flush=True)
         try:
             run(cell)
         except Exception as error:

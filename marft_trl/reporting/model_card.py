@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -57,7 +57,10 @@ Workflow: {{ workflow }}
 {% endif %}{{ usage }}
 ## Training
 
-Trained with MARFT, a method introduced in [{{ paper_title }}](https://huggingface.co/papers/{{ paper_id }}).
+{% if facts_table %}{{ facts_table }}
+
+{% endif %}Trained with MARFT, a method introduced in
+[{{ paper_title }}](https://huggingface.co/papers/{{ paper_id }}).
 
 {{ versions }}
 
@@ -92,15 +95,15 @@ tokenizer = AutoTokenizer.from_pretrained("{repo}")
 
 ## Serve the team with vLLM
 
-Each agent is a model name of one server:
+Each adapter is a model name of one server. A server knows neither the system prompts nor the workflow: clients send an
+agent's system prompt, which `marft_team.json` holds, and the messages that the workflow shows it.
 
 ```bash
 hf download {repo} --local-dir team
 vllm serve {base} --enable-lora --max-lora-rank {rank} \\
+  --tokenizer team --chat-template team/chat_template.jinja \\
   --lora-modules {modules}
 ```
-
-`marft_team.json` holds the agents' system prompts and the workflow.
 
 """
 
@@ -127,6 +130,7 @@ def team_card(
     metrics: dict[str, float] | None = None,
     max_rank: int = 16,
     picture: str | None = None,
+    facts: Mapping[str, str] | None = None,
 ) -> ModelCard:
     """
     The model card of a team.
@@ -148,6 +152,8 @@ def team_card(
             Largest rank of the adapters.
         picture (`str`, *optional*):
             The workflow as a Mermaid flowchart.
+        facts (`Mapping[str, str]`, *optional*):
+            How the team was trained, by what is said.
     """
     base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
     repo = repo or model_name
@@ -179,11 +185,12 @@ def team_card(
         agents_table=_agents_table(manifest),
         workflow=_workflow_line(manifest.workflow),
         picture=picture,
-        metrics_table=_metrics_table(metrics or {}),
+        metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
         usage=use.format(model=given, base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
         paper_title=PAPER["title"],
         paper_id=PAPER["id"],
         citation=PAPER["citation"],
+        facts_table=_table("", "", facts or {}),
         versions="\n".join(f"- {name}: {version(name)}" for name in ("marft-trl", "trl", "transformers", "peft")),
     )
 
@@ -203,11 +210,11 @@ def _agents_table(manifest: TeamManifest) -> str:
     return "\n".join(rows)
 
 
-def _metrics_table(metrics: dict[str, float]) -> str:
-    if not metrics:
+def _table(name: str, value: str, rows: Mapping[str, str]) -> str:
+    if not rows:
         return ""
-    rows = [f"| {_markdown(name)} | {value:.4g} |" for name, value in metrics.items()]
-    return "\n".join(["| metric | value |", "|---|---|", *rows])
+    lines = [f"| {_markdown(key)} | {_markdown(text)} |" for key, text in rows.items()]
+    return "\n".join([f"| {name} | {value} |", "|---|---|", *lines])
 
 
 def _workflow_line(workflow: dict[str, Any]) -> str:

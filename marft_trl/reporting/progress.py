@@ -57,8 +57,7 @@ class LogLine:
             parts.append(f"{logs['step_time']:.1f} s")
         rewards = [_number(logs.get(f"{prefix}agents/{name}/reward")) for name in self._agents]
         known = [reward for reward in rewards if reward is not None]
-        differ = bool(known) and max(known) - min(known) > _SAME * max(map(abs, known))
-        parts += filter(None, (self._of_agent(prefix, name, logs, differ) for name in self._agents))
+        parts += filter(None, (self._of_agent(prefix, name, logs, differ(known)) for name in self._agents))
         return "  ".join(parts)
 
     def _reward(self, prefix: str, value: Any) -> str:
@@ -78,6 +77,11 @@ class LogLine:
         said = [f"{name} {value:.3f}" for name, value in own.items()] if len(own) <= _FUNCTIONS else []
         said += [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
         return f"{agent}: {', '.join(said)}" if said else ""
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether rewards of agents differ by more than agents with different numbers of turns do."""
+    return bool(rewards) and max(rewards) - min(rewards) > _SAME * max(map(abs, rewards))
 
 
 def _is_team_reward(key: str) -> bool:

@@ -191,6 +191,11 @@ class PromptBuilder:
         ids, most = self._encode(text), self._reserved.get(agent)
         return ids[:most], most is not None and len(ids) > most
 
+    @property
+    def is_untaught(self) -> bool:
+        """`True` for a team whose tokenizer has no chat template."""
+        return not self._alone and self._tokenizer.chat_template is None
+
     def unprotected(self, uses_tools: bool) -> str | None:
         """
         Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.

@@ -88,6 +88,25 @@ def _check_arguments(
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
             "give the argument a default."
         )
+    refused = [name for name in _ALWAYS_PASSED if not _takes(func, name)]
+    if refused:
+        raise ValueError(
+            f"The reward function `{get_callable_name(func)}` takes no `{refused[0]}`, but the trainer passes all of "
+            f"{', '.join(_ALWAYS_PASSED)} and the columns of the dataset, as TRL does. Add `**kwargs` to its "
+            "arguments."
+        )
+
+
+# Arguments that TRL passes to every reward function
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+def _takes(func: Callable, name: str) -> bool:
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def _required_arguments(func: Callable) -> list[str]:

@@ -114,15 +114,17 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
         yield
 
 
-def saving_adapters_alone(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
+def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """
     Context manager: adapters are saved without layers of the base. PEFT (0.21) adds the embeddings of the base to an
     adapter that has a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
+    Adapters of the model that are none of the team's (`names`) are left out.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not isinstance(model, PeftModel):
         return contextlib.nullcontext()
-    return swapped(model, {"save_pretrained": functools.partial(model.save_pretrained, save_embedding_layers=False)})
+    options = {"save_embedding_layers": False, "selected_adapters": list(names)}
+    return swapped(model, {"save_pretrained": functools.partial(model.save_pretrained, **options)})
 
 
 @contextlib.contextmanager

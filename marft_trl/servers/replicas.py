@@ -311,6 +311,8 @@ def addresses(urls: str | Sequence[str] | None, host: str, port: int) -> tuple[s
     Raises:
         ValueError: one is not an HTTP address, or there twice.
     """
+    # TRL's default means all addresses of a server, and a client can only reach one: that of this machine
+    host = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
     given = [urls] if isinstance(urls, str) else list(urls or [f"http://{host}:{port}"])
     found = [url.strip().rstrip("/").removesuffix("/v1") for text in given for url in text.split(",")]
     for url in found:
@@ -319,6 +321,15 @@ def addresses(urls: str | Sequence[str] | None, host: str, port: int) -> tuple[s
     if len(set(found)) < len(found) or not found:
         raise ValueError(f"`vllm_server_base_url` must name every server once, got {given!r}.")
     return tuple(found)
+
+
+# What is said after some seconds without a server
+_HOW_TO_START = (
+    "The command that starts one is what `marft_trl.rollout.vllm_command(model, agents, args, peft_config)` returns; "
+    "another address is set as `vllm_server_base_url='http://host:8000'`. Or set `vllm_mode='colocate'` and "
+    "`vllm_python`, and the trainer starts a server on its own GPU."
+)
+_SILENCE = 5.0  # seconds
 
 
 def longest_turn(settings: ServerSettings) -> int | None:
@@ -334,21 +345,29 @@ def longest_turn(settings: ServerSettings) -> int | None:
 
 
 async def _longest_turn(settings: ServerSettings) -> int | None:
-    end = time.monotonic() + settings.server_timeout
+    start = time.monotonic()
     async with settings.connected() as servers:
-        found = await asyncio.gather(*[_models_of(server, settings, end) for server in servers])
+        found = await asyncio.gather(*[_models_of(server, settings, start) for server in servers])
     lengths = [model.get("max_model_len") for models in found for model in models.values()]
     return min((length for length in lengths if length), default=None)
 
 
-async def _models_of(server: VLLMServer, settings: ServerSettings, end: float) -> dict[str, dict[str, Any]]:
+async def _models_of(server: VLLMServer, settings: ServerSettings, start: float) -> dict[str, dict[str, Any]]:
+    was_told = False
     while True:
         try:
             return await server.models(settings.health_timeout)
         except ServerDownError as error:
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > settings.server_timeout:
                 raise EngineDownError(
-                    f"There is no vLLM server at {server.url} (`vllm_server_base_url`): {error} Start it with the "
-                    "command that `marft_trl.rollout.vllm_command` gives."
+                    f"There is no vLLM server at {server.url} after {settings.server_timeout:g} seconds "
+                    f"(`vllm_server_timeout`): {error} {_HOW_TO_START}"
                 ) from error
+            if not was_told and waited > _SILENCE:
+                was_told = True
+                logger.warning(
+                    f"No vLLM server answers at {server.url} yet; training begins when one does, for up to "
+                    f"{settings.server_timeout:g} seconds (`vllm_server_timeout`). {_HOW_TO_START}"
+                )
             await asyncio.sleep(_PAUSE)

@@ -4,10 +4,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`" Did you mean 'solver'?"`, to be put behind an error message; empty where no known name is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    known = list(known)
+    # As an abbreviation (`lr`) or a part of the name (`dataset`), else misspelt
+    near = [one for one in known if str(name) in (_initials(one), *one.split("_"))]
+    near = near or difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
+
+
+def checked_names(what: str) -> Callable[[Callable], Callable]:
+    """Decorator of an `__init__`: an argument that it does not have is named, with the one that is probably meant."""
+
+    def decorate(init: Callable) -> Callable:
+        known = list(inspect.signature(init).parameters)[1:]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            unknown = next((name for name in kwargs if name not in known), None)
+            if unknown is not None:
+                hint = did_you_mean(unknown, known) or f" It has {', '.join(known)}."
+                raise TypeError(f"`{what}` has no argument `{unknown}`.{hint}")
+            init(self, *args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -47,9 +47,10 @@ from ..seams.trl import configure_parent, constructing_parent, without_printed_t
 from ..seams.versions import warn_of_newer_versions
 from ..servers.setup import start_engine
 from ..sharding import setup as sharding
+from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
-from ..weights.adapters import add_adapters
+from ..weights.adapters import add_adapters, origins_of
 from ..weights.manifest import TeamManifest
 from ..weights.policies import Policies
 from ..weights.references import SyncReferences
@@ -128,6 +129,7 @@ class MARFTTrainer(GRPOTrainer):
     _paper = PAPER
     _order: EpochSampler | None = None  # of the rows of a map-style dataset
 
+    @checked_names("MARFTTrainer")
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -172,8 +174,9 @@ class MARFTTrainer(GRPOTrainer):
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = setup.load_base(model, args, quantization_config)
         processing_class = setup.load_tokenizer(processing_class, base, args)
+        origins = origins_of(base, self.agents)
         base = add_adapters(base, self.agents, peft_config)
-        self.policies = Policies(base, self.agents)
+        self.policies = Policies(base, self.agents, origins)
         setup.check_learning(args, self.policies, base)
         sharding.check_team(args, self.policies.has_adapters)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
@@ -400,7 +403,7 @@ class MARFTTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with published(), saving_adapters_alone(self):
+        with published(), saving_adapters_alone(self, self.policies.to_save):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)

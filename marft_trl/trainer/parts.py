@@ -576,8 +576,11 @@ def _files(
         planner,
         max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
         repo=lambda: trainer.hub_model_id,
-        chat_template_kwargs=trainer.chat_template_kwargs,
-        share=scoring.passes.share,
-        # Adapters generate outside of the wrapper that casts
-        mixed_precision="no" if has_adapters else trainer.accelerator.mixed_precision,
+        inference={
+            "chat_template_kwargs": dict(trainer.chat_template_kwargs),
+            "share_prefixes": scoring.passes.share,
+            # Adapters generate outside of the wrapper that casts
+            "mixed_precision": "no" if has_adapters else trainer.accelerator.mixed_precision,
+        },
+        dataset=lambda: trainer.train_dataset,
     )

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -33,6 +34,7 @@ from ..sharding.setup import check_launcher
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
 from ..weights.adapters import check_adapter_config
+from ..weights.manifest import MANIFEST_NAME
 from ..weights.policies import Policies
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
 from ..workflows.anonymity import alias_names, anonymize
@@ -69,7 +71,7 @@ def load_base(
 
     Raises:
         TypeError: `model` is neither a name nor a model.
-        ValueError: `quantization_config` is set twice.
+        ValueError: `quantization_config` is set twice, or the folder is that of a team.
     """
     if not isinstance(model, str):
         if not isinstance(model, (PreTrainedModel, PeftModel)):
@@ -85,6 +87,12 @@ def load_base(
         keep_4bit_weights(model)
         _warn_of_generation_config(model, args)
         return model
+    if (Path(model) / MANIFEST_NAME).is_file():
+        raise ValueError(
+            f"`model={model!r}` is the folder of a saved team. To train it further, load its adapters on their base: "
+            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. To ask it, use "
+            f"`Team.from_pretrained({model!r})`."
+        )
     # A copy: the arguments are saved with the run as the user gave them
     model_init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:

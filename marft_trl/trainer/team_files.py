@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from peft.utils import CONFIG_NAME
 
 from ..config.marft_config import MARFTConfig
 from ..config.sampling import general_settings, own_settings
@@ -17,9 +19,11 @@ from ..config.team_setup import TeamSetup
 from ..episodes.tools import tool_name
 from ..reporting.model_card import TAGS, team_card
 from ..reporting.plan import Planner
+from ..reporting.progress import differ
 from ..rollout.runner import EpisodeRunner
 from ..rollout.views import team_view
 from ..rules.critic import CRITIC_NAME
+from ..seams.logs import get_logger
 from ..system.redaction import without_secrets
 from ..weights.adapter_files import forget_local_base
 from ..weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
@@ -27,9 +31,13 @@ from ..workflows.base import callable_name
 from .setup import tool_limits
 
 
+logger = get_logger(__name__)
+
 CARD_NAME = "README.md"
+# Settings that name the method of a run
+_OF_METHOD = ("preset", "advantage", "critic", "credit", "level", "loss_type", "num_generations")
 _CARD_METRICS = ("reward", "eval_reward")
-_CARD_AGENT_METRICS = ("/reward", "/kl", "/mean_length")
+_CARD_AGENT_METRICS = ("/reward", "/return", "/kl", "/mean_length")
 
 
 class TeamFiles:
@@ -44,9 +52,8 @@ class TeamFiles:
         planner ([`Planner`]): who is shown to whom.
         max_rank (`int`): largest rank of the adapters; 0 without LoRA.
         repo (`Callable`): `repo()` returns the Hub id of the team, or `None`; a late push sets it.
-        chat_template_kwargs (`Mapping[str, Any]`): passed on to the chat template.
-        share (`bool`): whether rows share what they have in common.
-        mixed_precision (`str`): of the forward passes of generation.
+        inference (`Mapping[str, Any]`): fields of [`Inference`] that the trainer has found out.
+        dataset (`Callable`): `dataset()` returns the training dataset.
     """
 
     def __init__(
@@ -58,15 +65,14 @@ class TeamFiles:
         planner: Planner,
         max_rank: int,
         repo: Callable[[], str | None],
-        chat_template_kwargs: Mapping[str, Any],
-        share: bool,
-        mixed_precision: str,
+        inference: Mapping[str, Any],
+        dataset: Callable[[], Any],
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._anonymous = team.critic, team.anonymous
         self._args, self._runner, self._base, self._planner = args, runner, base, planner
-        self._max_rank, self._repo, self._share, self._mixed_precision = max_rank, repo, share, mixed_precision
-        self._chat_template_kwargs = without_secrets(dict(chat_template_kwargs))
+        self._max_rank, self._repo, self._dataset = max_rank, repo, dataset
+        self._found = without_secrets(dict(inference))
 
     def manifest(self) -> TeamManifest:
         """The manifest: what the team needs to be run again with the settings it acts by."""
@@ -85,9 +91,7 @@ class TeamFiles:
         return Inference(
             sampling={agent.name: own_settings(settings(agent.name)) for agent in self._agents},
             generation=without_secrets(general_settings(settings(self._agents[0].name))),
-            share_prefixes=self._share,
-            mixed_precision=self._mixed_precision,
-            chat_template_kwargs=self._chat_template_kwargs,
+            **self._found,
             context_overflow=self._args.context_overflow,
             tools={agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions},
             tool_limits=asdict(tool_limits(self._args)),
@@ -112,6 +116,7 @@ class TeamFiles:
         """Write the files of the team beside its weights, which are there already."""
         for write in self._writers().values():
             write(folder)
+        _warn_of_leftovers(folder, self._policies.to_save if self._policies.has_adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
             for name in self._policies.names if self._policies.has_adapters else []:
@@ -147,6 +152,10 @@ class TeamFiles:
             if key in _CARD_METRICS
             or (key.startswith(("agents/", "eval_agents/")) and key.endswith(_CARD_AGENT_METRICS))
         }
+        for prefix in ("", "eval_"):  # without returns of their own, agents only repeat the team's reward
+            rewards = [key for key in shown if key.startswith(f"{prefix}agents/") and key.endswith("/reward")]
+            if not differ([shown[key] for key in rewards]):
+                shown = {key: value for key, value in shown.items() if key not in rewards}
         return team_card(
             self.manifest(),
             model_name,
@@ -155,8 +164,23 @@ class TeamFiles:
             tags=[*tags, *TAGS],
             metrics=shown,
             max_rank=self._max_rank,
+            facts=self._facts(latest, dataset_name),
             picture=self._planner.picture(),
         )
+
+    def _facts(self, latest: Mapping[str, float], dataset_name: str | None) -> dict[str, str]:
+        """How the team was trained, as far as the run knows."""
+        args, names = self._args, [key.split("/")[1] for key in latest if key.startswith("rewards/")]
+        rates = {agent.learning_rate or args.learning_rate for agent in self._agents if agent.trainable}
+        facts = {
+            "base model": self._base.name or "",
+            "data": _described(self._dataset(), dataset_name),
+            "reward functions": ", ".join(dict.fromkeys(names)),
+            "method": ", ".join(f"{name}={getattr(args, name)!r}" for name in _OF_METHOD if getattr(args, name)),
+            "optimizer steps": f"{latest['step']:.0f}" if "step" in latest else "",
+            "learning rate": ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        }
+        return {name: text for name, text in facts.items() if text}
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """
@@ -171,3 +195,22 @@ class TeamFiles:
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             elif (source / name).exists():
                 shutil.copy(source / name, target / name)
+
+
+def _described(dataset: Any, given: str | None) -> str:
+    """A dataset in words: its id on the Hub, where it is known, and its number of rows."""
+    sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
+    found = [re.match(r"hf://datasets/([^@]+)@", source) for source in sources]
+    name = given or next((match[1] for match in found if match), "")
+    rows = f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+    return f"{name}, {rows}" if name else rows
+
+
+def _warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
+    """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
+    others = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_NAME}") if one.parent.name not in adapters)
+    if others:
+        logger.warning(
+            f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
+            "use them. Delete them, or save into another folder."
+        )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError, safe_open
@@ -66,7 +67,13 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
             f"There is no folder {str(team)!r}, and it cannot be the id of a team on the Hub. Pass the folder that "
             "`save_model` wrote, or an id such as 'me/my-team'."
         )
-    return Path(snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED)))
+    try:
+        folder = snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"There is no folder {str(team)!r} here, and no team of this name could be read from the Hub: {error}"
+        ) from error
+    return Path(folder)
 
 
 def forget_local_base(folder: Path) -> None:

@@ -89,6 +89,34 @@ def add_adapters(
     return model
 
 
+def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
+    """
+    Where the weights of each adapter come from, for people.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model before [`add_adapters`].
+        agents (`Sequence[AgentSpec]`): the team.
+    """
+    known = model.peft_config if isinstance(model, PeftModel) else {}
+    made = "copied from the adapter 'default'" if "default" in known else "fresh"
+    return {agent.adapter: "loaded" if agent.adapter in known else made for agent in agents if agent.has_policy}
+
+
+def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapping[str, AgentSpec]) -> None:
+    """Warn of adapters that no agent acts with, as after an agent has got another name."""
+    unused = sorted(model.peft_config.keys() - {agent.adapter for agent in agents} - {"default"})
+    if not unused:
+        return
+    new = [agent.name for agent in missing.values()]
+    cure = f"`AgentSpec({(new[0] if new else agents[0].name)!r}, adapter={unused[0]!r})`"
+    logger.warning(
+        f"No agent acts with {', '.join(map(repr, unused))} of the model's adapters: neither trained nor saved."
+        + (f" The adapters of {', '.join(map(repr, new))} are new." if new else "")
+        + f" An agent with another name goes on with an adapter as {cure}. To drop it, call "
+        f"`model.delete_adapter({unused[0]!r})` before the trainer is made."
+    )
+
+
 def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
@@ -121,6 +149,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
         if configs[name] is not None:
             check_adapter_config(agent, configs[name], alone=False)
         _check_name_is_free(agent, model.get_base_model())
+    _warn_of_unused(model, agents, missing)
     for name in missing:
         with without_adapter_name_warning(), without_bitsandbytes(model):
             model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -36,10 +36,17 @@ class Policies:
             Model returned by [`add_adapters`].
         agents (`Sequence[AgentSpec]`):
             The team.
+        origins (`Mapping[str, str]`, *optional*):
+            Where the weights of each adapter come from, see [`origins_of`].
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]):
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        agents: Sequence[AgentSpec],
+        origins: Mapping[str, str] | None = None,
+    ):
+        self._model, self._origins = model, dict(origins or {})
         self.has_adapters = isinstance(model, PeftModel)
         policy_of = {one.name: one.adapter if self.has_adapters else SHARED_POLICY for one in agents if one.has_policy}
         self._adapter_of = {one.name: policy_of.get(one.name, NO_POLICY) for one in agents}
@@ -60,6 +67,15 @@ class Policies:
         agent whose turns a function writes.
         """
         return self._adapter_of[agent]
+
+    def origin_of(self, adapter: str) -> str:
+        """Where the weights of an adapter come from: `"fresh"`, `"loaded"`, or what they are a copy of."""
+        return self._origins.get(adapter, "those of the model")
+
+    @property
+    def to_save(self) -> list[str]:
+        """Names of the adapters that are saved: those of the agents and of the critic."""
+        return [*self.names, *self._critics]
 
     def agents_of(self, adapter: str) -> list[str]:
         """Names of the agents that act with an adapter, in team order."""

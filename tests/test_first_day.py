@@ -1,0 +1,244 @@
+"""What somebody meets who uses the package for the first time: everyday mistakes, each with its answer."""
+
+import re
+
+from marft_trl import AgentSpec, MARFTConfig, Team, Workflow, load_adapters
+from marft_trl.metrics import Interval
+from marft_trl.report.comparison import ArmResult, verdicts
+from marft_trl.report.runner import Arm
+from marft_trl.servers import replicas
+from marft_trl.servers.replicas import addresses
+from marft_trl.tiny import tiny_agents
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from .helpers import lora, team_trainer
+
+
+class NoAwait(Workflow):
+    async def run(self, episode):
+        draft = episode.turn("reasoner")
+        episode.answer = draft.text
+
+
+class NoAwaitSees(Workflow):
+    async def run(self, episode):
+        draft = episode.turn("reasoner")
+        await episode.turn("actor", sees=[draft])
+
+
+class NoAsync(Workflow):
+    def run(self, episode):
+        episode.turn("reasoner")
+
+
+class OtherName(Workflow):
+    async def run(self, episode):
+        await episode.turn("resoner")
+
+
+def without_kwargs(completions):
+    return [1.0] * len(completions)
+
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+
+def texts(completions, **kwargs):
+    return ["1"] * len(completions)
+
+
+def not_a_number(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+def needs_a_column(completions, answer, **kwargs):
+    return [1.0] * len(completions)
+
+
+def rows(**columns):
+    return Dataset.from_dict(columns)
+
+
+MISTAKES = {
+    # How the trainer is made
+    "args": (TypeError, {"args": {"max_steps": 1}}, "`args` must be a `MARFTConfig`"),
+    "model": (TypeError, {"model": 12}, "`model` must be the name or folder of a model"),
+    "argument": (TypeError, {"reward_function": texts}, "no argument `reward_function`. Did you mean 'reward_funcs'?"),
+    "dataset": (TypeError, {"dataset": []}, "Did you mean 'train_dataset'?"),
+    "names": (TypeError, {"agents": ["planner"]}, r"Write `AgentSpec\('planner'\)`"),
+    "mappings": (TypeError, {"agents": [{"name": "planner"}]}, r"Write `AgentSpec\(name, ...\)`"),
+    "one agent": (TypeError, {"agents": AgentSpec("solo")}, r"Example: `agents=\[AgentSpec"),
+    "no agents": (ValueError, {"agents": []}, "at least one agent"),
+    "twice": (ValueError, {"agents": [AgentSpec("a"), AgentSpec("a")]}, "names must be unique"),
+    "frozen": (ValueError, {"agents": [AgentSpec("a", trainable=False)]}, "Let at least one be trained"),
+    "peft_config": (TypeError, {"peft_config": "lora"}, r"such as `peft.LoraConfig\(...\)`"),
+    "no reward": (ValueError, {"reward_funcs": None}, "Pass `reward_funcs`"),
+    "no data": (ValueError, {"train_dataset": None}, "Pass a dataset with a `prompt` column"),
+    "no prompt": (ValueError, {"train_dataset": rows(question=["a"] * 8)}, r"rename_column\('question', 'prompt'\)"),
+    "empty prompt": (
+        ValueError,
+        {"train_dataset": rows(prompt=["a"] * 7 + [""])},
+        "row 7 .* is empty. Remove",
+    ),
+    "column": (ValueError, {"reward_funcs": needs_a_column}, r"`needs_a_column` needs \['answer'\]"),
+    "kwargs": (ValueError, {"reward_funcs": without_kwargs}, r"Add `\*\*kwargs` to its arguments"),
+    "class": (TypeError, {"workflow": NoAwait}, r"Pass an object: `workflow=MyWorkflow\(\)`"),
+    "other name": (ValueError, {"workflow": OtherName()}, "Did you mean 'reasoner'?"),
+    "rollout_func": (ValueError, {"rollout_func": len}, "rollout_func"),
+    # What is known with the first episode
+    "await": (RuntimeError, {"workflow": NoAwait()}, r"An `await` is missing: write `turn = await episode.turn"),
+    "await sees": (RuntimeError, {"workflow": NoAwaitSees()}, "An `await` is missing: write"),
+    "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
+    "one value": (ValueError, {"reward_funcs": too_few}, "'too_few' returned 1 rewards, but 8 were expected"),
+    "values": (TypeError, {"reward_funcs": texts}, "`texts` returned '1' of type str for completion 0"),
+    "nan": (ValueError, {"reward_funcs": not_a_number}, "`not_a_number` returned nan"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_its_cure(model_folder, tmp_path, name):
+    error, arguments, message = MISTAKES[name]
+    given = {"model": model_folder, "output_dir": tmp_path, "settings": {"max_steps": 1}, **arguments}
+    with pytest.raises(error, match=message):
+        team_trainer(**given).train()
+
+
+SETTINGS = {
+    "num_generation": (4, "has no setting `num_generation`. Did you mean 'num_generations'?"),
+    "advantage": ("gruop", "Did you mean 'group'?"),
+    "preset": ("grop", "Did you mean 'grpo'?"),
+    "learning_rate": ("fast", "`learning_rate` must be a number, got 'fast'"),
+    "num_generations": (3, "divisible by num_generations"),
+    "critic": ("shared", "Set `advantage='gae'`"),
+    "max_staleness": (1, "Set `use_vllm=True`"),
+    "clip_agents": (1, "has no setting `clip_agents`"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_wrong_setting_is_named_with_its_cure(tmp_path, name):
+    value, message = SETTINGS[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        MARFTConfig(str(tmp_path), per_device_train_batch_size=8, **{name: value})
+
+
+SPECS = {
+    "lr": (1e-4, "`AgentSpec` has no argument `lr`. Did you mean 'learning_rate'?"),
+    "systemprompt": ("x", "Did you mean 'system_prompt'?"),
+    "frobnicate": (1, "It has name, "),
+    "temperature": (-1.0, "temperature"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_wrong_field_of_an_agent_is_named_with_its_cure(name):
+    value, message = SPECS[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        AgentSpec("solver", **{name: value})
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "team"
+    team_trainer(model_folder, folder).save_model()
+    return folder
+
+
+def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
+    team = Team.from_pretrained(folder, model=model_folder)
+    assert isinstance(team([{"role": "user", "content": "1+1="}], greedy=True), str)
+    assert team("1+1=", seed=3) == team({"prompt": "1+1="}, seed=3) != team("1+1=", greedy=True)
+    for wrong, error, message in (
+        (["1+1=", "2+2="], TypeError, r"For several, use `team.run\(questions\)`"),
+        ([], TypeError, "answers one question"),
+        ("  ", ValueError, "Prompt 0 of 1 is empty"),
+    ):
+        with pytest.raises(error, match=message):
+            team(wrong)
+    with pytest.raises(TypeError, match=r"or call `team\(prompt\)`"):
+        team.run("1+1=")
+    with pytest.raises(ValueError, match="Prompt 1 of 2 is empty"):
+        team.run(["1+1=", ""], num_samples=2)
+    with pytest.raises(ValueError, match="pass it as `model=`"):
+        Team.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="no folder 'teem' here, and no team of this name could be read"):
+        Team.from_pretrained("teem")
+    with pytest.raises(ValueError, match=r"is the folder of a saved team. To train it further, .*load_adapters"):
+        team_trainer(str(folder), tmp_path)
+
+
+def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer, caplog):
+    def make(agents, where, **arguments):
+        loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
+        arguments |= {"agents": agents, "processing_class": tokenizer}
+        return team_trainer(loaded, tmp_path / where, **{"peft_config": None, **arguments})
+
+    reasoner, actor = tiny_agents()
+    renamed = AgentSpec("planner", system_prompt=reasoner.system_prompt)
+    trainer = make([renamed, actor], "renamed", peft_config=lora())
+    assert "No agent acts with 'reasoner' of the model's adapters: neither trained nor saved." in caplog.text
+    assert "`AgentSpec('planner', adapter='reasoner')`" in caplog.text
+    plan = trainer.plan()
+    assert re.search("planner: adapter planner, .* weights, fresh;", plan)
+    assert re.search("actor: adapter actor, .* weights, loaded;", plan)
+    trainer.save_model()
+    saved = {path.parent.name for path in (tmp_path / "renamed").glob("*/adapter_config.json")}
+    assert saved == {"planner", "actor"}
+
+    caplog.clear()
+    kept = make([AgentSpec("planner", system_prompt=reasoner.system_prompt, adapter="reasoner"), actor], "kept")
+    assert "No agent acts with" not in caplog.text
+    assert re.search("planner: adapter reasoner, .* weights, loaded;", kept.plan())
+
+    # A folder that an earlier team was saved in
+    team_trainer(model_folder, tmp_path / "both").save_model()
+    caplog.clear()
+    make([actor], "both").save_model()
+    assert "also holds 'reasoner', the adapters of an earlier team" in caplog.text
+
+
+def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, tokenizer, caplog):
+    tokenizer = type(tokenizer).from_pretrained(model_folder)
+    tokenizer.chat_template = None
+    team_trainer(model_folder, tmp_path, processing_class=tokenizer)
+    first, second = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][:2]
+    assert "has no chat template, so the model is probably a base model" in first and "`-Instruct`" in first
+    assert "looks to its teammates like a message of somebody else" in second
+
+
+def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path, caplog, monkeypatch):
+    assert addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
+    monkeypatch.setattr(replicas, "_SILENCE", 0.1)
+    settings = {"use_vllm": True, "vllm_server_timeout": 1.0, "vllm_server_port": 9}
+    with pytest.raises(RuntimeError, match="127.0.0.1:9 after 1 seconds .*vllm_mode='colocate'"):
+        team_trainer(model_folder, tmp_path, settings=settings)
+    told = [record.getMessage() for record in caplog.records if "answers at http://127.0.0.1:9 yet" in record.message]
+    assert len(told) == 1 and "vllm_command" in told[0] and "for up to 1 seconds" in told[0]
+
+
+def test_an_arm_that_could_not_begin_is_no_proof():
+    def found(rewards):
+        difference = Interval(0.5, 0.4, 0.6, 3, 100)
+        curves = [[[step, reward] for step, reward in enumerate(rewards)]]
+        return {"solo": ArmResult(Arm("solo", "one agent, trained"), difference, difference, 1.0, 1.0, curves)}
+
+    (said,) = verdicts(found([0.0, 0.0]), [], 0.02)
+    assert "is better than one agent" in said and "one agent got a reward of 0 in every logged batch" in said
+    (said,) = verdicts(found([0.0, 0.5]), [], 0.02)
+    assert "logged batch" not in said
+
+
+def test_the_card_says_how_the_team_was_trained(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 1, "beta": 0.1})
+    trainer.train()
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    facts = ["| base model |", "| data | 64 rows |", "| reward functions | varied", "| optimizer steps | 1 |"]
+    facts += ["| learning rate | 0.001 |", "advantage='group'", "--chat-template team/chat_template.jinja"]
+    for fact in facts:
+        assert fact in card.replace("\\", ""), fact
+    assert "agents/reasoner/reward" not in card and "agents/reasoner/kl" in card  # the former is the team's
