@@ -295,7 +295,7 @@ def _as_list(prompts: Any) -> list:
         )
     prompts = list(prompts)
     if not prompts:
-        raise ValueError("`prompts` is empty.")
+        raise ValueError("`prompts` is empty: pass at least one.")
     return prompts
 
 
@@ -475,7 +475,10 @@ def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
         try:
             return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
         except TypeError as error:
-            raise ValueError(f"The quantization of the base in the manifest cannot be used: {error}") from error
+            raise ValueError(
+                f"The quantization of the base in the manifest cannot be used: {error} Pass "
+                "`quantization_config=`, or `False` for none."
+            ) from error
     return None  # checkpoints quantized with other methods contain their quantization config
 
 

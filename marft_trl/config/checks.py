@@ -75,7 +75,9 @@ def check_numbers(args: Any) -> None:
             check_number(name, getattr(args, name), rule)
     for weight in args.reward_weights or []:
         if not math.isfinite(weight):
-            raise ValueError(f"`reward_weights` must be finite numbers, got {args.reward_weights!r}.")
+            raise ValueError(
+                f"`reward_weights` must be finite numbers, one for each reward function; got {args.reward_weights!r}."
+            )
 
 
 def check_values(args: Any) -> None:
@@ -134,7 +136,8 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.critic is None and args.critic_warmup_steps > 0,
-            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None.",
+            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None. Set "
+            "`advantage='gae', critic='shared'`, or leave it out.",
         ),
         (
             compares and generations == 1,
@@ -304,7 +307,8 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
-            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}).",
+            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}). "
+            "Lower the one, or raise the other.",
         ),
     ]
 

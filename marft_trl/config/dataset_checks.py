@@ -46,7 +46,8 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
         )
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
         raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`. Make "
+            "one of a list of rows with `Dataset.from_list(rows)`."
         )
     check_dataset(train_dataset, "train_dataset")
     enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
@@ -71,7 +72,10 @@ def named_sets(eval_dataset) -> dict[str, Any]:
 def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     """Raise if a row has no usable `prompt`. Of a streamed dataset, only the first row is checked."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`.")
+        raise TypeError(
+            f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`. Make one of a list "
+            "of rows with `Dataset.from_list(rows)`."
+        )
     columns = column_names(dataset)
     if columns is None:
         raise ValueError(f"`{what}` is empty: it has no rows to take prompts from.")
@@ -159,7 +163,8 @@ def _kind_of(prompt: object, where: str) -> str:
         )
     if not prompt or not is_conversational({"prompt": prompt}):
         raise ValueError(
-            f"The prompt in {where} is a list, but not one of messages with `role` and `content`: {str(prompt)[:80]}."
+            f"The prompt in {where} is a list, but not one of messages: {str(prompt)[:80]}. Write messages as "
+            '`[{"role": "user", "content": "..."}]`.'
         )
     for message in prompt:
         if not isinstance(message["role"], str) or not message["role"]:

@@ -337,7 +337,10 @@ class Reporter:
         extra = self._state.take_user_columns()
         for column, values in extra.items():
             if column in TABLE_COLUMNS:
-                raise ValueError(f"`log_extra({column!r}, ...)` would overwrite a column of the completions table.")
+                raise ValueError(
+                    f"`log_extra({column!r}, ...)` would overwrite a column of the completions table. Choose "
+                    "another name."
+                )
             if len(values) != expected:
                 raise ValueError(
                     f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "

@@ -80,7 +80,8 @@ class RewardReach:
                 self._warned.add((one, other))
                 logger.warning(
                     f"THE REWARDS OF THE AGENTS {one!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
-                    f"{len(some)} episodes), but both learn from the team's sum, in which they cancel."
+                    f"{len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
+                    "`returns='agent'`, so that each learns from its own."
                 )
 
     def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:

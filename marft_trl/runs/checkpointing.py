@@ -268,7 +268,10 @@ class Checkpoints:
         else:
             folder = Path(resume_from_checkpoint)
             if not folder.is_dir():
-                raise FileNotFoundError(f"There is no checkpoint {folder}.")
+                raise FileNotFoundError(
+                    f"There is no checkpoint {folder}. Pass `True` for the newest one in {self.folder.path}, or the "
+                    "path of a folder `checkpoint-<step>`."
+                )
             commit = self._verified(folder)
         self.check_settings(commit, folder)
         is_own = folder.resolve().parent == self.folder.path.resolve()

@@ -175,7 +175,8 @@ def _read(path: Path) -> Commit:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise DamagedCheckpoint(
-                f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}."
+                f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}. Resume with "
+                "the version that wrote it."
             )
         content = data["content"]
         digest = hashlib.sha256(_compact(content).encode()).hexdigest()

@@ -159,7 +159,10 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"The adapter {agent.adapter!r} of the team has no {name} in {folder}.")
+            raise FileNotFoundError(
+                f"The adapter {agent.adapter!r} of the team has no {name} in {folder}: it was not copied or "
+                "downloaded whole. Take the folder from where it was saved."
+            )
     config = None
     try:  # a file from the Hub may hold anything
         config = PeftConfig.from_pretrained(str(folder))

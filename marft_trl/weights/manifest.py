@@ -155,7 +155,7 @@ class TeamManifest:
             if data["format"] not in _READABLE:
                 raise ValueError(
                     f"{path} has format {data['format']!r}; this version of marft_trl reads the formats "
-                    f"{', '.join(map(str, _READABLE))}."
+                    f"{', '.join(map(str, _READABLE))}. Use the version that the team was saved with, or a newer one."
                 )
             return cls._of(data, path)
         except (
@@ -166,7 +166,10 @@ class TeamManifest:
             UnicodeDecodeError,
             json.JSONDecodeError,
         ) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+            raise ValueError(
+                f"{path} is damaged: {type(error).__name__}: {error}. Take the file from another copy of the team, or "
+                "save the team again."
+            ) from error
 
     @classmethod
     def _of(cls, data: dict[str, Any], path: Path) -> TeamManifest:
