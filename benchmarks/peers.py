@@ -145,7 +145,9 @@ def main():
     parser.add_argument("--prompt_tokens", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--comlrl", default=str(HERE.parent / ".venv-comlrl"), help="CoMLRL environment, or 'none'.")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "peers.md", help="File for the table.")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "docs" / "reports" / "peers.md", help="File for the table."
+    )
     options = parser.parse_args()
     measured = {}
     for size in options.sizes:

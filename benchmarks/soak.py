@@ -1,7 +1,7 @@
 """
 A long run with faults on: memory, open files and threads stay flat, every agent trains, nothing is NaN.
 
-    python benchmarks/soak.py [--steps 5000] [--output docs]
+    python benchmarks/soak.py [--steps 5000] [--output docs/reports]
 
 A team of three, whose episodes differ in length, on an embedded model of one small layer. One reward in a hundred
 raises, one episode in a hundred fails; both are skipped. A checkpoint is saved every 50 steps, and two are kept.

@@ -8,7 +8,7 @@ Train a team of three on mathematics with PPO: a shared critic, GAE through the 
 
 Each record has `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field
 of `MARFTConfig` is a command-line option, which takes precedence over `SETTINGS`. `--preset grpo` replaces all of
-`SETTINGS` with the settings of a preset. `docs/algorithms.md` explains the fields.
+`SETTINGS` with the settings of a preset. `docs/reference/algorithms.md` explains the fields.
 """
 
 import re

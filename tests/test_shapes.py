@@ -393,7 +393,7 @@ def test_turns_of_another_episode_and_feedback_are_no_answers():
 
 
 def test_the_pictures_in_the_documentation_are_true():
-    text = (Path(__file__).parent.parent / "docs" / "workflows.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "workflows.md").read_text()
     found = re.findall(r"`(\w+\([^`\n]*\))`(?:, with the agents ([^\n]*))?\n\n```mermaid\n(.*?)\n```", text, re.DOTALL)
     shipped = {one.__name__: one for one in (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)}
     shipped |= {"EnvironmentLoop": EnvironmentLoop, "Guess": Steps}

@@ -346,7 +346,7 @@ def test_sizes_stay_readable():
 
 
 def test_the_table_of_faults_names_tests_that_are_there():
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "docs" / "reports" / "faults.md").read_text()
     faults = re.findall(r"^\| \d+ \| .* \| `(test_\w+)`: `(test_\w+)` \|$", text, re.MULTILINE)
     assert len(faults) >= 110 and len(faults) == len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))
     for file, test in faults:
@@ -376,7 +376,7 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= every
     nothing = [selection.chosen([], day) for day in range(4)]
     assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
-    one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/tasks.md"], 0)
+    one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/reference/tasks.md"], 0)
     assert {"task_families", *selection.CORE} & every <= one
     for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
         assert selection.chosen([path], 0) == every, path

@@ -667,7 +667,7 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     settings = {"eval_strategy": "steps", "per_device_eval_batch_size": 8}  # which sets `do_eval`
     team_trainer(model_folder, tmp_path, settings=settings, eval_dataset=tiny_dataset(8))
     assert "has no effect" not in caplog.text  # they have one there
-    assert table() in (Path(__file__).parent.parent / "docs" / "trainer.md").read_text()
+    assert table() in (Path(__file__).parent.parent / "docs" / "reference" / "settings.md").read_text()
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(MARFTConfig)}
 
 

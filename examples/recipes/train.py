@@ -9,8 +9,8 @@ MARFT's experiments, one command each.
     # what a run would do: agents, who sees whom, batches, memory, what each agent is shown
     python examples/recipes/train.py --config examples/recipes/math_duo.yaml --dry_run true
 
-The YAML files hold the published settings; the command line wins. `docs/recipes.md` has the grid. The rewards need
-math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
+The YAML files hold the published settings; the command line wins. `docs/reports/recipes.md` has the grid. The rewards
+need math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
 """
 
 import math

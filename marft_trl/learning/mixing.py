@@ -19,8 +19,8 @@ from .micro_batcher import MicroBatcher
 # Trained adapters from which on passes are mixed by default. With fewer, there is little to gain
 _FEWEST = 4
 # Tokens of a micro-batch, averaged over those of a pass, up to which passes are mixed by default. Larger ones keep
-# the device busy by themselves. Measured on one core of a CPU (docs/performance.md). Counts, unlike a clock, are the
-# same on every machine and in every run
+# the device busy by themselves. Measured on one core of a CPU (docs/reports/performance.md). Counts, unlike a clock,
+# are the same on every machine and in every run
 _SMALL = 512
 # Padding between rows of different lengths costs passes at most this much more tokens
 _PADDING = 1.25

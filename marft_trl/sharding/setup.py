@@ -72,7 +72,7 @@ def _check_engine(args: MARFTConfig) -> None:
     data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
     fsdp2 = (
         "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
-        "(docs/sharding.md)"
+        "(docs/reference/sharding.md)"
     )
     if stage == 3:
         advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."

@@ -1,0 +1,87 @@
+"""
+Every block of Python in the README and the guide runs, from the first to the last of a page.
+
+One rule makes them small: names of models of the Hub are a tiny model, saved teams are one that the test has saved,
+datasets of the Hub have some rows, configs train one step, and three dots stand for arguments that a page has shown.
+"""
+
+import doctest
+import re
+from pathlib import Path
+
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.metrics.at_k import write_samples
+
+import pytest
+from datasets import Dataset
+
+from .helpers import lora
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAIR = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def made_small(code: str, model: str, team: str) -> str:
+    code = re.sub(r'Team\.from_pretrained\("me/[^"]+"', f'Team.from_pretrained("{team}", model="{model}"', code)
+    code = re.sub(r'"me/[^"]+"', f'"{team}"', code)
+    code = re.sub(r'"Qwen/[^"]+"', f'"{model}"', code).replace("smollm2()", f'"{model}"')
+    code = re.sub(r"\bload_dataset\(", "rows(", code)
+    code = re.sub(r"MARFTConfig\((\.\.\.,)?", "small(", code)
+    code = re.sub(r"MARFTTrainer\(\s*\.\.\.,", "made(", code)
+    code = re.sub(r"max_completion_length=\d+", "max_completion_length=8", code)
+    return code.replace(".push_to_hub()", ".create_model_card()")
+
+
+def rows(*names, **kwargs):
+    prompts = [[{"role": "user", "content": f"{number} + 1 = ?"}] for number in range(16)]
+    answers = [str(number + 1) for number in range(16)]
+    column = "problem" if "MATH-500" in names[0] else "prompt"
+    numbers = list(range(16))
+    return Dataset.from_dict({column: prompts, "solution": answers, "number": numbers, "seed": numbers})
+
+
+@pytest.fixture(scope="module")
+def team(model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guide") / "team"
+    made_by(model_folder)(agents=PAIR, args=small(str(folder))).save_model()
+    return str(folder)
+
+
+def small(output_dir="run", **settings):
+    ours = {"max_completion_length": 8, "per_device_train_batch_size": settings.get("num_generations", 8)}
+    ours |= {"report_to": [], "disable_tqdm": True, **settings, "max_steps": 1}
+    return MARFTConfig(output_dir, **ours)
+
+
+def made_by(model):
+    def made(**arguments):
+        rest = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions), "agents": PAIR}
+        rest |= {"model": model, "args": small("rest"), "train_dataset": rows("data"), "peft_config": lora()}
+        return MARFTTrainer(**{**rest, **arguments})
+
+    return made
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if page.stem == "evaluate_and_compare":  # of runs that the page compares
+        samples = [{"question": str(q), "sample": s, "right": q % 2 == s % 2} for q in range(4) for s in range(4)]
+        for run in [f"{name}-{seed}" for name in ("ours", "theirs") for seed in range(5)]:
+            write_samples(tmp_path / run, samples, "eval", 1, 0)
+    space = {"rows": rows, "small": small, "made": made_by(model_folder), "__name__": "guide"}
+    for number, block in enumerate(blocks(page)):
+        code = made_small(block, model_folder, team)
+        if ">>>" in code:
+            tested = doctest.DocTestParser().get_doctest(code, space, page.stem, str(page), number)
+            runner = doctest.DocTestRunner()
+            runner.run(tested, clear_globs=False)
+            assert not runner.summarize(verbose=False).failed, f"{page.stem}, block {number + 1}"
+            continue
+        exec(compile(code, f"{page.stem}, block {number + 1}", "exec"), space)  # noqa: S102  # our own documentation
