@@ -104,6 +104,7 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     print("Building the tiny model (once, about two minutes) ...", flush=True)
     base = tiny_team_model()
     args = MARFTConfig(

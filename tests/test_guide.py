@@ -6,6 +6,7 @@ datasets of the Hub have some rows, configs train one step, and three dots stand
 """
 
 import doctest
+import itertools
 import re
 from pathlib import Path
 
@@ -85,3 +86,39 @@ def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypa
             assert not runner.summarize(verbose=False).failed, f"{page.stem}, block {number + 1}"
             continue
         exec(compile(code, f"{page.stem}, block {number + 1}", "exec"), space)  # noqa: S102  # our own documentation
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading has on GitHub."""
+    heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def test_every_link_of_the_documentation_leads_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            found = (page.parent / path).resolve() if path else page
+            assert found.exists(), (page.name, target)
+            assert not anchor or anchor in anchors(found), (page.name, target)
+
+
+def test_the_guide_is_read_in_order_and_stays_short():
+    index = (ROOT / "docs" / "README.md").read_text()
+    order = re.findall(r"^\d+\. \[[^\]]*\]\(guide/(\w+)\.md\)", index, re.MULTILINE)
+    assert sorted(order) == [page.stem for page in PAGES[1:]]
+    for name, after in itertools.pairwise(order):
+        page = (ROOT / "docs" / "guide" / f"{name}.md").read_text()
+        assert page.split("\n\n")[1].startswith("After this page you"), name
+        assert f"]({after}.md)" in page.rstrip().split("\n\n")[-1], name
+    words = {page.stem: len(page.read_text().split()) for page in PAGES}
+    assert words.pop("README") <= 900 and sum(words.values()) <= 14_000

@@ -79,6 +79,7 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
     four = {f"rewards/{name}/mean": 1.0 for name in "abcd"}
     assert line({"reward": 0.4, **four}, 7, 100) == "step   7/100  reward 0.400 (+0.000)"
     assert line({"eval_hard_reward": 0.1}, 6, 100) == "step   6/100  eval hard  reward 0.100"
+    assert line({"eval_reward": 0.4}, 0, 0) == "eval  reward 0.400 (+0.000)"
     assert line({"train_runtime": 61.2, "train_loss": 1.0}, 6, 100) == "step   6/100  done in 61 s"
     assert line({"something": 1}, 6, 100) is None
 

@@ -47,7 +47,8 @@ class LogLine:
         prefix = next((key.removesuffix("reward") for key in logs if _is_team_reward(key)), None)
         if prefix is None:
             return None
-        parts = [place, prefix.removesuffix("_").replace("_", " ")] if prefix else [place]
+        parts = [place] if max_steps > 0 else []  # an evaluation may come before training
+        parts += [prefix.removesuffix("_").replace("_", " ")] if prefix else []
         parts.append(self._reward(prefix, logs[f"{prefix}reward"]))
         of_team = _means(logs, f"{prefix}rewards/")
         parts += [f"{name} {value:.3f}" for name, value in of_team.items()] if 1 < len(of_team) <= _FUNCTIONS else []
