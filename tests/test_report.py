@@ -146,6 +146,11 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     made, out = experiment(model_folder, tmp_path / "unused"), tmp_path / "out"
     arms = ["untrained", "solo", "solo_untrained", "emptied", "frozen:actor"]
     found = report(made, str(out), seeds=[0, 1], arms=arms)
+    said = capsys.readouterr().out
+    # Two evaluations of each run, and two agents whose words are emptied in the team's, of which the last cannot be
+    assert (
+        "Report: 6 of 6 trainings to do and 14 evaluations of" in said and "about" in said.partition("run 2 of 6")[2]
+    )
     runs = {folder.name for folder in (out / "runs").iterdir()}
     assert runs == {f"{arm}-{seed}" for arm in ("team", "solo", "frozen-actor") for seed in (0, 1)}
     for seed in (0, 1):
@@ -179,6 +184,13 @@ def test_evaluations_of_a_report_take_no_pass_for_a_loss(model_folder, tmp_path,
     trainer.evaluate(metric_key_prefix="start")
     assert "start_loss" not in found[0] and "start_loss" in found[1]
     assert found[0]["start_reward"] == found[1]["start_reward"]
+
+
+def test_evaluations_of_a_report_are_as_large_as_generation(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=32, num_generations=4, num_generations_eval=6)
+    assert (args.steps_per_generation, cells._eval_batch(args)) == (1, 30)  # whole questions
+    args = config(tmp_path, per_device_train_batch_size=4, num_generations=4, per_device_eval_batch_size=48)
+    assert cells._eval_batch(args) == 48
 
 
 class KillAfter(TrainerCallback):
