@@ -46,7 +46,7 @@ EXPECTED = (
 
 
 def test_every_line_of_a_run_is_expected(model_folder, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}  # as a user's
     command = [sys.executable, "-c", SCRIPT, str(model_folder), str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
