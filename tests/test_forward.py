@@ -309,6 +309,16 @@ def test_sampled_log_probabilities_are_kept_only_where_scoring_gives_the_same(mo
     assert not passes.sample_what_they_score()
 
 
+def test_scoring_without_dropout_leaves_the_mode_of_the_model_as_it_was(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    trainer.model.train()
+    with trainer.parts.log_probs.scoring(dropout=False):
+        assert not trainer.model.training and not torch.is_grad_enabled()
+    assert trainer.model.training
+    with trainer.parts.log_probs.scoring():
+        assert trainer.model.training
+
+
 def lora_of(*modules):
     config = lora()
     config.target_modules = set(modules)

@@ -193,6 +193,20 @@ def test_evaluations_of_a_report_are_as_large_as_generation(tmp_path):
     assert cells._eval_batch(args) == 48
 
 
+def test_a_run_of_a_report_evaluates_so(model_folder, tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def seen(made, callbacks=()):
+        raise Seen(made.args.per_device_eval_batch_size)
+
+    made = experiment(model_folder, tmp_path / "unused")
+    monkeypatch.setattr(Experiment, "trainer", seen)
+    with pytest.raises(Seen) as caught:
+        cells.run_cell(made.with_args(per_device_eval_batch_size=1), cells.Cell("team", 0, tmp_path / "team-0"))
+    assert caught.value.args[0] >= made.args.per_device_train_batch_size
+
+
 class KillAfter(TrainerCallback):
     """Ends a run in the middle of things, after a step."""
 
