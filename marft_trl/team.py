@@ -234,6 +234,8 @@ class Team:
         for name, number in (("num_samples", num_samples), ("batch_size", batch_size or 1)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
+        if greedy and sampling:
+            raise ValueError("`greedy=True` and `sampling` were both passed. Leave one of them out.")
         if seed is None and self._seeds is not None:
             seed = self._seeds.getrandbits(31)
         rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
@@ -358,6 +360,8 @@ def _with_replies(
     agents: Sequence[AgentSpec], inference: Inference, replies: Mapping[str, Callable]
 ) -> list[AgentSpec]:
     """Return the agents, those whose turns functions write with these functions."""
+    if not isinstance(replies, Mapping):
+        raise TypeError(f"`replies` must map names of agents to functions, got {type(replies).__name__}.")
     unknown = sorted(set(replies) - {agent.name for agent in agents})
     if unknown:
         raise ValueError(f"`replies=` has a function for {unknown[0]!r}, which is no agent of the team.")
@@ -486,6 +490,12 @@ def _warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokeniz
     """Warn if base, tokenizer or chat template differ from training. Shapes are checked when adapters are loaded."""
     if manifest.base is None:
         return
+    size = base.get_input_embeddings().weight.size(0)
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"The tokenizer of the team has {len(tokenizer):,} tokens, and the base has {size:,}: it is another "
+            f"model. Pass the base of training ({manifest.base.name!r}) as `model=`."
+        )
     present = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
     other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]

@@ -4,14 +4,17 @@ import re
 
 from marft_trl import AgentSpec, MARFTConfig, Team, Workflow, load_adapters
 from marft_trl.metrics import Interval
+from marft_trl.report import Experiment
 from marft_trl.report.comparison import ArmResult, verdicts
 from marft_trl.report.runner import Arm
 from marft_trl.servers import replicas
 from marft_trl.servers.replicas import addresses
-from marft_trl.tiny import tiny_agents
+from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.workflows import EnvironmentLoop, together
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from .helpers import lora, team_trainer
@@ -39,6 +42,33 @@ class OtherName(Workflow):
         await episode.turn("resoner")
 
 
+class Returns(Workflow):
+    async def run(self, episode):
+        draft = await episode.turn("reasoner")
+        await episode.turn("actor", sees=[draft])
+        return draft
+
+
+class SeesOne(Workflow):
+    async def run(self, episode):
+        draft = await episode.turn("reasoner")
+        await episode.turn("actor", sees=draft)
+
+
+class AwaitsTwice(Workflow):
+    async def run(self, episode):
+        await together([await episode.turn("reasoner"), await episode.turn("actor")])
+
+
+class World:
+    def reset(self, **row):
+        return "Go."
+
+
+def expects_messages(completions, **kwargs):
+    return [float(len(one[0]["content"])) for one in completions]
+
+
 def without_kwargs(completions):
     return [1.0] * len(completions)
 
@@ -63,6 +93,7 @@ def rows(**columns):
     return Dataset.from_dict(columns)
 
 
+WITHOUT_CONTENT = [[{"role": "user", "text": "a"}]] * 8
 MISTAKES = {
     # How the trainer is made
     "args": (TypeError, {"args": {"max_steps": 1}}, "`args` must be a `MARFTConfig`"),
@@ -89,10 +120,26 @@ MISTAKES = {
     "class": (TypeError, {"workflow": NoAwait}, r"Pass an object: `workflow=MyWorkflow\(\)`"),
     "other name": (ValueError, {"workflow": OtherName()}, "Did you mean 'reasoner'?"),
     "rollout_func": (ValueError, {"rollout_func": len}, "rollout_func"),
+    "environment": (TypeError, {"workflow": World}, r"pass `workflow=EnvironmentLoop\(Environment\)`"),
+    "config": (TypeError, {"config": 1}, "Did you mean 'args'?"),
+    "tokenizer": (TypeError, {"tokenizer": 1}, "Did you mean 'processing_class'?"),
+    "4 bits": (TypeError, {"quantization_config": True}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
+    "task": (ValueError, {"peft_config": LoraConfig(task_type="SEQ_CLS")}, "Set `task_type='CAUSAL_LM'`"),
+    "no content": (
+        ValueError,
+        {"train_dataset": rows(prompt=[[{"role": "user", "text": "a"}]] * 8)},
+        "without `content`",
+    ),
+    "per step": (ValueError, {"settings": {"credit": "per_step"}}, r"`get_outcome_reward\(your_reward\)`"),
+    "resume number": (TypeError, {"resume": 1.5}, "must be True or the path of a checkpoint, got 1.5"),
+    "resume nowhere": (FileNotFoundError, {"resume": "nowhere"}, "Pass `True` for the newest one"),
     # What is known with the first episode
     "await": (RuntimeError, {"workflow": NoAwait()}, r"An `await` is missing: write `turn = await episode.turn"),
     "await sees": (RuntimeError, {"workflow": NoAwaitSees()}, "An `await` is missing: write"),
     "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
+    "returns": (RuntimeError, {"workflow": Returns()}, "Write `episode.answer = turn` in it"),
+    "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single one. Write `\[turn\]`"),
+    "awaits twice": (RuntimeError, {"workflow": AwaitsTwice()}, "`together` takes turns that are not awaited yet"),
     "one value": (ValueError, {"reward_funcs": too_few}, "'too_few' returned 1 rewards, but 8 were expected"),
     "values": (TypeError, {"reward_funcs": texts}, "`texts` returned '1' of type str for completion 0"),
     "nan": (ValueError, {"reward_funcs": not_a_number}, "`not_a_number` returned nan"),
@@ -103,8 +150,119 @@ MISTAKES = {
 def test_a_mistake_is_named_with_its_cure(model_folder, tmp_path, name):
     error, arguments, message = MISTAKES[name]
     given = {"model": model_folder, "output_dir": tmp_path, "settings": {"max_steps": 1}, **arguments}
+    resume = given.pop("resume", None)
     with pytest.raises(error, match=message):
-        team_trainer(**given).train()
+        team_trainer(**given).train(resume_from_checkpoint=resume)
+
+
+VIEWS = {
+    "text": (lambda agent, prompt, seen: "hi", r"must return a list of messages .*, got 'hi'"),
+    "none": (lambda agent, prompt, seen: None, "must return a list of messages"),
+    "turns": (lambda agent, prompt, seen: [*prompt, *seen], r"is a Turn. Write .*turn.text"),
+    "no role": (lambda agent, prompt, seen: [{"content": "x"}], r"message 0 without a `role`; it has \['content'\]"),
+    "nested": (lambda agent, prompt, seen: [{"role": "user", "content": prompt}], r"write `\*prompt` into the list"),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_a_view_returns_is_looked_at(model_folder, tmp_path, name):
+    view, message = VIEWS[name]
+    with pytest.raises(TypeError, match=f"The view .* of agent '(reasoner|actor)'.*{message}"):
+        team_trainer(model_folder, tmp_path, view=view).train()
+
+
+def test_errors_in_a_view_name_the_agent(model_folder, tmp_path):
+    def last(agent, prompt, seen):
+        return [*prompt, {"role": "user", "content": seen[-1].text}]
+
+    trainer = team_trainer(model_folder, tmp_path, view=last)
+    with pytest.raises(IndexError) as caught:
+        trainer.plan()
+    (note,) = caught.value.__notes__
+    assert "Raised by the view of agent 'reasoner'" in note and "`seen` is empty" in note
+    with pytest.raises(TypeError, match=r"For single agents, set `AgentSpec\(view=...\)`"):
+        trainer.view = {"reasoner": len}
+
+
+def test_a_reward_that_expects_messages_is_told_so(model_folder, tmp_path):
+    with pytest.raises(TypeError) as caught:
+        team_trainer(model_folder, tmp_path, reward_funcs=expects_messages, settings={"max_steps": 1}).train()
+    assert "`expects_messages`. Completions are texts where the prompts" in str(caught.value.__notes__)
+
+
+def test_evaluations_hold_whole_questions(model_folder, tmp_path):
+    settings = {"num_generations_eval": 3, "per_device_eval_batch_size": 8}
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
+    with pytest.raises(ValueError, match=r"`num_generations_eval` \(3\) must divide .* \(8\)"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match=r"`num_samples` \(5\) must divide"):
+        trainer.evaluate(num_samples=5)
+    with pytest.raises(ValueError, match="Did you mean 'reasoner'"), trainer.parts.runner.silencing("resoner"):
+        pass
+
+
+def test_folders_that_are_no_checkpoints(model_folder, folder, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    for path, message in ((tmp_path, "newest one, or its path: .*checkpoint-1"), (folder, "is a saved team")):
+        with pytest.raises(ValueError, match=message):
+            team_trainer(model_folder, tmp_path / "other").train(resume_from_checkpoint=str(path))
+
+
+class NoColumns:
+    def reset(self):
+        return "Go."
+
+    def step(self, turns):
+        return "Go on.", 0.0, True
+
+
+class StepsByText(World):
+    def step(self, turns):
+        return turns.strip(), 0.0, True
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        (NoColumns, r"`NoColumns.reset`, which is called with the columns of the row by name, .* Add `\*\*row`"),
+        (StepsByText, r"`StepsByText.step`, which is called with the list .* A text is `turns\[-1\].text`"),
+    ],
+)
+def test_methods_of_environments_with_other_arguments_are_named(model_folder, tmp_path, world, message):
+    loop = EnvironmentLoop(world, agents=["reasoner", "actor"])
+    with pytest.raises(RuntimeError, match=message):
+        team_trainer(model_folder, tmp_path, workflow=loop, settings={"max_steps": 1}).train()
+
+
+def test_metrics_that_fail_are_named(model_folder, tmp_path):
+    data = tiny_dataset(8, seed=1)
+    trainer = team_trainer(model_folder, tmp_path, eval_dataset=data, eval_metrics=[lambda answers: 1.0])
+    with pytest.raises(TypeError) as caught:
+        trainer.evaluate()
+    assert (
+        "Raised by the metric `<lambda>`, called as `<lambda>(answers, prompt, solution" in caught.value.__notes__[0]
+    )
+
+
+def test_what_an_experiment_is_made_of_is_looked_at(model_folder, tmp_path):
+    given = {"model": model_folder, "agents": tiny_agents(), "reward_funcs": texts, "train_dataset": tiny_dataset(8)}
+    given |= {"eval_dataset": tiny_dataset(8, seed=1), "args": MARFTConfig(str(tmp_path))}
+    for wrong, message in (
+        ({"args": {}}, "`args` of an `Experiment` must be a `MARFTConfig`, got dict"),
+        ({"agents": ["a"]}, r"Write `AgentSpec\('a'\)`"),
+        ({"model": 1}, "which each run loads anew, got int"),
+        ({"eval_set": 1}, "`Experiment` has no argument `eval_set`"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            Experiment(**{**given, **wrong})
+
+
+def test_transcripts_are_written_though_none_are_printed(model_folder, tmp_path, capsys):
+    settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    assert (tmp_path / "completions" / "transcripts_00001.html").exists()
+    assert "the team's answer" not in capsys.readouterr().out
 
 
 SETTINGS = {
@@ -115,6 +273,9 @@ SETTINGS = {
     "num_generations": (3, "divisible by num_generations"),
     "critic": ("shared", "Set `advantage='gae'`"),
     "max_staleness": (1, "Set `use_vllm=True`"),
+    "dynamic_sampling": ("no", "`dynamic_sampling` must be True or False, got 'no'"),
+    "max_prompt_length": (512, "prompts are not cut"),
+    "reward_weights": ({"f": 1.0}, "must be a list of numbers, one for each reward function"),
     "clip_agents": (1, "has no setting `clip_agents`"),
 }
 
@@ -166,6 +327,12 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
         team.run("1+1=")
     with pytest.raises(ValueError, match="Prompt 1 of 2 is empty"):
         team.run(["1+1=", ""], num_samples=2)
+    with pytest.raises(ValueError, match="`greedy=True` and `sampling` were both passed"):
+        team("1+1=", greedy=True, sampling={"temperature": 0.5})
+    with pytest.raises(TypeError, match="`replies` must map names of agents to functions, got list"):
+        Team.from_pretrained(folder, model=model_folder, replies=[len])
+    with pytest.raises(TypeError, match=r"takes a loaded base model without adapters, .*; got str"):
+        load_adapters(model_folder, folder)
     with pytest.raises(ValueError, match="pass it as `model=`"):
         Team.from_pretrained(folder)
     with pytest.raises(FileNotFoundError, match="no folder 'teem' here, and no team of this name could be read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ..rules.baselines import BASELINES
@@ -13,7 +14,7 @@ from ..rules.levels import LEVELS
 from ..seams.losses import LOSSES
 from ..system.hints import did_you_mean
 from .inherited import INHERITED
-from .options import check_choice, check_number, has_effect, rules_of
+from .options import Option, check_choice, check_flag, check_number, has_effect, rules_of
 
 
 # Further tries of what has failed, with `on_episode_error="retry"`
@@ -38,8 +39,9 @@ def uses_candidates(args: Any) -> bool:
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
 
 
-# Settings of earlier versions, and what is in their place
+# Settings of earlier versions, and of TRL's, and what is in their place
 _GONE = {
+    "max_prompt_length": "prompts are not cut; `context_overflow` says what happens at the model's window",
     "critic_max_grad_norm": "`max_grad_norm` is the critic's, too",
     "dynamic_sampling_limit": "three times the prompts of a batch are drawn at most",
     "collapse_window": "eight generation batches are watched",
@@ -73,6 +75,14 @@ def check_numbers(args: Any) -> None:
     for name, rule in rules_of(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
+    for item in fields(args):
+        if isinstance(item, Option) and isinstance(item.default, bool):
+            check_flag(item.name, getattr(args, item.name))
+    weights = args.reward_weights
+    if weights is not None and not (
+        isinstance(weights, Sequence) and all(isinstance(w, (int, float)) for w in weights)
+    ):
+        raise ValueError(f"`reward_weights` must be a list of numbers, one for each reward function; got {weights!r}.")
     for weight in args.reward_weights or []:
         if not math.isfinite(weight):
             raise ValueError(

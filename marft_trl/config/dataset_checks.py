@@ -167,6 +167,8 @@ def _kind_of(prompt: object, where: str) -> str:
             '`[{"role": "user", "content": "..."}]`.'
         )
     for message in prompt:
+        if "content" not in message:
+            raise ValueError(f"The prompt in {where} has a message without `content`; it has {sorted(message)}.")
         if not isinstance(message["role"], str) or not message["role"]:
             raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a text.")
         if message["content"] in (None, ""):

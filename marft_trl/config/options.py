@@ -130,6 +130,12 @@ def check_number(name: str, value: Any, rule: Rule) -> None:
             raise ValueError(f"`{name}` must be a finite number {bound.words}{instead}; got {value!r}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise a `ValueError` if a value is neither `True` nor `False`; texts such as `"no"` are true in Python."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+
+
 def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
     """Raise a `ValueError` if the value is not among the known ones. The message suggests the nearest one."""
     known = list(known)

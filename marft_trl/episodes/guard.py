@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..system.event_loop import STARTED, Around, Stepped
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
-from .records import EndOfEpisode, Messages
+from .records import EndOfEpisode, Messages, Turn
 
 
 class Runs(Protocol):
@@ -98,7 +98,10 @@ class Guard:
 async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
     STARTED.set(episode.started)
     try:
-        await _unwrapped(workflow.run(episode))
+        returned = await _unwrapped(workflow.run(episode))
+        answer = episode.answer
+        if isinstance(returned, (Turn, str)) and answer is not None and returned not in (answer, answer.text):
+            raise TypeError("`run` returned an answer, which has no effect. Write `episode.answer = turn` in it.")
     except EndOfEpisode as end:
         episode.overflowed = True  # parallel branches may be left where they are
         if not episode.turns:
@@ -131,22 +134,28 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
 
 
 def _hint(error: BaseException) -> str:
-    is_forgotten = isinstance(error, (AttributeError, TypeError)) and "coroutine" in str(error)
+    text = str(error)
+    is_forgotten = isinstance(error, (AttributeError, TypeError)) and (
+        "'coroutine' object" in text or "a coroutine" in text
+    )
+    if "a coroutine or an awaitable is required" in text:
+        return ". `together` takes turns that are not awaited yet: `together([episode.turn(...), ...])`."
     return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
 
 
-async def _unwrapped(run: Coroutine[Any, Any, None]) -> None:
+async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
     """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
     if not inspect.isawaitable(run):
         raise TypeError(f"`run` returned {run!r}, which cannot be awaited. Write `async def run(self, episode):`.")
     try:
-        await run
+        returned = await run
     except BaseExceptionGroup as group:
         ended, others = group.split(EndOfEpisode)
         end: BaseException | None = ended
         while isinstance(end, BaseExceptionGroup):
             end = end.exceptions[0]
         raise group if end is None or others is not None else end from None
+    return returned
 
 
 class Watch:

@@ -521,6 +521,8 @@ class LiveEpisode:
             raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
 
     def _check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
+        if isinstance(seen, (Turn, Feedback)):
+            raise TypeError(f"`episode.{method}` takes a list of turns, got a single one. Write `[turn]`.")
         for item in seen:
             if not isinstance(item, kind):
                 feedback = "" if kind is Turn else ", and feedback"

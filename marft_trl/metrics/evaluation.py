@@ -125,7 +125,11 @@ def measure_answers(
             measured |= _numbers(result, metric.name)
         else:
             name = get_callable_name(metric)
-            result = metric(list(answers), **columns)
+            try:
+                result = metric(list(answers), **columns)
+            except Exception as error:
+                error.add_note(f"Raised by the metric `{name}`, called as `{name}(answers, {', '.join(columns)})`.")
+                raise
             measured |= _numbers(result if isinstance(result, Mapping) else {name: result}, name)
     return measured
 

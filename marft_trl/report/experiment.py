@@ -17,9 +17,9 @@ from typing import Any
 from datasets import Dataset
 from peft import PeftConfig
 
-from ..agents import AgentSpec
+from ..agents import AgentSpec, check_team
 from ..config.marft_config import MARFTConfig
-from ..system.hints import did_you_mean
+from ..system.hints import checked_names, did_you_mean
 from ..trainer import MARFTTrainer
 from ..workflows import Workflow
 
@@ -73,6 +73,14 @@ class Experiment:
     name: str = "Is the team worth it?"
 
     def __post_init__(self):
+        check_team(self.agents)
+        if not isinstance(self.args, MARFTConfig):
+            raise TypeError(f"`args` of an `Experiment` must be a `MARFTConfig`, got {type(self.args).__name__}.")
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise TypeError(
+                "`model` of an `Experiment` must be a name or a folder, which each run loads anew, got "
+                f"{type(self.model).__name__}."
+            )
         if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
             raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
 
@@ -121,6 +129,9 @@ class Experiment:
             callbacks=list(callbacks),
             **self.options,
         )
+
+
+Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: ignore[method-assign]
 
 
 def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:

@@ -362,9 +362,8 @@ class Reporter:
 
     @property
     def _transcripts_wanted(self) -> int:
-        """Number of the latest episodes that are kept for people to read."""
-        count = self._settings.num_completions_to_print
-        return MAX_TRANSCRIPTS if count is None else count
+        """Number of the latest episodes that are kept for people to read. Where none is printed, a page has some."""
+        return self._settings.num_completions_to_print or MAX_TRANSCRIPTS
 
     # ---- Logs ----
 

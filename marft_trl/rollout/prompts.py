@@ -21,7 +21,7 @@ from .chat_template import ChatTemplate, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
-from .views import SEPARATOR, View, fold_system, merge_neighbours, team_view
+from .views import SEPARATOR, View, fold_system, merge_neighbours, shown_by, team_view
 
 
 @dataclass(eq=False)
@@ -273,7 +273,7 @@ class PromptBuilder:
             self._check(asked)
         shown = query.seen if self._reasoning is None else self._reasoning.shown(query.seen, query.after)
         agent, seen = renamed(query.agent, shown, self.aliases)
-        messages = self._view_of(query.agent)(agent, self._quoted(asked), seen)
+        messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
         if not self.template.renders_results:
             messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results))
         if self._plain and isinstance(prompt, str) and not query.functions:

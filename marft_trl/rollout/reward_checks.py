@@ -187,8 +187,19 @@ def named(name: str, is_async: bool = False) -> Iterator[None]:
             raise
         raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from error
     except Exception as error:
-        error.add_note(f"Raised by the reward function `{name}`.")
+        error.add_note(f"Raised by the reward function `{name}`.{_hint(error)}")
         raise
+
+
+def _hint(error: Exception) -> str:
+    """For functions that expect the other kind of prompts."""
+    if isinstance(error, TypeError) and "string indices must be integers" in str(error):
+        return (
+            " Completions are texts where the prompts of the dataset are texts. If it expects messages, write the "
+            "prompts "
+            'as `[{"role": "user", "content": question}]`.'
+        )
+    return ""
 
 
 def _is_being_cancelled() -> bool:

@@ -15,7 +15,7 @@ from ..agents import AgentSpec
 from ..episodes.collector import Request, collecting, run_unblocked, unblocked
 from ..episodes.guard import EpisodeError
 from ..episodes.live import Setting
-from ..episodes.records import Completion, EndOfEpisode, Episode
+from ..episodes.records import Completion, EndOfEpisode, Episode, unknown_agent
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..system.event_loop import Around
@@ -316,6 +316,10 @@ class EpisodeRunner:
     @contextlib.contextmanager
     def silencing(self, *names: str) -> Iterator[None]:
         """Context manager: turns of these agents are empty, for teammates, environments and answers."""
+        known = list(self._specs)
+        for name in names:
+            if name not in known:
+                raise ValueError(unknown_agent(name, known, "`silencing`"))
         kept, self._silent = self._silent, frozenset(names)
         try:
             yield

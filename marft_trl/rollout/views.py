@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
-from ..episodes.records import Messages, Seen, Turn
+from ..episodes.records import Feedback, Messages, Seen, Turn
 from .speakers import quoted, speaker_line
 
 
@@ -82,3 +82,46 @@ def fold_system(messages: Messages) -> Messages:
 
 def _is_plain(message: dict[str, Any]) -> bool:
     return set(message) == {"role", "content"} and isinstance(message["content"], str)
+
+
+def check_view(view: Any, whose: str) -> None:
+    """Raise unless a view is a function."""
+    if not callable(view):
+        hint = " For single agents, set `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
+        raise TypeError(f"`view` of {whose} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
+
+
+def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
+    """
+    The messages that a view of a user makes.
+
+    Raises:
+        TypeError: it returned something else than messages with a role and a text. The message names view and agent.
+    """
+    if view is team_view:
+        return team_view(agent, prompt, seen)
+    what = f"The view `{getattr(view, '__name__', view)}` of agent {agent.name!r}"
+    try:
+        messages = view(agent, prompt, seen)
+    except Exception as error:
+        nobody = " `seen` is empty where nobody has spoken yet." if isinstance(error, IndexError) else ""
+        error.add_note(f"Raised by the view of agent {agent.name!r}, called as `view(agent, prompt, seen)`.{nobody}")
+        raise
+    form = '`[{"role": "user", "content": "..."}, ...]`'
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise TypeError(f"{what} must return a list of messages {form}, got {str(messages)[:80]!r}.")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            cure = '`{"role": "user", "content": turn.text}`'
+            hint = f" Write {cure} for a turn." if isinstance(message, (Turn, Feedback)) else ""
+            raise TypeError(
+                f"{what} must return messages {form}; number {number} is a {type(message).__name__}.{hint}"
+            )
+        if "role" not in message:
+            raise TypeError(f"{what} returned message {number} without a `role`; it has {sorted(message)}.")
+        if not isinstance(message.get("content"), str | None):
+            raise TypeError(
+                f"{what} returned message {number} with a {type(message['content']).__name__} as `content`, which "
+                "must be a text. `prompt` is a list of messages: write `*prompt` into the list."
+            )
+    return list(messages)

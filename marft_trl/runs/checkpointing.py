@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..agents import AgentSpec
 from ..config.team_setup import RunContext, TeamSetup
@@ -20,7 +22,7 @@ from ..seams.logs import get_logger
 from ..system.randomness import RandomStates, undisturbed
 from ..weights.adapters import load_adapter_weights
 from ..weights.copies import PastCopies
-from ..weights.manifest import TeamManifest
+from ..weights.manifest import MANIFEST_NAME, TeamManifest
 from ..weights.policies import Policies
 from ..weights.references import load_references, save_references
 from . import commit as commits
@@ -259,14 +261,20 @@ class Checkpoints:
             found = self.folder.newest()
             if found is None:
                 logger.warning(
-                    f"There is no complete checkpoint in {self.folder.path}: training starts from the beginning."
+                    f"Training starts from the beginning: there is no complete checkpoint in {self.folder.path}."
                 )
                 self.folder.start(is_meant=False)
                 return None
             folder, commit = found
             logger.info(f"Resuming from {folder}.")
         else:
+            if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+                raise TypeError(
+                    f"`resume_from_checkpoint` must be True or the path of a checkpoint, got "
+                    f"{resume_from_checkpoint!r}."
+                )
             folder = Path(resume_from_checkpoint)
+            _check_is_checkpoint(folder)
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f"There is no checkpoint {folder}. Pass `True` for the newest one in {self.folder.path}, or the "
@@ -296,7 +304,8 @@ class Checkpoints:
         saved, present = commit.settings, self._settings.collect()
         if not saved:
             return
-        if not self.changes.is_empty and _are_done(saved, present):
+        made = {*self.changes.add, *self.changes.rename.values()} <= _names_of(saved)
+        if not self.changes.is_empty and made and _are_done(saved, present):
             logger.warning(f"The changes in `resume_changes` are part of {folder.name} already; nothing changes now.")
             self.changes = ResumeChanges()
         self.changes.check_names(_names_of(saved), _names_of(present))
@@ -420,4 +429,21 @@ def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
     if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
         raise ValueError(
             f"The weights of the adapter {name!r} in {folder} are not finite. Go on from an earlier checkpoint."
+        )
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    """Raise if a folder is that of a run or of a saved team, which has no state to go on with."""
+    if not folder.is_dir() or (folder / TRAINER_STATE_NAME).exists():
+        return
+    inside = sorted(folder.glob("checkpoint-*"), key=lambda one: (len(one.name), one.name))
+    if inside:
+        raise ValueError(
+            f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest one, or its path: "
+            f"{inside[-1]}."
+        )
+    if (folder / MANIFEST_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
+        raise ValueError(
+            f"{folder} is a saved team without the state of an optimizer, so a run cannot go on from it. Begin a new "
+            f"one with its adapters: `model=load_adapters(base, {str(folder)!r})`."
         )

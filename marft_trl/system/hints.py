@@ -23,6 +23,10 @@ def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))
 
 
+# Names that other libraries, or earlier versions, have for arguments
+_ALSO_CALLED = {"config": "args", "tokenizer": "processing_class", "rewards": "reward_funcs", "reward": "reward_funcs"}
+
+
 def checked_names(what: str) -> Callable[[Callable], Callable]:
     """Decorator of an `__init__`: an argument that it does not have is named, with the one that is probably meant."""
 
@@ -33,7 +37,9 @@ def checked_names(what: str) -> Callable[[Callable], Callable]:
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             unknown = next((name for name in kwargs if name not in known), None)
             if unknown is not None:
-                hint = did_you_mean(unknown, known) or f" It has {', '.join(known)}."
+                meant = _ALSO_CALLED.get(unknown)
+                hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known)
+                hint = hint or f" It has {', '.join(known)}."
                 raise TypeError(f"`{what}` has no argument `{unknown}`.{hint}")
             init(self, *args, **kwargs)
 

@@ -59,6 +59,7 @@ class Evaluations:
         """
         check_sampling(sampling)
         self._check_samples(num_samples)
+        self._check_size("num_samples" if num_samples else "num_generations_eval", num_samples)
         values = self._k if k is None else k
         check_k(values, num_samples or self._settings.group_size(training=False))
         # `evaluate` of several sets calls itself; inner calls go on with the settings of the outer one
@@ -90,11 +91,14 @@ class Evaluations:
             return
         if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
             raise ValueError(f"`num_samples` must be an integer of at least 1, got {num_samples!r}.")
+
+    def _check_size(self, name: str, num_samples: int | None) -> None:
         size = self._args.per_device_eval_batch_size * self._args.world_size
+        num_samples = num_samples or self._settings.group_size(training=False)
         # pass@k needs all samples of a question in one batch
         if size % num_samples:
             raise ValueError(
-                f"`num_samples` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "
+                f"`{name}` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "
                 "`per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
                 f"multiple of {num_samples}."
             )

@@ -28,7 +28,7 @@ from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
 from ..rollout.reward_checks import checked_reward
-from ..rollout.views import View, team_view
+from ..rollout.views import View, check_view, team_view
 from ..rules.levels import level_of
 from ..rules.rows import Slice
 from ..runs.checkpointing import raise_failed_push
@@ -61,7 +61,7 @@ from .parts import UserCode, assemble
 
 
 logger = get_logger(__name__)
-hush()
+hush()  # here, since a trainer is what makes other libraries speak
 
 
 class MARFTTrainer(GRPOTrainer):
@@ -174,7 +174,7 @@ class MARFTTrainer(GRPOTrainer):
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = setup.load_base(model, args, quantization_config)
         processing_class = setup.load_tokenizer(processing_class, base, args)
-        origins = origins_of(base, self.agents)
+        origins = origins_of(base, self.agents)  # before new adapters hide which ones came with the model
         base = add_adapters(base, self.agents, peft_config)
         self.policies = Policies(base, self.agents, origins)
         setup.check_learning(args, self.policies, base)
@@ -235,6 +235,7 @@ class MARFTTrainer(GRPOTrainer):
 
     @view.setter
     def view(self, view: View) -> None:
+        check_view(view, "the team")
         self.parts.runner.prompts.view = view
 
     @property

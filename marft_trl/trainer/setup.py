@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def load_base(
         TypeError: `model` is neither a name nor a model.
         ValueError: `quantization_config` is set twice, or the folder is that of a team.
     """
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
     if not isinstance(model, str):
         if not isinstance(model, (PreTrainedModel, PeftModel)):
             raise TypeError(
@@ -95,6 +97,8 @@ def load_base(
         )
     # A copy: the arguments are saved with the run as the user gave them
     model_init_kwargs = dict(args.model_init_kwargs or {})
+    if isinstance(quantization_config, bool):
+        raise TypeError("`quantization_config` must be a config such as `BitsAndBytesConfig(load_in_4bit=True)`.")
     if quantization_config is not None:
         if "quantization_config" in model_init_kwargs:
             raise ValueError(
@@ -351,6 +355,8 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     """
     if not isinstance(workflow, Workflow):
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
+        if hasattr(workflow, "reset"):
+            hint = " For an environment, pass `workflow=EnvironmentLoop(Environment)` with its class."
         raise TypeError(f"`workflow` must be a `Workflow`, got {workflow!r}.{hint}")
     # Names that a workflow was made with may be misspelt; a run would find out in its first episode
     workflow.check([agent.name for agent in agents])
@@ -428,7 +434,8 @@ def turn_reward_funcs(
         if CREDITS[args.credit].scores_turns and agent.trainable and not functions[agent.name] and not workflow.earns:
             raise ValueError(
                 f"`credit='per_step'` scores every turn by itself, but nothing scores those of agent {agent.name!r}. "
-                "Set its `AgentSpec(reward_funcs=...)`, or `reward_funcs` of the workflow."
+                "Set its `AgentSpec(reward_funcs=...)`, such as `get_outcome_reward(your_reward)` of "
+                "`marft_trl.rewards` for what the whole episode is worth, or `reward_funcs` of the workflow."
             )
         if not CREDITS[args.credit].scores_turns and functions[agent.name]:
             raise ValueError(

@@ -116,6 +116,7 @@ class TeamFiles:
         """Write the files of the team beside its weights, which are there already."""
         for write in self._writers().values():
             write(folder)
+        # A folder may be that of a run whose team had other agents
         _warn_of_leftovers(folder, self._policies.to_save if self._policies.has_adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
@@ -199,6 +200,7 @@ class TeamFiles:
 
 def _described(dataset: Any, given: str | None) -> str:
     """A dataset in words: its id on the Hub, where it is known, and its number of rows."""
+    # `datasets` keeps no id; the addresses of the files that were downloaded have it
     sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
     found = [re.match(r"hf://datasets/([^@]+)@", source) for source in sources]
     name = given or next((match[1] for match in found if match), "")

@@ -107,6 +107,11 @@ def load_adapters(
     Raises:
         ValueError: an adapter does not fit the base or would change it. The base is then unchanged.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "`load_adapters(model, team)` takes a loaded base model without adapters, such as "
+            f"`AutoModelForCausalLM.from_pretrained(...)`, and then the team; got {type(model).__name__}."
+        )
     return put_on(model, team_folder(team, revision, token))
 
 

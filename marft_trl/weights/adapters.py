@@ -222,6 +222,11 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
             f"The adapter of agent {agent.name!r} is a {type(config).__name__}. Teams are trained with LoRAs (also "
             "DoRA and rsLoRA), whose tensors can be checked when a saved team is loaded. Use `peft.LoraConfig(...)`."
         )
+    if getattr(config.task_type, "value", config.task_type) not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"`task_type={config.task_type!r}` of the adapter of agent {agent.name!r} is that of models that do not "
+            "generate text, and adds layers to them. Set `task_type='CAUSAL_LM'`, or leave it out."
+        )
     for field in ("trainable_token_indices", "target_parameters"):
         if getattr(config, field, None):
             raise ValueError(

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..episodes.live import LiveEpisode
@@ -142,7 +143,8 @@ class EnvironmentLoop(Workflow):
 
     async def _play(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> None:
         # A copy, because rewards see the row too
-        observation = await episode.call(environment.reset, **copy.deepcopy(dict(episode.row)))
+        with _naming(environment, "reset", "the columns of the row by name", "Add `**row` to its arguments."):
+            observation = await episode.call(environment.reset, **copy.deepcopy(dict(episode.row)))
         episode.observe(observation, source=self.source)
         is_done = False
         for number in range(self.horizon):
@@ -154,7 +156,9 @@ class EnvironmentLoop(Workflow):
             if not self.has_steps:
                 is_done = True
                 break
-            feedback, reward, is_done = _checked(await episode.call(environment.step, turns), environment, number)
+            with _naming(environment, "step", "the list of the turns of a round", "A text is `turns[-1].text`."):
+                outcome = await episode.call(environment.step, turns)
+            feedback, reward, is_done = _checked(outcome, environment, number)
             self._record(episode, turns, feedback, reward)
             if is_done:
                 break
@@ -308,6 +312,17 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
                 f"the public methods {', '.join(map(repr, methods)) or 'none'}.{did_you_mean(name, methods)}"
             )
     return list(tools)
+
+
+@contextlib.contextmanager
+def _naming(environment: Any, method: str, what: str, cure: str) -> Iterator[None]:
+    """Context manager: a method that expects other arguments is named, with what it is called with."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise type(error)(
+            f"`{type(environment).__name__}.{method}`, which is called with {what}, failed: {error}. {cure}"
+        ) from error
 
 
 def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, bool]:
