@@ -316,6 +316,8 @@ def _check_copies(agents: dict[str, AgentSpec]) -> None:
                 f"Agent {agent.name!r} is a copy of {agent.copy_of!r}, but the team has "
                 f"{', '.join(map(repr, agents))}.{did_you_mean(agent.copy_of, list(agents))}"
             )
+        if source is agent:
+            raise ValueError(f"Agent {agent.name!r} cannot be a copy of itself. Name the agent that is trained.")
         if not source.trainable:
             raise ValueError(
                 f"Agent {agent.name!r} is a copy of {source.name!r}, which is not trained, so all copies would be the "

@@ -247,7 +247,7 @@ class Team:
             )
         check_prompts(rows, "prompts")
         size, episodes = batch_size or max(len(rows), 1), []
-        check_sampling(sampling)
+        check_sampling(sampling, "sampling")
         with self._running({"greedy": True} if greedy else decoding(sampling), seed):
             for start in range(0, len(rows), size):
                 done = self._runner.run(rows[start : start + size])

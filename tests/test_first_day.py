@@ -1,19 +1,23 @@
 """What somebody meets who uses the package for the first time: everyday mistakes, each with its answer."""
 
+import itertools
 import re
+from types import SimpleNamespace
 
-from marft_trl import AgentSpec, MARFTConfig, Team, Workflow, load_adapters
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load_adapters
 from marft_trl.metrics import Interval
+from marft_trl.metrics.at_k import scores
 from marft_trl.report import Experiment
 from marft_trl.report.comparison import ArmResult, verdicts
 from marft_trl.report.runner import Arm
 from marft_trl.servers import replicas
 from marft_trl.servers.replicas import addresses
 from marft_trl.tiny import tiny_agents, tiny_dataset
-from marft_trl.workflows import EnvironmentLoop, together
+from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
 import pytest
 from datasets import Dataset
+from pandas import DataFrame
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
@@ -120,6 +124,13 @@ MISTAKES = {
     "class": (TypeError, {"workflow": NoAwait}, r"Pass an object: `workflow=MyWorkflow\(\)`"),
     "other name": (ValueError, {"workflow": OtherName()}, "Did you mean 'reasoner'?"),
     "rollout_func": (ValueError, {"rollout_func": len}, "rollout_func"),
+    "split": (TypeError, {"train_dataset": {"train": []}}, r"Choose one of its splits: `dataset\['train'\]`"),
+    "name of data": (TypeError, {"train_dataset": "me/data"}, r"`load_dataset\('me/data', split='train'\)`"),
+    "frame": (TypeError, {"train_dataset": DataFrame({"prompt": ["a"]})}, r"`Dataset.from_pandas\(frame\)`"),
+    "eval sets": (TypeError, {"eval_dataset": [rows(prompt=["a"])]}, "Name several sets"),
+    "lora by name": (TypeError, {"peft_config": {"reasoner": 1}}, r"set `AgentSpec\(peft_config=...\)`"),
+    "itself": (ValueError, {"agents": [AgentSpec("a", copy_of="a")]}, "cannot be a copy of itself"),
+    "replies": (ValueError, {"agents": [AgentSpec("a", reply=len)]}, "turns that a function writes"),
     "environment": (TypeError, {"workflow": World}, r"pass `workflow=EnvironmentLoop\(Environment\)`"),
     "config": (TypeError, {"config": 1}, "Did you mean 'args'?"),
     "tokenizer": (TypeError, {"tokenizer": 1}, "Did you mean 'processing_class'?"),
@@ -197,6 +208,12 @@ def test_evaluations_hold_whole_questions(model_folder, tmp_path):
         trainer.evaluate()
     with pytest.raises(ValueError, match=r"`num_samples` \(5\) must divide"):
         trainer.evaluate(num_samples=5)
+    with pytest.raises(ValueError, match="`k` .16. needs at least 16 episodes"):
+        trainer.evaluate(k=[16], num_samples=4)
+    with pytest.raises(ValueError, match="`sampling` has 'temprature'; .* Did you mean 'temperature'"):
+        trainer.evaluate(sampling={"temprature": 1.0}, num_samples=4)
+    with pytest.raises(ValueError, match="no evaluation set 'hard': the trainer's `eval_dataset` has no names"):
+        trainer.evaluate("hard")
     with pytest.raises(ValueError, match="Did you mean 'reasoner'"), trainer.parts.runner.silencing("resoner"):
         pass
 
@@ -256,6 +273,21 @@ def test_what_an_experiment_is_made_of_is_looked_at(model_folder, tmp_path):
     ):
         with pytest.raises(TypeError, match=message):
             Experiment(**{**given, **wrong})
+
+
+def test_helpers_name_what_they_take(model_folder, tmp_path):
+    with pytest.raises(TypeError, match=r"`MARFTTrainer` needs `agents`. Write `agents=\[AgentSpec"):
+        MARFTTrainer(model_folder, reward_funcs=texts)
+    with pytest.raises(TypeError, match=r"takes a workflow object. Write `Returns\(\)`"):
+        rehearse(Returns, ["reasoner", "actor"], lambda agent, seen: "x")
+    with pytest.raises(TypeError, match="takes a list of names and a function"):
+        rehearse(Returns(), "reasoner", lambda agent, seen: "x")
+    with pytest.raises(TypeError, match="must return the text of a turn, got None"):
+        rehearse(OtherName(), ["resoner"], lambda agent, seen: None)
+    with pytest.raises(TypeError, match=r"takes a list of runs, got a single one. Write `\['out'\]`"):
+        scores("out")
+    with pytest.raises(FileNotFoundError, match="written by evaluations with `eval_k`"):
+        scores([tmp_path])
 
 
 def test_transcripts_are_written_though_none_are_printed(model_folder, tmp_path, capsys):
@@ -382,12 +414,14 @@ def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, token
 
 def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path, caplog, monkeypatch):
     assert addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
-    monkeypatch.setattr(replicas, "_SILENCE", 0.1)
-    settings = {"use_vllm": True, "vllm_server_timeout": 1.0, "vllm_server_port": 9}
-    with pytest.raises(RuntimeError, match="127.0.0.1:9 after 1 seconds .*vllm_mode='colocate'"):
+    ticks = itertools.count()  # a second at each look at the clock, however busy the machine is
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(replicas, "_PAUSE", 0.0)
+    settings = {"use_vllm": True, "vllm_server_timeout": 9.0, "vllm_server_port": 9}
+    with pytest.raises(RuntimeError, match="127.0.0.1:9 after 9 seconds .*vllm_mode='colocate'"):
         team_trainer(model_folder, tmp_path, settings=settings)
     told = [record.getMessage() for record in caplog.records if "answers at http://127.0.0.1:9 yet" in record.message]
-    assert len(told) == 1 and "vllm_command" in told[0] and "for up to 1 seconds" in told[0]
+    assert next(ticks) > 9 and len(told) == 1 and "vllm_command" in told[0] and "for up to 9 seconds" in told[0]
 
 
 def test_an_arm_that_could_not_begin_is_no_proof():

@@ -531,7 +531,7 @@ def test_a_team_is_pushed_and_loaded_from_the_hub(hub, model_folder, tmp_path, s
     assert messages[-1] == "End of training"
     card = files["README.md"].decode()
     assert "openai/gsm8k" in card and 'subfolder="reasoner"' in card and "user/team" in card
-    assert "agents/reasoner/reward" in card and "base_model:" not in card
+    assert "| reward |" in card and "agents/reasoner/reward" not in card and "base_model:" not in card
     assert not [path for path, data in files.items() if b"hf_CANARY" in data]
     assert any(path.startswith("last-checkpoint/actor/") for path in files) == (strategy == "checkpoint")
     answers = ast.literal_eval(pushed.stdout.splitlines()[-1])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,10 +45,7 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
             "column."
         )
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
-        raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`. Make "
-            "one of a list of rows with `Dataset.from_list(rows)`."
-        )
+        raise TypeError(_no_dataset(train_dataset, "train_dataset"))
     check_dataset(train_dataset, "train_dataset")
     enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
     count = len(train_dataset) if enough is None else sum(1 for _ in enough)
@@ -69,13 +66,24 @@ def named_sets(eval_dataset) -> dict[str, Any]:
     return {} if eval_dataset is None else {"eval_dataset": eval_dataset}
 
 
+def _no_dataset(value: object, what: str) -> str:
+    """What is wrong with something that is no dataset, and how to make one of it."""
+    cure = "Make one of a list of rows with `Dataset.from_list(rows)`."
+    if isinstance(value, str):
+        cure = f"Load it: `load_dataset({value!r}, split='train')`."
+    elif isinstance(value, Mapping) and value:
+        cure = f"Choose one of its splits: `dataset[{next(iter(value))!r}]`."
+    elif type(value).__name__ == "DataFrame":
+        cure = "Make one of it with `Dataset.from_pandas(frame)`."
+    elif what.startswith("eval") and isinstance(value, Sequence) and value and isinstance(value[0], Dataset):
+        cure = 'Name several sets: `eval_dataset={"easy": easy, "hard": hard}`.'
+    return f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(value).__name__}`. {cure}"
+
+
 def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     """Raise if a row has no usable `prompt`. Of a streamed dataset, only the first row is checked."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(
-            f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`. Make one of a list "
-            "of rows with `Dataset.from_list(rows)`."
-        )
+        raise TypeError(_no_dataset(dataset, what))
     columns = column_names(dataset)
     if columns is None:
         raise ValueError(f"`{what}` is empty: it has no rows to take prompts from.")

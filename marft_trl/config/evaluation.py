@@ -64,7 +64,7 @@ def check_evaluation(args: Any) -> None:
                 )
 
 
-def check_sampling(sampling: Any) -> None:
+def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
     """
     Check sampling settings of an evaluation.
 
@@ -75,20 +75,18 @@ def check_sampling(sampling: Any) -> None:
     if sampling is None:
         return
     if not isinstance(sampling, Mapping):
-        raise TypeError(f'`eval_sampling` must be a mapping such as {{"temperature": 0.6}}, got {sampling!r}.')
+        raise TypeError(f'`{what}` must be a mapping such as {{"temperature": 0.6}}, got {sampling!r}.')
     for name, value in sampling.items():
         if name not in _SAMPLING:
-            raise ValueError(
-                f"`eval_sampling` has {name!r}; it takes {', '.join(_SAMPLING)}.{did_you_mean(name, _SAMPLING)}"
-            )
+            raise ValueError(f"`{what}` has {name!r}; it takes {', '.join(_SAMPLING)}.{did_you_mean(name, _SAMPLING)}")
         least, most = _SAMPLING[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or value < least or (most is not None and value > most):
             span = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"`{name}` of `eval_sampling` must be a number {span}, got {value!r}.")
+            raise ValueError(f"`{name}` of `{what}` must be a number {span}, got {value!r}.")
 
 
-def check_k(values: Any, samples: int) -> None:
+def check_k(values: Any, samples: int, what: str = "eval_k") -> None:
     """
     Check the values of k of an evaluation with this number of episodes of each question.
 
@@ -98,12 +96,12 @@ def check_k(values: Any, samples: int) -> None:
     if values is None:
         return
     if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError(f"`eval_k` must be a list of integers such as [1, 4], got {values!r}.")
+        raise ValueError(f"`{what}` must be a list of integers such as [1, 4], got {values!r}.")
     for k in values:
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise ValueError(f"`eval_k` must be a list of integers of at least 1, got {values!r}.")
+            raise ValueError(f"`{what}` must be a list of integers of at least 1, got {values!r}.")
         if k > samples:
             raise ValueError(
-                f"`eval_k` ({k}) needs at least {k} episodes of each question, and evaluations have {samples}. Set "
-                f"`num_generations_eval={k}` or more."
+                f"`{what}` ({k}) needs at least {k} episodes of each question, and evaluations have {samples}. Set "
+                f"`num_generations_eval={k}` (for one evaluation `num_samples={k}`) or more."
             )

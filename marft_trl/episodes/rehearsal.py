@@ -64,9 +64,17 @@ def rehearse(
             return end
         if isinstance(said, str):
             return request.completed(said)
+        if not isinstance(said, (ToolCall, Sequence)):
+            raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {said!r}.")
         calls = (said,) if isinstance(said, ToolCall) else tuple(said)
         return request.completed(str(said), tool_calls=calls if request.functions else ())
 
+    if isinstance(workflow, type):
+        raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")
+    if isinstance(agents, str) or not callable(reply):
+        raise TypeError(
+            "`rehearse(workflow, agents, reply)` takes a list of names and a function `reply(agent, seen)`."
+        )
     workflow.check(agents)
     setting = Setting(tuple(agents), dict(tools or {}))
     try:

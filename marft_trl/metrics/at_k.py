@@ -165,8 +165,12 @@ def scores(
     Raises:
         ValueError: a run has no such evaluation, or runs have other questions.
     """
+    if isinstance(files, (str, Path)):
+        raise TypeError(f"`scores` takes a list of runs, got a single one. Write `[{str(files)!r}]`.")
     tables = []
     for file in map(Path, files):
+        if not (file / FILE if file.is_dir() else file).is_file():
+            raise FileNotFoundError(f"There is no {FILE} in {file}: it is written by evaluations with `eval_k`.")
         rows = read_samples(file / FILE if file.is_dir() else file)
         sets = sorted({row["set"] for row in rows})
         if name is None and len(sets) > 1:

@@ -112,8 +112,9 @@ def check_functions(functions: Sequence[Callable], whose: str) -> None:
             get_json_schema(function)
         except Exception as error:
             raise ValueError(
-                f"The tool `{tool_name(function)}` of {whose} cannot be described to a model: {error} Give every "
-                "argument a type and a line under `Args:` in a Google-style docstring."
+                f"The tool `{tool_name(function)}` of {whose} cannot be described to a model: "
+                f"{str(error).rstrip('.')}. Give every argument a type and a line under `Args:` in a Google-style "
+                "docstring."
             ) from error
 
 

@@ -27,11 +27,19 @@ def _initials(name: str) -> str:
 _ALSO_CALLED = {"config": "args", "tokenizer": "processing_class", "rewards": "reward_funcs", "reward": "reward_funcs"}
 
 
-def checked_names(what: str) -> Callable[[Callable], Callable]:
-    """Decorator of an `__init__`: an argument that it does not have is named, with the one that is probably meant."""
+def checked_names(what: str, example: str = "") -> Callable[[Callable], Callable]:
+    """
+    Decorator of an `__init__`: an argument that it does not have is named, with the one that is probably meant.
+
+    Args:
+        what (`str`): name of the class.
+        example (`str`, *optional*): how the arguments are written that have to be named and have no default.
+    """
 
     def decorate(init: Callable) -> Callable:
-        known = list(inspect.signature(init).parameters)[1:]
+        parameters = inspect.signature(init).parameters
+        known = list(parameters)[1:]
+        needed = [one.name for one in parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,6 +49,9 @@ def checked_names(what: str) -> Callable[[Callable], Callable]:
                 hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known)
                 hint = hint or f" It has {', '.join(known)}."
                 raise TypeError(f"`{what}` has no argument `{unknown}`.{hint}")
+            for name in needed:
+                if name not in kwargs:
+                    raise TypeError(f"`{what}` needs `{name}`. Write `{example}`.")
             init(self, *args, **kwargs)
 
         return checked

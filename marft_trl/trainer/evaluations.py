@@ -57,11 +57,11 @@ class Evaluations:
         Raises:
             ValueError: as the same settings of [`MARFTConfig`], or a batch would have parts of questions.
         """
-        check_sampling(sampling)
+        check_sampling(sampling, "sampling")
         self._check_samples(num_samples)
         self._check_size("num_samples" if num_samples else "num_generations_eval", num_samples)
         values = self._k if k is None else k
-        check_k(values, num_samples or self._settings.group_size(training=False))
+        check_k(values, num_samples or self._settings.group_size(training=False), "eval_k" if k is None else "k")
         # `evaluate` of several sets calls itself; inner calls go on with the settings of the outer one
         kept = self._sampling, self._k
         is_other = is_other_set or num_samples is not None or sampling is not None

@@ -129,7 +129,7 @@ class MARFTTrainer(GRPOTrainer):
     _paper = PAPER
     _order: EpochSampler | None = None  # of the rows of a map-style dataset
 
-    @checked_names("MARFTTrainer")
+    @checked_names("MARFTTrainer", "agents=[AgentSpec('planner'), AgentSpec('solver')]")
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -347,6 +347,7 @@ class MARFTTrainer(GRPOTrainer):
         Raises:
             ValueError: a setting is not valid, or `num_samples` does not divide the episodes of an evaluation batch.
         """
+        setup.check_eval_set(eval_dataset, self.eval_dataset)
         with self.parts.evaluations.chosen(num_samples, sampling, k, is_other_set=eval_dataset is not None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

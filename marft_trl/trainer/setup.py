@@ -345,6 +345,14 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
             workflow.of(value)
 
 
+def check_eval_set(dataset: Any, known: Any) -> None:
+    """Raise if the name of an evaluation set is that of none."""
+    names = list(known) if isinstance(known, Mapping) else []
+    if isinstance(dataset, str) and dataset not in names:
+        theirs = f"there are {', '.join(map(repr, names))}" if names else "the trainer's `eval_dataset` has no names"
+        raise ValueError(f"There is no evaluation set {dataset!r}: {theirs}. Pass a `Dataset`.")
+
+
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     """
     Check that the workflow can run with these agents, and return it.
@@ -362,7 +370,8 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     workflow.check([agent.name for agent in agents])
     if not any(agent.trainable for agent in agents):
         raise ValueError(
-            "All agents have `trainable=False`, so nothing would be trained. Let at least one be trained."
+            "All agents have `trainable=False`, or turns that a function writes (`reply`), so nothing would be "
+            "trained. Let at least one be trained."
         )
     return workflow
 
@@ -372,6 +381,7 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     Return the reward functions of the team. If the workflow earns rewards, [`environment_reward`] is added to them. If
     `args.reward_weights` is set, the added function gets the weight 1.
     """
+    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
     if workflow.earns and uses_candidates(args) and CREDITS[args.credit].scores_turns:
         raise ValueError(

@@ -208,9 +208,10 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
             "the trainer for the agents without one."
         )
     if not isinstance(config, PeftConfig):
+        hint = " For single agents, set `AgentSpec(peft_config=...)`." if isinstance(config, Mapping) else ""
         raise TypeError(
-            f"`peft_config` must be a `peft.PeftConfig` such as `peft.LoraConfig(...)`, got {type(config).__name__} "
-            f"for agent {agent.name!r}."
+            f"`peft_config` must be a `peft.PeftConfig` such as `peft.LoraConfig(...)`, got {config!r} for agent "
+            f"{agent.name!r}.{hint}"
         )
     if config.is_prompt_learning:
         raise ValueError(
