@@ -12,7 +12,7 @@ from marft_trl.report.comparison import ArmResult, verdicts
 from marft_trl.report.runner import Arm
 from marft_trl.servers import replicas
 from marft_trl.servers.replicas import addresses
-from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
 import pytest
@@ -120,6 +120,11 @@ MISTAKES = {
         "row 7 .* is empty. Remove",
     ),
     "column": (ValueError, {"reward_funcs": needs_a_column}, r"`needs_a_column` needs \['answer'\]"),
+    "removed": (
+        ValueError,
+        {"reward_funcs": exact_answer, "settings": {"remove_unused_columns": True}},
+        r"`remove_unused_columns=True` leaves prompts alone. Set it to False. .*needs \['solution'\]",
+    ),
     "kwargs": (ValueError, {"reward_funcs": without_kwargs}, r"Add `\*\*kwargs` to its arguments"),
     "class": (TypeError, {"workflow": NoAwait}, r"Pass an object: `workflow=MyWorkflow\(\)`"),
     "other name": (ValueError, {"workflow": OtherName()}, "Did you mean 'reasoner'?"),
@@ -317,6 +322,11 @@ def test_a_wrong_setting_is_named_with_its_cure(tmp_path, name):
     value, message = SETTINGS[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         MARFTConfig(str(tmp_path), per_device_train_batch_size=8, **{name: value})
+
+
+def test_a_conflict_with_a_preset_names_it(tmp_path):
+    with pytest.raises(ValueError, match=r"`preset='marft-t'` sets `critic='frozen'`."):
+        MARFTConfig(str(tmp_path), preset="marft-t", advantage="group", num_generations=8)
 
 
 SPECS = {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -102,6 +103,14 @@ def check_values(args: Any) -> None:
             check_choice(name, getattr(args, name), rule.known)
 
 
+def _by_preset(args: Any, message: str) -> str:
+    """Which of the settings that a message speaks of the preset has set, for somebody who has set none of them."""
+    named, its = re.findall(r"`(\w+)[`=]", message), args.preset_settings
+    theirs = [name for name in dict.fromkeys(named) if name in its]
+    shown = ", ".join(f"`{name}={its[name]!r}`" for name in theirs)
+    return f" `preset={args.preset!r}` sets {shown}." if theirs else ""
+
+
 def check_combinations(args: Any) -> None:
     """
     Check that settings are compatible with one another.
@@ -112,7 +121,7 @@ def check_combinations(args: Any) -> None:
     refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
     for holds, message in [*refused, *_sampling_conflicts(args), *_failure_conflicts(args)]:
         if holds:
-            raise ValueError(message)
+            raise ValueError(message + _by_preset(args, message))
     rules, defaults = rules_of(type(args), INHERITED), type(args).__dataclass_fields__
     for name in sorted(args.given & rules.keys(), key=list(defaults).index):
         if getattr(args, name) == defaults[name].default:

@@ -295,6 +295,11 @@ def rewards_of(
     """
     functions = team_reward_funcs(reward_funcs, args, workflow)
     check_rewards(functions, train_dataset, eval_dataset)
+    if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
+        try:
+            check_rewards(functions, train_dataset.select_columns(["prompt"]))
+        except ValueError as error:
+            raise ValueError(f"`remove_unused_columns=True` leaves prompts alone. Set it to False. {error}") from None
     of_turns = turn_reward_funcs(args, agents, workflow)
     check_turn_rewards(of_turns, train_dataset)
     return functions, of_turns
