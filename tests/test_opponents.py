@@ -541,7 +541,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
         ({"copy_of": "left", "copy_every": 0.5}, TypeError, r"`copy_every` of agent 'right' must be an integer"),
         ({"copies": 2}, ValueError, r"`copies` of agent 'right' has no effect without `copy_of`"),
         ({"copy_of": "lefty"}, ValueError, r"is a copy of 'lefty', but the team has 'left', 'right'.*'left'"),
-        ({"copy_of": "right"}, ValueError, r"is a copy of 'right', which is not trained"),
+        ({"copy_of": "right"}, ValueError, r"'right' cannot be a copy of itself"),
         ({"copy_of": "left", "adapter": "left"}, ValueError, r"share the adapter 'left' but differ in `trainable`"),
     ],
 )
