@@ -490,15 +490,15 @@ def _warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokeniz
     """Warn if base, tokenizer or chat template differ from training. Shapes are checked when adapters are loaded."""
     if manifest.base is None:
         return
+    present = describe_base(base, tokenizer, tokenizer.chat_template)
+    kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
+    other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
     size = base.get_input_embeddings().weight.size(0)
-    if len(tokenizer) > size:
+    if "base" in other and len(tokenizer) > size:  # with the base of training, it is as it was in training
         raise ValueError(
             f"The tokenizer of the team has {len(tokenizer):,} tokens, and the base has {size:,}: it is another "
             f"model. Pass the base of training ({manifest.base.name!r}) as `model=`."
         )
-    present = describe_base(base, tokenizer, tokenizer.chat_template)
-    kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
-    other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
     if manifest.inference is not None and manifest.inference.tools and "chat template" in other:
         other.remove("chat template")  # teams with tools may use a template other than the tokenizer's
     if other:

@@ -10,6 +10,7 @@ from marft_trl.metrics.at_k import scores
 from marft_trl.report import Experiment
 from marft_trl.report.comparison import ArmResult, verdicts
 from marft_trl.report.runner import Arm
+from marft_trl.runs.commit import DamagedCheckpoint
 from marft_trl.servers import replicas
 from marft_trl.servers.replicas import addresses
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
@@ -411,6 +412,27 @@ def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer
     caplog.clear()
     make([actor], "both").save_model()
     assert "also holds 'reasoner', the adapters of an earlier team" in caplog.text
+
+
+def test_a_plan_says_what_copies_begin_with(model_folder, tmp_path):
+    agents = [AgentSpec("player"), AgentSpec("rival", copy_of="player", copy_every=2, copies=2)]
+    plan = team_trainer(model_folder, tmp_path, agents=agents).plan()
+    assert re.search("rival: adapter rival, .* weights, copied from 'player';", plan)
+
+
+def test_a_base_with_too_few_tokens_is_refused(model_folder, folder, tokenizer):
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    base.resize_token_embeddings(len(tokenizer) - 4)
+    with pytest.raises(ValueError, match="it is another model. Pass the base of training"):
+        Team.from_pretrained(folder, model=base)
+
+
+def test_a_checkpoint_without_its_state_is_no_saved_team(model_folder, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match="trainer_state.json is missing"):
+        team_trainer(model_folder, tmp_path / "other").train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, tokenizer, caplog):

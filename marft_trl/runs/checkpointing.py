@@ -442,7 +442,8 @@ def _check_is_checkpoint(folder: Path) -> None:
             f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest one, or its path: "
             f"{inside[-1]}."
         )
-    if (folder / MANIFEST_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
+    is_of_run = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
+    if (folder / MANIFEST_NAME).exists() and not is_of_run:
         raise ValueError(
             f"{folder} is a saved team without the state of an optimizer, so a run cannot go on from it. Begin a new "
             f"one with its adapters: `model=load_adapters(base, {str(folder)!r})`."

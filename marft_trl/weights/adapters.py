@@ -99,7 +99,13 @@ def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) 
     """
     known = model.peft_config if isinstance(model, PeftModel) else {}
     made = "copied from the adapter 'default'" if "default" in known else "fresh"
-    return {agent.adapter: "loaded" if agent.adapter in known else made for agent in agents if agent.has_policy}
+
+    def origin(agent: AgentSpec) -> str:
+        if agent.adapter in known:
+            return "loaded"
+        return made if agent.copy_of is None else f"copied from {agent.copy_of!r}"
+
+    return {agent.adapter: origin(agent) for agent in agents if agent.has_policy}
 
 
 def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapping[str, AgentSpec]) -> None:
