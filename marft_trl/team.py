@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
@@ -34,6 +35,7 @@ from .rollout.turn_reader import TurnReader
 from .rollout.views import View, team_view
 from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
+from .system.devices import placement
 from .system.randomness import UserRandomness
 from .weights.adapter_files import check_no_adapter, put_on, team_folder
 from .weights.fingerprints import describe_base
@@ -413,7 +415,8 @@ def _load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_co
             f"`model` must be the name or folder of a base model, or a `PreTrainedModel` without adapters, got "
             f"{type(model).__name__}."
         )
-    options: dict[str, Any] = {"trust_remote_code": False}  # else transformers would ask the user to agree
+    # Without `trust_remote_code`, transformers would ask the user to agree
+    options: dict[str, Any] = {"trust_remote_code": False, **placement(PartialState().device)}
     if model is None and not manifest.adapters:
         model = folder  # the folder of the manifest contains the full weights
         options["use_safetensors"] = True  # no pickles

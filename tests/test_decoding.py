@@ -4,11 +4,12 @@ import functools
 import random
 
 from marft_trl.shared_prefix import decoding, forward
-from marft_trl.shared_prefix.decoding import Recorder, RoomyLayer, can_decode, decode
+from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
+from marft_trl.shared_prefix.room import RoomyLayer
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cache, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
 from .helpers import calling, team_trainer
@@ -18,11 +19,11 @@ ENDS = list(range(3, 14))
 COMMON = {"pad_token_id": 0, "top_k": 0}
 
 
-def generate(model, prompts, own=True, recorder=None, **settings):
+def generate(model, prompts, own=True, recorder=None, is_fixed=False, **settings):
     ids, mask = forward.padded(prompts, "cpu", side="left")
     config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, **settings})
     assert can_decode(config)
-    options = {"custom_generate": functools.partial(decode, recorder=recorder)} if own else {}
+    options = {"custom_generate": functools.partial(decode, recorder=recorder, is_fixed=is_fixed)} if own else {}
     with torch.no_grad():
         return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)[
             :, ids.size(1) :
@@ -37,13 +38,17 @@ def test_greedy_tokens_are_those_of_transformers(family, others_words):
     for settings in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_new_tokens": 4}):
         theirs = generate(model, prompts, own=False, do_sample=False, **settings)
         assert generate(model, prompts, do_sample=False, **settings).tolist() == theirs.tolist()
+        fixed = generate(model, prompts, is_fixed=True, do_sample=False, **settings)
+        assert fixed[:, : theirs.size(1)].tolist() == theirs.tolist() and not fixed[:, theirs.size(1) :].any()
 
 
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [5]], [[5], [6, 7, 8]], [[5, 6, 7]] * 3, [[5, 6], [5, 6, 9]]])
 def test_short_and_equal_prompts(prompts):
     model = family_model("qwen3")
     theirs = generate(model, prompts, own=False, do_sample=False)
-    assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
+    for is_fixed in (False, True):
+        mine = generate(model, prompts, is_fixed=is_fixed, do_sample=False)
+        assert mine[:, : theirs.size(1)].tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
@@ -62,8 +67,10 @@ def test_padding_in_front_of_all_rows_changes_nothing(others_words):
 
 
 def test_logits_that_are_not_numbers_are_reported():
+    model = family_model("qwen3")
+    model.get_base_model().lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="diverged"):
-        decoding._choose(torch.full((2, 5), torch.nan), do_sample=True)
+        generate(model, [[5, 6, 7]] * 2, do_sample=True)
 
 
 def test_a_common_beginning_goes_through_the_model_once():
@@ -98,11 +105,12 @@ def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings):
 
 
 def test_the_last_rows_take_the_places_of_finished_ones():
-    layer = RoomyLayer(3)
+    layer = RoomyLayer(8, 3)
     layer.update(*(torch.arange(8.0).reshape(8, 1, 1, 1) for _ in range(2)))
     place = layer.keys.data_ptr()
     done = torch.tensor([False, True, False, False, True, False, True, False])
-    order = decoding._leave(Cache(layers=[layer]), [], done, 5)
+    order, *moves = decoding._leave([], done, 5)
+    layer.keep_rows(5, *moves)
     assert order.tolist() == [0, 5, 2, 3, 7]
     assert layer.keys[:, 0, 0, 0].tolist() == layer.values[:, 0, 0, 0].tolist() == [0.0, 5.0, 2.0, 3.0, 7.0]
     assert layer.keys.data_ptr() == place  # nothing else was copied
@@ -253,14 +261,14 @@ def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder,
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "static"}, {"use_cache": False}]
+    "settings", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "offloaded"}, {"use_cache": False}]
 )
 def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
     assert not can_decode(GenerationConfig(**settings))
 
 
 def test_room_for_more_is_there_from_the_start():
-    layer = RoomyLayer(5)
+    layer = RoomyLayer(1, 5)
     first = torch.arange(4.0).reshape(1, 1, 2, 2)
     layer.update(first, -first)
     place = layer.keys.data_ptr()

@@ -64,7 +64,7 @@ class GradientShares:
             else p.grad.reshape(-1)[::stride].float()
             for p in parameters
         ]
-        return torch.cat(found).clone()
+        return torch.cat([part.to(found[0].device) for part in found]).clone()
 
     def _stride(self, adapter: str) -> int:
         size = sum(parameter.numel() for parameter in self._policies.parameters(adapter).values())

@@ -193,22 +193,30 @@ class LogProbs:
             input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
             width (`int`): `T`, columns of the completions.
         """
-        base, is_there = self._passes.base_of(model), attention_mask.bool()
-        prompts = [ids[its].tolist() for ids, its in zip(input_ids[:, :-width], is_there[:, :-width], strict=True)]
-        completions = [ids[its].tolist() for ids, its in zip(input_ids[:, -width:], is_there[:, -width:], strict=True)]
+        base, device = self._passes.base_of(model), input_ids.device
+        # Read from the device at once: on a GPU, each look would wait for what was launched before
+        ids, are_there = input_ids.tolist(), attention_mask.tolist()
+        prompts = [_chosen(row[:-width], its[:-width]) for row, its in zip(ids, are_there, strict=True)]
+        completions = [_chosen(row[-width:], its[-width:]) for row, its in zip(ids, are_there, strict=True)]
         with self._passes.autocast():
             if self._mixed is None:
                 hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
             else:
                 hidden = self._mixed[str(self._agent)]
-            lengths = torch.tensor([len(completion) for completion in completions], device=hidden.device)
-            read = torch.arange(hidden.size(1), device=hidden.device) < lengths.unsqueeze(1)
-            tokens = torch.tensor([token for its in completions for token in its], device=hidden.device)
-            logps, entropies = forward.score(base, hidden[read], tokens.long())
-        empty = torch.zeros(input_ids.size(0), width, device=hidden.device)
-        logps = empty.masked_scatter(is_there[:, -width:], logps)
-        entropies = empty if entropies is None else empty.masked_scatter(is_there[:, -width:], entropies)
-        return logps, entropies, hidden
+            read = [row * hidden.size(1) + place for row, its in enumerate(completions) for place in range(len(its))]
+            states = hidden.flatten(0, 1).index_select(0, torch.tensor(read, dtype=torch.long, device=hidden.device))
+            tokens = [token for its in completions for token in its]
+            logps, entropies = forward.score(base, states, torch.tensor(tokens, dtype=torch.long, device=device))
+        columns = [_chosen(range(width), its[-width:]) for its in are_there]
+        written = [row * width + column for row, its in enumerate(columns) for column in its]
+        places = torch.tensor(written, dtype=torch.long, device=device)
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            empty = torch.zeros(len(ids) * width, device=device)
+            return empty.index_copy(0, places, values.to(device)).view(len(ids), width)
+
+        zeros = torch.zeros(len(ids), width, device=device)
+        return spread(logps), zeros if entropies is None else spread(entropies), hidden
 
     # ---- Entropies ----
 
@@ -254,3 +262,7 @@ class LogProbs:
                 values = torch.tensor(everywhere, device=processes.device)
                 thresholds[agent] = torch.quantile(values, 1 - quantile)
         return thresholds
+
+
+def _chosen(values: Sequence[int], are_there: Sequence[int]) -> list[int]:
+    return [value for value, is_there in zip(values, are_there, strict=True) if is_there]

@@ -271,4 +271,5 @@ def _sample(parameters: Mapping[str, nn.Parameter], tensors: int = 16, elements:
     """Some elements of some of the tensors: those of a policy that learns move in every step."""
     chosen = list(parameters.values())
     chosen = chosen[:: max(len(chosen) // tensors, 1)]
-    return torch.cat([p.detach().reshape(-1)[:elements].float() for p in chosen]) if chosen else torch.zeros(0)
+    parts = [p.detach().reshape(-1)[:elements].float() for p in chosen]
+    return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)

@@ -106,6 +106,7 @@ class TransformersGenerator(Generator):
         self._engine = engine
         self._policies = policies
         self._samplings = samplings
+        self._is_quantized = bool(getattr(engine.model, "is_quantized", False))
         self._stops = {one.stop: StopTexts(engine.tokenizer, one.stop) for one in samplings.values()}
 
     async def generate(
@@ -142,6 +143,8 @@ class TransformersGenerator(Generator):
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
         options = self._options(own, settings, recorder, adapters if is_mixed else None)
+        if "custom_generate" in options:  # it makes the cache itself
+            settings = {**settings, "cache_implementation": None}
         with speaker, generating_by(self._engine.model, settings):
             sampled = self._engine.generate([one.ids for one in observed], settings, options)
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
@@ -184,7 +187,9 @@ class TransformersGenerator(Generator):
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
-            options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows)
+            # Stop texts are looked for on the host, in every step
+            is_fixed = settings.get("cache_implementation") == "static" and not sampling.stop and not self._is_quantized
+            options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows, is_fixed=is_fixed)
         return options
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

@@ -133,7 +133,9 @@ class Critic:
         Returns: values `(B, V)`.
         """
         with torch.autocast(features.device.type, enabled=False):
-            return self.of_agents(self.heads[part](features.float()), agents)
+            head = self.heads[part]
+            device = next(head.parameters()).device  # of a base that is spread over devices, the last layer has another
+            return self.of_agents(head(features.to(device).float()), agents)
 
     def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Values `(B, V)` from the outputs `(B, V, O)` of a head."""

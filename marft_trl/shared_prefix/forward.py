@@ -52,7 +52,8 @@ class RepeatedLayer(DynamicLayer):
         self.keys, self.values, self.index, self.is_initialized = kept.keys, kept.values, index, True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        keys, values = self.keys.index_select(0, self.index), self.values.index_select(0, self.index)
+        index = self.index.to(self.keys.device)  # of a base that is spread over devices, a layer may be on another
+        keys, values = self.keys.index_select(0, index), self.values.index_select(0, index)
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
 
@@ -126,8 +127,8 @@ def hidden_states(
         output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         hidden, starts = output.last_hidden_state, [0] * len(rows)
     first = [len(row) - count - start for row, count, start in zip(rows, counts, starts, strict=True)]
-    index = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(max(counts), device=device)
-    index = index.clamp(max=hidden.size(1) - 1)
+    after = torch.arange(max(counts), device=hidden.device)
+    index = (torch.tensor(first, device=hidden.device).unsqueeze(1) + after).clamp(max=hidden.size(1) - 1)
     return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
 
 
@@ -172,13 +173,15 @@ def shared_pass(
     return SharedPass(hidden, starts, kept_mask.size(1), cache)
 
 
-def prefill(backbone: nn.Module, prefixes: Sequence[Sequence[int]]) -> tuple[Cache, torch.Tensor, torch.Tensor]:
+def prefill(
+    backbone: nn.Module, prefixes: Sequence[Sequence[int]], cache: Cache | None = None
+) -> tuple[Cache, torch.Tensor, torch.Tensor]:
     """
     Compute the keys and values of prefixes, padded on the left, their mask `(G, W)`, which is 0 for padding and 1
-    elsewhere, and their last hidden states `(G, W, H)`.
+    elsewhere, and their last hidden states `(G, W, H)`. By default, the layers of the cache keep what they are given.
     """
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
-    cache = Cache(layer_class_to_replicate=KeptLayer)
+    cache = Cache(layer_class_to_replicate=KeptLayer) if cache is None else cache
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
     return cache, mask, backbone(input_ids=ids, use_cache=False, **given).last_hidden_state

@@ -57,6 +57,7 @@ from ..weights.references import SyncReferences
 from ..workflows import Workflow
 from ..workflows.anonymity import alias_names, anonymity
 from . import setup
+from .base_model import load_base, stays_frozen
 from .parts import UserCode, assemble
 
 
@@ -172,7 +173,7 @@ class MARFTTrainer(GRPOTrainer):
 
         set_seed(args.seed)  # adapters start at random
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
-        base = setup.load_base(model, args, quantization_config)
+        base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
         processing_class = setup.load_tokenizer(processing_class, base, args)
         origins = origins_of(base, self.agents)  # before new adapters hide which ones came with the model
         base = add_adapters(base, self.agents, peft_config)

@@ -1,22 +1,19 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Set-up before training: base model, tokenizer, workflow and critic, and checks of the trainer's arguments."""
+"""Set-up before training: tokenizer, workflow and critic, and checks of the trainer's arguments."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
-from trl.trainer.utils import create_model_from_path, get_config_model_id
+from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..config.checks import check_timeouts, completes_candidates, uses_candidates
@@ -29,13 +26,11 @@ from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS, Critic
 from ..rules.levels import Level
 from ..seams.logs import get_logger
-from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
 from ..sharding.setup import check_launcher
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
 from ..weights.adapters import check_adapter_config
-from ..weights.manifest import MANIFEST_NAME
 from ..weights.policies import Policies
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
 from ..workflows.anonymity import alias_names, anonymize
@@ -60,85 +55,6 @@ def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | Peft
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` must be a `MARFTConfig` (or a `GRPOConfig`), got {type(args).__name__}.")
     return MARFTConfig.of(args)
-
-
-def load_base(
-    model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any
-) -> PreTrainedModel | PeftModel:
-    """
-    Return the base model. If `model` is a name, it is loaded like in `GRPOTrainer`.
-
-    The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
-
-    Raises:
-        TypeError: `model` is neither a name nor a model.
-        ValueError: `quantization_config` is set twice, or the folder is that of a team.
-    """
-    model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    if not isinstance(model, str):
-        if not isinstance(model, (PreTrainedModel, PeftModel)):
-            raise TypeError(
-                f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
-                f"{type(model).__name__}."
-            )
-        if quantization_config is not None:
-            logger.warning(
-                "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
-                "`quantization_config` will be ignored."
-            )
-        keep_4bit_weights(model)
-        _warn_of_generation_config(model, args)
-        return model
-    if (Path(model) / MANIFEST_NAME).is_file():
-        raise ValueError(
-            f"`model={model!r}` is the folder of a saved team. To train it further, load its adapters on their base: "
-            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. To ask it, use "
-            f"`Team.from_pretrained({model!r})`."
-        )
-    # A copy: the arguments are saved with the run as the user gave them
-    model_init_kwargs = dict(args.model_init_kwargs or {})
-    if isinstance(quantization_config, bool):
-        raise TypeError("`quantization_config` must be a config such as `BitsAndBytesConfig(load_in_4bit=True)`.")
-    if quantization_config is not None:
-        if "quantization_config" in model_init_kwargs:
-            raise ValueError(
-                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. "
-                "Please set it in only one place, preferably as a trainer argument."
-            )
-        model_init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type == DistributedType.MULTI_GPU:
-        model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
-    model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    base = create_model_from_path(model, **model_init_kwargs)
-    keep_4bit_weights(base)
-    _warn_of_generation_config(base, args)
-    return base
-
-
-# Settings of a generation config that training arguments replace, and those that do not say what is sampled
-_REPLACED = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
-        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
-        *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
-        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
-        "prefill_chunk_size",
-    }
-)
-
-
-def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
-    """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
-    config = getattr(base, "generation_config", None)
-    its = config.to_diff_dict() if config is not None else {}
-    given = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
-    unused = {name: value for name, value in its.items() if not name.startswith("_") and name not in _REPLACED | given}
-    if unused:
-        logger.warning(
-            f"The generation config of the base sets {', '.join(f'{name}={its!r}' for name, its in unused.items())}, "
-            "which has no effect: turns are sampled as the training arguments say. Set `min_p` or `generation_kwargs` "
-            "if it is meant."
-        )
 
 
 def load_tokenizer(

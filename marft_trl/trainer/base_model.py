@@ -1,0 +1,148 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The base model: how it is loaded, in which precision, and on which device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+from trl.trainer.utils import create_model_from_path
+
+from ..agents import AgentSpec
+from ..config.marft_config import MARFTConfig
+from ..seams.logs import get_logger
+from ..seams.models import keep_4bit_weights
+from ..system.devices import placement, take_one_device
+from ..weights.manifest import MANIFEST_NAME
+
+
+logger = get_logger(__name__)
+
+
+def load_base(
+    model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any, is_frozen: bool
+) -> PreTrainedModel | PeftModel:
+    """
+    Return the base model. If `model` is a name, it is loaded like in `GRPOTrainer`, but for the precision of a frozen
+    base, see [`dtype_of`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the
+    base over all that the machine shows.
+
+    The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base, or its name.
+        args ([`MARFTConfig`]): `model_init_kwargs`, mixed precision, the device.
+        quantization_config: as in `GRPOTrainer`.
+        is_frozen (`bool`): whether only adapters on it are trained, see [`stays_frozen`].
+
+    Raises:
+        TypeError: `model` is neither a name nor a model.
+        ValueError: `quantization_config` is set twice, or the folder is that of a team.
+    """
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str):
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise TypeError(
+                f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
+                f"{type(model).__name__}."
+            )
+        if quantization_config is not None:
+            logger.warning(
+                "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
+                "`quantization_config` will be ignored."
+            )
+        keep_4bit_weights(model)
+        _warn_of_generation_config(model, args)
+        take_one_device(args, model)
+        return model
+    if (Path(model) / MANIFEST_NAME).is_file():
+        raise ValueError(
+            f"`model={model!r}` is the folder of a saved team. To train it further, load its adapters on their base: "
+            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. To ask it, use "
+            f"`Team.from_pretrained({model!r})`."
+        )
+    # A copy: the arguments are saved with the run as the user gave them
+    model_init_kwargs = dict(args.model_init_kwargs or {})
+    if isinstance(quantization_config, bool):
+        raise TypeError("`quantization_config` must be a config such as `BitsAndBytesConfig(load_in_4bit=True)`.")
+    if quantization_config is not None:
+        if "quantization_config" in model_init_kwargs:
+            raise ValueError(
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. "
+                "Please set it in only one place, preferably as a trainer argument."
+            )
+        model_init_kwargs["quantization_config"] = quantization_config
+    if args.world_size > 1:
+        model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
+    elif "device_map" not in model_init_kwargs:
+        model_init_kwargs |= placement(args.device)
+    dtype = dtype_of(args, is_frozen)
+    if dtype is not None:
+        model_init_kwargs.setdefault("dtype", dtype)
+    model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    base = create_model_from_path(model, **model_init_kwargs)
+    keep_4bit_weights(base)
+    _warn_of_generation_config(base, args)
+    take_one_device(args, base)
+    return base
+
+
+def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> bool:
+    """`True` if a base that is loaded for a team stays as it is, and all that is trained are adapters beside it."""
+    configs = [config for agent in agents if (config := agent.peft_config or peft_config) is not None]
+    whole = ("modules_to_save", "trainable_token_indices")  # PEFT trains copies of these in the precision of the base
+    return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
+
+
+def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
+    """
+    Precision of the weights of a base that is loaded by name, if the user sets none; `None` for TRL's float32.
+
+    With mixed precision on a GPU, products of a float32 base are cast to bfloat16 in training but not in generation,
+    which takes twice the memory and several times the time, and samples from other numbers than are scored. A base
+    that stays frozen loses nothing that training would need, so it is loaded in bfloat16. Adapters stay in float32.
+    """
+    if not args.bf16 or args.device.type == "cpu" or "dtype" in (args.model_init_kwargs or {}):
+        return None
+    if is_frozen:
+        logger.info(
+            "The base is frozen and loaded in bfloat16, adapters are trained in float32. For a base in float32, set "
+            "`model_init_kwargs={'dtype': 'float32'}`."
+        )
+        return torch.bfloat16
+    logger.info(
+        "Weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. To "
+        "halve them, set `model_init_kwargs={'dtype': 'bfloat16'}`."
+    )
+    return None
+
+
+# Settings of a generation config that training arguments replace, and those that do not say what is sampled
+_REPLACED = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
+        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
+        *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
+        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+        "prefill_chunk_size",
+    }
+)
+
+
+def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
+    """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
+    config = getattr(base, "generation_config", None)
+    its = config.to_diff_dict() if config is not None else {}
+    given = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {name: value for name, value in its.items() if not name.startswith("_") and name not in _REPLACED | given}
+    if unused:
+        logger.warning(
+            f"The generation config of the base sets {', '.join(f'{name}={its!r}' for name, its in unused.items())}, "
+            "which has no effect: turns are sampled as the training arguments say. Set `min_p` or `generation_kwargs` "
+            "if it is meant."
+        )

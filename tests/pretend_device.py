@@ -1,0 +1,249 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+A device that is not the CPU, on a machine that has none: `pretend:0` and `pretend:1`.
+
+Its tensors hold CPU data, say that they are on a device, and refuse to be mixed with those of the CPU or of the other
+index, as a GPU's would. Forward and backward passes, optimizers and `generate` work on it. It finds values that are
+made on the wrong device or read back too late, and counts what would wait for a device; it says nothing about speed,
+memory, kernels or precision, and has no addresses of storages. A process that imports this module calls [`install`]
+once, before accelerate or transformers look for devices, and runs on the device within [`Pretend`].
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
+
+
+COUNT = 2  # devices
+# Operations that may take tensors of the CPU and of a device
+_MAY_MIX = {
+    *("aten._to_copy.default", "aten.copy_.default", "aten._local_scalar_dense.default"),
+    *("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default"),
+}
+# What a device would make the host wait for, by kind
+WAITS: collections.Counter[str] = collections.Counter()
+# Called with the kind of each wait
+LISTENERS: list[Callable[[str], None]] = []
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a pretended device. Its data are on the CPU."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, device: torch.device):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            requires_grad=data.requires_grad,
+            device=device,
+        )
+        made.data_on_cpu = data
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({self.data_on_cpu}, {self.device})"
+
+    def tolist(self) -> Any:
+        _note("to the CPU")
+        return self.data_on_cpu.detach().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+def _note(kind: str) -> None:
+    WAITS[kind] += 1
+    for listener in LISTENERS:
+        listener(kind)
+
+
+def _count(name: str, args: tuple, devices: set, target: Any) -> None:
+    """Count what a device would make the host wait for."""
+    if name.startswith("aten._local_scalar_dense") and devices:
+        _note("a scalar")
+    elif name.startswith(("aten.nonzero", "aten.masked_select")) and devices:
+        _note("a shape")
+    elif name.startswith("aten.index.Tensor") and devices:
+        if any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in args[1]):
+            _note("a shape")
+    elif name.startswith("aten._to_copy") and target is not None:
+        if devices and torch.device(target).type == "cpu":
+            _note("to the CPU")
+        elif not devices and torch.device(target).type == "pretend":
+            _note("to the device")
+    elif name.startswith("aten.copy_") and isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice):
+        _note("to the device" if isinstance(args[0], OnDevice) else "to the CPU")
+
+
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU, and say where its results are."""
+    name = str(func)
+    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+    placed = [one for one in tensors if isinstance(one, OnDevice)]
+    devices = {one.device for one in placed}
+    others = [one for one in tensors if not isinstance(one, OnDevice) and one.dim() > 0]
+    target = kwargs.get("device")
+    _count(name, args, devices, target)
+    if name not in _MAY_MIX and (len(devices) > 1 or (devices and others)):
+        where = [(tuple(one.shape), str(one.device)) for one in tensors]
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {where}")
+    if target is not None:
+        found = torch.device(target)
+        device = torch.device("pretend", found.index or 0) if found.type == "pretend" else None
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    elif name == "aten.copy_.default":
+        device = args[0].device if isinstance(args[0], OnDevice) else None
+    else:
+        device = next(iter(placed)).device if placed else None
+
+    def data(one: Any) -> Any:
+        return one.data_on_cpu if isinstance(one, OnDevice) else one
+
+    result = func(*tree_map(data, args), **tree_map(data, kwargs))
+    if device is None or name == "aten._local_scalar_dense.default":
+        return result
+
+    def on_device(one: Any) -> Any:
+        return OnDevice(one, device) if isinstance(one, torch.Tensor) and not isinstance(one, OnDevice) else one
+
+    result = tree_map(on_device, result)
+    is_in_place = func._schema.is_mutable and name.split(".")[1].endswith("_")
+    if placed or torch.Tag.inplace_view in func.tags or is_in_place:
+        return return_and_correct_aliasing(func, args, kwargs, result)
+    return result
+
+
+class Pretend(TorchDispatchMode):
+    """Context manager: `device="pretend"` makes tensors of the pretended device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+class _Backend:
+    """What `torch.pretend` has, as `torch.cuda` for a GPU."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return COUNT
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
+    def set_device(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def is_bf16_supported(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        return 8 << 30, 16 << 30
+
+    def memory_allocated(self, *_: Any) -> int:
+        return 0
+
+    max_memory_allocated = memory_reserved = memory_allocated
+
+    def reset_peak_memory_stats(self, *_: Any) -> None:
+        pass
+
+
+def why_not() -> str | None:
+    """Reason why this machine cannot pretend to have a device, or `None` if it can."""
+    return None if shutil.which("g++") else "there is no C++ compiler (g++) for the part of it that PyTorch asks first"
+
+
+def _load_guard() -> None:
+    """Compile `pretend_device.cpp`, once for a version of PyTorch, and load it."""
+    source = Path(__file__).with_suffix(".cpp")
+    name = f"marft-pretend-{torch.__version__}-{os.getuid()}-{source.stat().st_mtime_ns:x}.so"
+    library = Path(tempfile.gettempdir(), name)
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        flags = ["-shared", "-fPIC", "-std=c++20", "-O0", *(f"-I{folder}" for folder in include_paths())]
+        libraries = [f"-L{TORCH_LIB_PATH}", "-lc10", "-ltorch_cpu"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(made), *libraries], check=True)
+        made.replace(library)
+    torch.ops.load_library(str(library))
+
+
+def install() -> torch.device:
+    """
+    Register the device. accelerate and transformers take `pretend:0` for the device of the process from then on, and
+    modules are moved by swapping tensors, since there are no storages to move.
+    """
+    import accelerate.state
+    import transformers
+
+    _load_guard()
+    torch.utils.rename_privateuse1_backend("pretend")
+    torch._register_device_module("pretend", _Backend())
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    device = torch.device("pretend", 0)
+    begin = accelerate.state.PartialState.__init__
+
+    def on_device(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.device = device
+
+    accelerate.state.PartialState.__init__ = on_device
+    accelerate.state.PartialState.set_device = lambda self: setattr(self, "device", device)
+    transformers.TrainingArguments.device = property(lambda self: (self._setup_devices, device)[1])
+    run_thread = threading.Thread.run
+
+    def in_mode(self):  # a mode is one thread's
+        with Pretend():
+            run_thread(self)
+
+    threading.Thread.run = in_mode
+    return device
