@@ -33,6 +33,7 @@ from .rollout.runner import EpisodeRunner, Limits
 from .rollout.transformers_generator import Decoding, TransformersGenerator
 from .rollout.turn_reader import TurnReader
 from .rollout.views import View, team_view
+from .seams.generation import HALF
 from .seams.models import keep_4bit_weights
 from .shared_prefix.forward import why_not
 from .system.devices import placement
@@ -453,7 +454,7 @@ def _runner(
     """Create the [`EpisodeRunner`] of a saved team."""
     uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
     chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(inference.mixed_precision)
+    autocast = HALF.get(inference.mixed_precision)
     engine = ModelEngine(model, tokenizer, _known_settings(inference, model, tokenizer), autocast)
     samplings = {agent.name: _sampling(agent, inference) for agent in agents}
     prompts = PromptBuilder(

@@ -12,12 +12,13 @@ once, before accelerate or transformers look for devices, and runs on the device
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ _MAY_MIX = {
 }
 # What a device would make the host wait for, by kind
 WAITS: collections.Counter[str] = collections.Counter()
-# Called with the kind of each wait
+# Called with the kind of each wait, and with the type of each product with a weight
 LISTENERS: list[Callable[[str], None]] = []
+PRODUCTS: list[Callable[[torch.dtype], None]] = []
 
 
 class OnDevice(torch.Tensor):
@@ -76,8 +78,11 @@ def _note(kind: str) -> None:
 
 
 def _count(name: str, args: tuple, devices: set, target: Any) -> None:
-    """Count what a device would make the host wait for."""
-    if name.startswith("aten._local_scalar_dense") and devices:
+    """Count what a device would make the host wait for, and products with weights."""
+    if name in ("aten.mm.default", "aten.addmm.default") and devices:
+        for listener in PRODUCTS:
+            listener(args[-1].dtype)
+    elif name.startswith("aten._local_scalar_dense") and devices:
         _note("a scalar")
     elif name.startswith(("aten.nonzero", "aten.masked_select")) and devices:
         _note("a shape")
@@ -136,6 +141,13 @@ class Pretend(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Context manager: as if there were no such device."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
 
 
 class _Backend:
@@ -222,8 +234,10 @@ def install() -> torch.device:
     modules are moved by swapping tensors, since there are no storages to move.
     """
     import accelerate.state
-    import transformers
+    import transformers.training_args
 
+    for module in (transformers.utils, transformers.training_args):
+        module.is_torch_bf16_gpu_available = lambda: True
     _load_guard()
     torch.utils.rename_privateuse1_backend("pretend")
     torch._register_device_module("pretend", _Backend())

@@ -705,11 +705,12 @@ def test_copies_of_fallen_weights_leave_the_pool(model_folder, tmp_path):
     agents = [AgentSpec("left"), AgentSpec("right", copy_of="left", copy_every=1, copies=8, trainable=False)]
     trainer = make(model_folder, tmp_path, agents=agents, max_steps=3)
     watch, past = trainer.parts.collapse, trainer.parts.checkpoints.copies
+    take, watch._take = watch._take, lambda: None  # what is best is said here, and not by the rewards that were drawn
 
     class Restore(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                watch._take()
+                take()
             if state.global_step == 3:
                 watch._go_back(["left"])
 

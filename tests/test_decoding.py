@@ -2,13 +2,16 @@
 
 import functools
 import random
+import weakref
 
-from marft_trl.shared_prefix import decoding, forward
+from marft_trl.seams.graphs import captured, why_not_captured
+from marft_trl.shared_prefix import decoding, forward, room, steps
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
 from marft_trl.shared_prefix.room import RoomyLayer
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
@@ -93,15 +96,173 @@ def test_finished_rows_leave_the_batch():
     assert steps == useful
 
 
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["growing", "fixed"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=str)
-def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings):
+def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings, is_fixed):
     model, draw = family_model("qwen3"), random.Random(0)
     prompts = [[draw.randrange(20, VOCABULARY) for _ in range(draw.randint(1, 9))] for _ in range(40)]
     settings = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": list(range(3, 9)), **settings}
     theirs = generate(model, prompts, own=False, **settings)
     lengths = (theirs != 0).sum(dim=1)
     assert len(set(lengths.tolist())) > 8 and (lengths[-8:] > lengths[:8].min()).any()  # late rows outlive early ones
-    assert generate(model, prompts, **settings).tolist() == theirs.tolist()
+    mine = generate(model, prompts, is_fixed=is_fixed, **settings)
+    assert mine[:, : theirs.size(1)].tolist() == theirs.tolist() and not mine[:, theirs.size(1) :].any()
+
+
+# ---- Steps of fixed shapes ----
+
+
+def steps_taken(monkeypatch, model, **settings):
+    """Tokens of steps of fixed shapes, and for each of them the rows and the addresses that it reads and writes."""
+    taken = []
+    forward_ = steps.FixedSteps._forward
+
+    def noting(self):
+        memory = [self._tokens, self._mask, self._positions, self._place]
+        memory += [states for layer in self.cache.layers[:1] for states in (layer.keys, layer.values)]
+        taken.append((len(self._tokens), [(one.data_ptr(), one.shape) for one in memory]))
+        return forward_(self)
+
+    monkeypatch.setattr(steps.FixedSteps, "_forward", noting)
+    prompts = [[5, 6, 7, 8, 20 + index][index % 3 :] for index in range(40)]
+    torch.manual_seed(0)
+    return generate(model, prompts, is_fixed=True, max_new_tokens=60, **settings), taken
+
+
+def test_shapes_and_addresses_stay_until_rows_leave(monkeypatch):
+    _, taken = steps_taken(monkeypatch, family_model("llama"), do_sample=True)
+    sizes = [count for count, _ in taken]
+    assert sizes[0] == 40 and set(sizes) <= {40, *steps.SIZES} and len(set(sizes)) > 1
+    assert sizes == sorted(sizes, reverse=True)
+    for count in set(sizes):
+        first, *others = [memory for its, memory in taken if its == count]
+        assert all(memory == first for memory in others)
+        assert len(others) % 8 == 7 or count == sizes[-1]  # it is looked every eighth step
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fixed_and_growing_steps_sample_the_same_tokens(family, monkeypatch):
+    """If rows leave at the same time, they get the same random numbers."""
+    monkeypatch.setattr(steps.FixedSteps, "every", 1)
+    monkeypatch.setattr(steps.FixedSteps, "count_after", steps.GrowingSteps.count_after)
+    model, draw = family_model(family), random.Random(0)
+    prompts = [[draw.randrange(20, VOCABULARY) for _ in range(draw.randint(1, 9))] for _ in range(20)]
+    found = []
+    for is_fixed in (False, True):
+        torch.manual_seed(1)
+        recorder = Recorder()
+        tokens = generate(model, prompts, is_fixed=is_fixed, recorder=recorder, do_sample=True, temperature=0.7)
+        found.append((tokens.tolist(), recorder.logps))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-4)
+
+
+class Graph:
+    """In place of a captured graph (`captured`): runs the function, in the memory that it was captured with."""
+
+    def __init__(self, run, wrong=0.0):
+        self.run, self.wrong, self.result, self.replays = run, wrong, run().clone(), 0
+
+    def __call__(self):
+        self.replays += 1
+        self.result.copy_(self.run() + self.wrong * torch.arange(float(self.result.size(1))))
+        return self.result
+
+
+def with_graphs(monkeypatch, capture):
+    monkeypatch.setattr(steps, "why_not_captured", lambda device: None)
+    monkeypatch.setattr(steps, "captured", capture)
+
+
+def test_steps_are_replayed_until_rows_leave(monkeypatch):
+    model, graphs = family_model("llama"), []
+    plain, _ = steps_taken(monkeypatch, model, do_sample=True)
+    with_graphs(monkeypatch, lambda run: graphs.append(Graph(run)) or graphs[-1])
+    replayed, taken = steps_taken(monkeypatch, model, do_sample=True)
+    assert replayed.tolist() == plain.tolist()
+    assert len(graphs) >= 2 and sum(graph.replays for graph in graphs) > len(taken) / 3
+
+
+@pytest.mark.parametrize("problem", ["raises", "differs"])
+def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, problem):
+    def capture(run):
+        if problem == "raises":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graph(run, wrong=1.0)
+
+    PartialState()  # for the warning
+    model = family_model("llama")
+    plain, _ = steps_taken(monkeypatch, model, do_sample=False)
+    with_graphs(monkeypatch, capture)
+    with caplog.at_level("WARNING"):
+        found, _ = steps_taken(monkeypatch, model, do_sample=False)
+    assert found.tolist() == plain.tolist()
+    why = "stream is capturing" if problem == "raises" else "its logits are others"
+    assert len(caplog.messages) == 1 and why in caplog.messages[0]
+
+
+def test_why_not_captured():
+    assert "only CUDA" in why_not_captured(torch.device("cpu")) and why_not_captured(torch.device("cuda")) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured():
+    value = torch.zeros(3, device="cuda")
+    run = captured(lambda: value * 2 + 1)
+    for number in (1.0, 5.0):
+        value.fill_(number)
+        assert run().tolist() == [2 * number + 1] * 3
+
+
+def test_a_team_samples_with_fixed_steps(model_folder, tmp_path):
+    """`cache_implementation="static"`, TRL's name for it."""
+    found = []
+    for settings in ({}, {"cache_implementation": "static"}):
+        trainer = team_trainer(model_folder, tmp_path, settings=settings)
+        generate_, seen = trainer.model.get_base_model().generate, []
+        trainer.model.get_base_model().generate = lambda *args, seen=seen, own=generate_, **kwargs: (
+            seen.append(kwargs["custom_generate"].keywords["is_fixed"]),
+            own(*args, **kwargs),
+        )[1]
+        answers = calling(functools.partial(trainer.parts.runner.generator.generate, greedy=True))
+        found.append((answers(["reasoner"] * 3, [[5, 6, 7], [5, 6], [9]]), seen))
+    (plain, growing), (static, fixed) = found
+    assert plain == static and growing == [False] and fixed == [True]
+
+
+# ---- Filling the cache ----
+
+
+@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
+def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_words, monkeypatch):
+    model, widths = family_model(family), []
+    prompts, _ = ragged_rows(int(others_words), others_words)
+    prompts = [*prompts, *prompts[::-1], [5], [5, 6, 7]]
+    theirs = generate(model, prompts, own=False, do_sample=False)
+    shared = room.shared_pass
+    monkeypatch.setattr(room, "shared_pass", lambda *args: (widths.append(len(args[1])), shared(*args))[1])
+    for tokens in (1, 40, 200):
+        monkeypatch.setattr(room, "PREFILL_TOKENS", tokens)
+        widths.clear()
+        assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
+        assert tokens == 200 or max(widths, default=0) < len(prompts)
+
+
+def test_no_layer_keeps_more_than_its_room(monkeypatch):
+    """While a cache is filled, the keys and values of no other layer are in memory a second time."""
+    model, kept = family_model("llama"), []
+    update = room._Joining.update
+
+    def noting(self, *args, **kwargs):
+        joined = update(self, *args, **kwargs)
+        kept.append(weakref.ref(joined[0].untyped_storage()))
+        assert sum(one() is not None for one in kept) <= 2  # of this layer and of the one before it
+        return joined
+
+    monkeypatch.setattr(room._Joining, "update", noting)
+    generate(model, [[*range(20, 50), 5, 6 + index, 7] for index in range(8)], do_sample=False, max_new_tokens=1)
+    assert len(kept) == 3
 
 
 def test_the_last_rows_take_the_places_of_finished_ones():
@@ -129,6 +290,7 @@ def test_a_processor_that_may_know_the_batch_keeps_all_rows():
 @pytest.mark.parametrize(
     "settings",
     [
+        {"temperature": 0.8, "is_fixed": True},
         {"temperature": 0.8},
         {"top_k": 5, "temperature": 1.3},
         {"top_p": 0.7},
@@ -140,6 +302,8 @@ def test_samples_follow_the_same_distribution(settings):
     """Chi-square over 20,000 pairs of tokens against the exact probabilities, with rows that leave."""
     model = family_model("qwen3")
     base, ends = model.get_base_model(), list(range(3, 40))
+    is_fixed = settings.get("is_fixed", False)
+    settings = {name: value for name, value in settings.items() if name != "is_fixed"}
     settings = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": ends, **settings}
     prompt = [5, 6, 7, 8, 50]
 
@@ -157,7 +321,7 @@ def test_samples_follow_the_same_distribution(settings):
     only_pad[0] = 1.0
     expected = 20_000 * first.unsqueeze(1) * torch.where(goes_on.unsqueeze(1), second, only_pad)
     torch.manual_seed(0)
-    drawn = generate(model, [prompt] * 20_000, **settings)
+    drawn = generate(model, [prompt] * 20_000, is_fixed=is_fixed, **settings)
     counts = torch.zeros_like(expected).index_put_((drawn[:, 0], drawn[:, 1]), torch.ones(()), accumulate=True)
     assert counts[expected == 0].sum() == 0
     often = expected >= 5
@@ -261,7 +425,8 @@ def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder,
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "offloaded"}, {"use_cache": False}]
+    "settings",
+    [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "offloaded"}, {"use_cache": False}],
 )
 def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
     assert not can_decode(GenerationConfig(**settings))

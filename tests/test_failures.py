@@ -19,7 +19,7 @@ from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
 from marft_trl.rollout.reward_checks import check_scores, checked_reward
-from marft_trl.runs.run import RunInterrupted
+from marft_trl.runs.run import RunInterrupted, Signals
 from marft_trl.runs.run_folder import RunFolder
 from marft_trl.seams.runs import timeout_also_on_cpu
 from marft_trl.system.event_loop import run_coroutine
@@ -938,3 +938,17 @@ def test_the_timeout_of_processes_holds_on_the_cpu_too():
 def test_a_checkpoint_in_the_middle_of_a_step_is_never_asked_for(tmp_path):
     """transformers' own way of saving on SIGTERM is not exact; ours is always there."""
     assert MARFTConfig(str(tmp_path), use_cpu=True, enable_jit_checkpoint=True).enable_jit_checkpoint is False
+
+
+@pytest.mark.parametrize(("seconds", "launcher", "said"), [(42, True, True), (5, True, False), (42, False, False)])
+def test_sigterm_says_where_a_launcher_is_quicker_than_a_step(monkeypatch, capfd, seconds, launcher, said):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    signals = Signals(saves=True)
+    signals.step_seconds = seconds
+    with signals.watched():
+        os.kill(os.getpid(), signal.SIGTERM)
+    found = capfd.readouterr().err
+    assert "SIGTERM: finishing the step, then saving" in found and signals.received == signal.SIGTERM
+    assert ("`--shutdown-timeout 120`" in found) == said

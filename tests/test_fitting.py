@@ -126,7 +126,7 @@ def test_a_measurement_leaves_nothing_behind(model_folder, tmp_path):
 def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path)
     whole = trainer.memory_plan()
-    monkeypatch.setattr(trainer.parts.batcher, "free_for_activations", lambda scored: whole.activations / 3)
+    monkeypatch.setattr(trainer.parts.batcher, "free_for_activations", lambda *sizes: whole.activations / 3)
     assert trainer.memory_plan().activations < whole.activations / 1.5
 
 

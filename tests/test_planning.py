@@ -6,7 +6,7 @@ from dataclasses import replace
 from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.rollout.transformers_generator import TransformersGenerator
-from marft_trl.seams.trl import TrlEngine
+from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_agents
 from marft_trl.workflows import Debate, Graph, Orchestrated
 from marft_trl.workflows.anonymity import alias_names, anonymity, anonymize

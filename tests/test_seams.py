@@ -20,17 +20,20 @@ from marft_trl.config.sampling import Sampling
 from marft_trl.learning.batching import collate
 from marft_trl.rules.rows import Row
 from marft_trl.seams import logs, versions
+from marft_trl.seams.generation import (
+    TrlEngine,
+    forward_in_precision,
+    generating_by,
+    pad_token_of,
+)
 from marft_trl.seams.losses import LOSSES
 from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
     check_fused_head,
     commit_of,
-    forward_in_precision,
     fused_head,
-    generating_by,
     keep_4bit_weights,
-    pad_token_of,
     without_adapter_name_warning,
 )
 from marft_trl.seams.runs import (
@@ -49,7 +52,6 @@ from marft_trl.seams.runs import (
 from marft_trl.seams.swapping import swapped, swapped_in_module
 from marft_trl.seams.trl import (
     LocalAccelerator,
-    TrlEngine,
     TrlLoss,
     TrlPrompts,
     TrlRewards,
@@ -81,6 +83,7 @@ from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -560,28 +563,59 @@ def test_forward_in_precision_casts_as_accelerate_does(model_folder):
     assert "forward" not in model.__dict__
 
 
-def test_AdapterLayers_switches_as_peft_does(model_folder):
+@pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["plain", "with_whole_modules"])
+def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
     models = [
         get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one") for _ in "ab"
     ]
     layers, theirs = AdapterLayers(models[0]), models[1]
 
     def flags(model):
-        active = [module.active_adapters for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        its = [module for module in model.modules() if isinstance(module, kinds)]
+        active = [(module.active_adapters, module._disable_adapters) for module in its]
         return active, model.active_adapter, [one.requires_grad for one in model.parameters()]
 
     layers.activate("one")
     for model in models:  # a new adapter brings layers that none had before
-        model.add_adapter("two", LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+        model.add_adapter("two", LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], modules_to_save=whole))
     for name, trained in (("two", ["one"]), ("one", ["one", "two"]), ("two", [])):
+        others = [one for one in ("one", "two") if one not in trained]
         layers.activate(name)
         theirs.set_adapter(name, inference_mode=True)
-        assert flags(models[0]) == flags(theirs) and not any(flags(theirs)[2])
-        layers.set_requires_grad(trained, True)
-        theirs.set_requires_grad(trained, True)
+        for model in (layers, theirs):
+            model.set_requires_grad(trained, True)
+            model.set_requires_grad(others, False)
         assert flags(models[0]) == flags(theirs) and any(flags(theirs)[2]) == bool(trained)
+    ids = torch.tensor([[7, 8, 9]])
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.ones_(parameter)
+    with torch.no_grad():
+        before = models[0](input_ids=ids).logits
+        with layers.disabled(), theirs.disable_adapter():
+            assert torch.equal(models[0](input_ids=ids).logits, theirs(input_ids=ids).logits)
+            assert not torch.equal(models[0](input_ids=ids).logits, before)
+        assert torch.equal(models[0](input_ids=ids).logits, before)
     with pytest.raises(ValueError, match="no adapter 'three'. It has one, two"):
         layers.activate("three")
+
+
+def test_AdapterLayers_touches_nothing_that_is_as_it_should_be(model_folder, monkeypatch):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one")
+    model.add_adapter("two", lora())
+    layers = AdapterLayers(model)
+    layers.activate("one")
+    layers.set_requires_grad(["one", "two"], True)
+    touched = []
+    monkeypatch.setattr(torch.Tensor, "requires_grad_", lambda self, value: touched.append(self))
+    monkeypatch.setattr(BaseTunerLayer, "__setattr__", lambda self, name, value: touched.append(name), raising=False)
+    layers.activate("one")
+    layers.set_requires_grad(["one", "two"], True)
+    assert not touched
+    layers.set_requires_grad(["two"], False)
+    assert len(touched) == sum("two" in name for name, _ in model.named_parameters())
 
 
 def test_without_adapter_name_warning(model_folder):

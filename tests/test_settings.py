@@ -179,6 +179,9 @@ REFUSED = {
     "fsdp": ("full_shard", "no device that accelerate shards"),
     "max_staleness": (1, "use_vllm=True"),
     "log_completions_hub_repo": ("me/logs", "log_completions"),
+    "torch_compile": (True, "share_prefixes=False"),
+    "torch_compile_backend": ("eager", "share_prefixes=False"),
+    "torch_compile_mode": ("default", "share_prefixes=False"),
 }
 
 

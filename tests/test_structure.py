@@ -327,7 +327,7 @@ def test_nothing_is_reported_to_anybody():
     """No telemetry of ours, no connection but those to the Hub that a user asks for."""
     for path in FILES:
         mine = {name.lstrip("!") for name in imports(path)}
-        allowed = {"socket"} if path.name in ("processes.py", "run_folder.py") else set()  # the name of the host
+        allowed = {"socket"} if path.name in ("lookout.py", "run_folder.py") else set()  # the name of the host
         allowed |= {"socket"} if path.name == "own_server.py" else set()  # a free port
         allowed |= {"socket"} if path.parent.name == "rewards" else set()  # which the fence closes
         assert not (mine & {"socket", "urllib", "requests", "httpx", "http"}) - allowed, path

@@ -645,7 +645,7 @@ def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
         seen.append(kwargs)
         raise InterruptedError
 
-    monkeypatch.setattr("marft_trl.trainer.setup.create_model_from_path", load)
+    monkeypatch.setattr("marft_trl.trainer.base_model.create_model_from_path", load)
     with pytest.raises(InterruptedError):
         team_trainer("somebody/some-model", tmp_path)
     assert config(tmp_path).trust_remote_code is False and not seen[0].get("trust_remote_code")

@@ -16,7 +16,7 @@ from torch import nn
 from .. import functional
 from ..config.team_setup import RunContext, TeamSetup
 from ..seams.logs import get_logger
-from ..seams.runs import restart_schedule, schedule_of_any_length
+from ..seams.runs import restart_schedule, schedule_of_any_length, step_without_gradients
 from . import gradients
 from .gradient_shares import GradientShares
 
@@ -48,6 +48,15 @@ class Divergence:
         """Begin the next optimizer step."""
         self._sums.clear()
 
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that takes back what is added after this."""
+        kept = dict(self._sums)
+
+        def take_back() -> None:
+            self._sums = kept
+
+        return take_back
+
 
 class AdapterUpdates:
     """
@@ -63,6 +72,8 @@ class AdapterUpdates:
         self._policies, self._critic, self._agents, self._args = team.policies, team.critic, team.agents, run.args
         self._metrics, self._processes, self._state = run.metrics, run.processes, run.state
         self._accelerator = accelerator
+        if accelerator.scaler is not None:
+            step_without_gradients(accelerator.scaler)
         self.divergence = Divergence()
         self.shares = GradientShares(team.policies, run.metrics, run.processes)
         self._is_open = False
@@ -231,9 +242,11 @@ class AdapterUpdates:
         Raises:
             FloatingPointError: the gradient of an adapter was not finite several times in a row.
         """
-        self._accelerator.unscale_gradients()
+        trained = self.trained_parameters()
+        if any(parameter.grad is not None for its in trained.values() for parameter in its.values()):
+            self._accelerator.unscale_gradients()
         norms: dict[str, torch.Tensor] = {}
-        for adapter, parameters in self.trained_parameters().items():
+        for adapter, parameters in trained.items():
             present = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
             if not present:
                 continue

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -31,7 +31,16 @@ class ValueSums:
 
     def add(self, sums: torch.Tensor) -> None:
         """Add the three sums of a micro-batch."""
-        self._sums += sums.detach().double().cpu()
+        self._sums = self._sums + sums.detach().double().cpu()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that takes back what is added after this."""
+        kept = self._sums
+
+        def take_back() -> None:
+            self._sums = kept
+
+        return take_back
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """The metrics of all processes since the last call; none without a value."""

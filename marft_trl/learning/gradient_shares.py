@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -98,6 +98,16 @@ class GradientShares:
         parts = torch.stack([self._parts.get(agent, nothing) for agent in agents])
         norms = self._processes.sum(parts).norm(dim=1) / self._processes.count / scale
         return dict(zip(agents, (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
+
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that takes back what is seen after this."""
+        self._settle()
+        kept = dict(self._parts), dict(self._last), list(self._current)
+
+        def take_back() -> None:
+            self._parts, self._last, self._current = kept
+
+        return take_back
 
     def clear(self) -> None:
         """Begin the next optimizer step."""

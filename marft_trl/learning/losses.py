@@ -22,6 +22,7 @@ from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 from .micro_batcher import MicroBatcher
 from .mixing import MixedPasses
+from .out_of_memory import OutOfMemory
 from .signal import KNOWN_METRICS, WITHOUT_SIGNAL, Signal
 
 
@@ -67,6 +68,7 @@ class TeamLoss:
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
         mixing ([`MixedPasses`], *optional*): which micro-batches share a pass.
+        out_of_memory ([`OutOfMemory`]): takes a micro-step again that does not fit.
     """
 
     def __init__(
@@ -80,12 +82,13 @@ class TeamLoss:
         critic: CriticLearner | None,
         updates: AdapterUpdates,
         mixing: MixedPasses | None,
+        out_of_memory: OutOfMemory,
     ):
         self._trl_loss, self._log_probs, self._batcher, self._collate = trl_loss, log_probs, batcher, collate
         self._critic, self._updates, self._policies, self._level = critic, updates, team.policies, team.level
         self._samplings, self._agents = team.samplings, team.names
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
-        self.mixing = mixing
+        self.mixing, self.out_of_memory = mixing, out_of_memory
         self._settings, self._signal = run.settings, Signal(run.args, run.settings, run.state)
         self._notes = Notes(self._agents, updates.divergence)
         has_one_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
@@ -99,7 +102,7 @@ class TeamLoss:
         backward: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         """
-        The loss of a slice. All micro-batches but the last have had their backward pass when it returns.
+        The loss of a slice. All micro-batches have had their backward pass when it returns.
 
         Args:
             model (`nn.Module`): the model as it is trained.
@@ -108,17 +111,29 @@ class TeamLoss:
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        parts = self._parts(model, slice_, learning, self._notes)
-        if not parts:  # no agent of the slice learns on this process; others may have rows
-            return torch.zeros((), device=self._processes.device, requires_grad=True)
+        work = functools.partial(self._learn, model, slice_, learning, backward)
+        kept = self._notes
+        notes = [it.snapshot for it in (kept.metrics, kept.values, kept.divergence, self._updates.shares)]
+        # Thresholds are gathered within, and passes through shards are those of all processes
+        alone = not self._processes.have_shards
+        alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
+        return self.out_of_memory.guard(work, slice_.rows, notes, alone)
+
+    def _learn(
+        self,
+        model: nn.Module,
+        slice_: Slice,
+        learning: frozenset[str],
+        backward: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        """Forward and backward passes of all micro-batches. What it returns has no gradient of its own left."""
         total = torch.zeros((), device=self._processes.device)
-        for part in parts[:-1]:
+        for part in self._parts(model, slice_, learning, self._notes):
             self._updates.shares.begin(part.agents)
             loss = part.loss()
             backward(loss)
             total += loss.detach()
-        self._updates.shares.begin(parts[-1].agents)  # its backward pass is the Trainer's
-        return parts[-1].loss() + total
+        return total.requires_grad_()  # the Trainer runs a backward pass of it
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:

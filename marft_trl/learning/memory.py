@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -73,17 +74,20 @@ def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
 @dataclass(frozen=True)
 class ActivationCost:
     """
-    Peak memory of a forward and a backward pass, in bytes per token.
+    Peak memory of a forward and a backward pass, in bytes.
 
     Args:
         per_token (`float`): bytes per token that goes through the model, padding included.
         per_repeat (`float`): bytes for each token of a shared prefix that is copied into a row (its keys and values).
         per_checkpointed (`float`): bytes per token with gradient checkpointing.
+        fixed (`float`, *optional*, defaults to `0.0`): bytes of a pass, whatever its size: copies of weights in the
+            precision of mixed precision.
     """
 
     per_token: float
     per_repeat: float
     per_checkpointed: float
+    fixed: float = 0.0
 
     def of_token(self, checkpointing: bool) -> float:
         """Bytes per token, with or without gradient checkpointing."""
@@ -91,7 +95,7 @@ class ActivationCost:
 
     def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
         """Bytes of a pass that computes `tokens` tokens and repeats `repeated` tokens, each summed over rows."""
-        return round(self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
+        return round(self.fixed + self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
 # Length of the longest row that activations are measured on, and of the first ones. A quadratic part that only shows
@@ -127,6 +131,8 @@ def measure_activations(
     half = whole // 2
     per_token = (kept(0, whole) - kept(0, half)) / (2 * (whole - half))
     of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0
+    # On short rows, where nothing that grows with the square of the length is in the way. Two tokens are no part of it
+    fixed = 2 * kept(8 * share, 8) - kept(16 * share, 16) - 2 * per_token
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
     # During the backward pass of a layer, the gradients of its kept tensors take the same memory again
@@ -134,6 +140,7 @@ def measure_activations(
         per_token=per_token * (1 + 1 / layers),
         per_repeat=max(of_shared - per_token, 0.0) / 2 * (1 + 1 / layers),
         per_checkpointed=inputs + 2 * per_token / layers,
+        fixed=max(fixed, 0.0),
     )
 
 
@@ -178,6 +185,17 @@ def free_memory(device: torch.device, cgroups: Path = Path("/sys/fs/cgroup")) ->
         with contextlib.suppress(OSError, ValueError):  # no container, or "max"
             free = min(free, max(int((cgroups / limit).read_text()) - int((cgroups / used).read_text()), 0))
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_of_server(args: Any, device: torch.device) -> float:
+    """
+    Bytes of a device that a vLLM server on it will take again when it wakes. While it sleeps they look free, but
+    micro-batches that filled them would leave it none.
+    """
+    sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+    if not sleeps or device.type != "cuda":
+        return 0.0
+    return args.vllm_gpu_memory_utilization * torch.cuda.mem_get_info(device)[1]
 
 
 def cache_size(config, rows: int, tokens: int, width: int) -> int:

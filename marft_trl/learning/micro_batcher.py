@@ -15,7 +15,15 @@ from ..rules.rows import MicroBatch, Row
 from ..seams.logs import get_logger
 from ..weights.policies import Policies
 from .batching import micro_batches
-from .memory import ActivationCost, free_memory, head_size, measure_activations, optimizer_size, size_of
+from .memory import (
+    ActivationCost,
+    free_memory,
+    head_size,
+    measure_activations,
+    memory_of_server,
+    optimizer_size,
+    size_of,
+)
 from .passes import Passes
 
 
@@ -73,7 +81,7 @@ class MicroBatcher:
             return
         if self.cost is None:
             self.cost = self.measure(longest)
-            self._room = self.free_for_activations(sum(len(row.completion_ids) for row in rows))
+            self._room = self.free_for_activations(sum(len(row.completion_ids) for row in rows), self.cost.fixed)
         limit, checkpointing = self.limits(longest, self.cost, self._room)
         if checkpointing and not self.is_checkpointing:
             logger.warning(
@@ -83,6 +91,23 @@ class MicroBatcher:
             self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
             self.max_tokens = limit
+
+    def shrink(self, rows: Sequence[Row]) -> str | None:
+        """
+        Halve the micro-batches of these rows, and of all later ones, or checkpoint gradients where the longest row is
+        too long alone.
+
+        Returns: what was changed, in words; `None` if nothing is left to change.
+        """
+        longest = max((row.length for row in rows), default=0)
+        largest = max((batch.num_tokens for batch in self.cut(rows)), default=0)
+        if largest > longest:
+            self.max_tokens = max(int(largest / 2), longest)
+            return f"micro-batches have at most {self.max_tokens:,} tokens"
+        if self.is_checkpointing or self._args.gradient_checkpointing is not None:
+            return None
+        self._passes.checkpoint_gradients()
+        return "gradients are checkpointed"
 
     def measure(self, length: int) -> ActivationCost:
         """Cost of the tokens of rows of this length, measured on short rows."""
@@ -95,7 +120,7 @@ class MicroBatcher:
             with (
                 self._passes.without_checkpointing(),
                 self._passes.autocast(),
-                torch.random.fork_rng(),
+                torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
             ):
                 return measure_activations(base, length, self.share, free_memory(device))
         finally:
@@ -120,9 +145,16 @@ class MicroBatcher:
             limit = max(2 ** int(math.log2(fitting)), longest)
         return limit, checkpointing
 
-    def free_for_activations(self, scored: int) -> float:
-        """Bytes that are free for activations when so many tokens are scored at once."""
+    def free_for_activations(self, scored: int, fixed: float = 0.0) -> float:
+        """
+        Bytes that are free for what grows with the tokens of a pass.
+
+        Args:
+            scored (`int`): tokens that are scored at once.
+            fixed (`float`, *optional*, defaults to `0.0`): bytes of a pass, whatever its size.
+        """
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
         awaited = 0 if self._has_optimizer_state() else size_of(trained) + optimizer_size(trained, optim)
-        return max(_FILLED * (free_memory(device) - awaited) - head_size(vocabulary, scored, device), 1.0)
+        free = free_memory(device) - memory_of_server(self._args, device)
+        return max(_FILLED * (free - awaited) - head_size(vocabulary, scored, device) - fixed, 1.0)

@@ -48,11 +48,17 @@ class Passes:
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
         self._args, self._accelerator = args, accelerator
         base = self.base_of(model)
-        self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
-        # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
-        with self.autocast():
+        with self.autocast():  # a model may run in this precision alone, such as with FlashAttention
+            self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
+            # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
             needs_positions = not self.share and forward.needs_positions(base)
         self.give_positions = self.share or (needs_positions and not has_aux_loss)
+        if self.give_positions and args.torch_compile:
+            raise ValueError(
+                "`torch_compile=True` compiles the passes of GRPOTrainer, and those of a team, in which rows share "
+                "what they have in common, call the layers of the base beneath it. Leave it out, or set "
+                "`share_prefixes=False` to have compiled passes in which every row is computed whole."
+            )
 
     def base_of(self, model: nn.Module) -> PreTrainedModel:
         """The language model under the wrappers of accelerate and PEFT."""

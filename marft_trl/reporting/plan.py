@@ -171,7 +171,9 @@ class Planner:
         config, needed, limits = self._model.config.get_text_config(), [], []
         for prompt in prompts:
             tokens, repeated, scored = self._work_of(*prompt)
-            limit, checkpointing = self._batcher.limits(longest, cost, self._batcher.free_for_activations(scored))
+            limit, checkpointing = self._batcher.limits(
+                longest, cost, self._batcher.free_for_activations(scored, cost.fixed)
+            )
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
             needed.append(kept + head_size(config.vocab_size, round(share * scored), self._processes.device))

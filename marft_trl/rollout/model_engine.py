@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.sampling import Sampling
-from ..seams.models import forward_in_precision
+from ..seams.generation import forward_in_precision, generating_in_precision
 
 
 class ModelEngine:
@@ -52,7 +52,7 @@ class ModelEngine:
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
         config = GenerationConfig(**settings, disable_compile=True)
-        with forward_in_precision(self.model, self._autocast):
+        with forward_in_precision(self.model, self._autocast), generating_in_precision(self.model, self._autocast):
             rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
         return [self._up_to_end(row) for row in rows[:, width:].tolist()]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, cast
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..config.sampling import GREEDY, Sampling
+from ..seams.generation import generating_by
 from ..seams.mixing import MixedLora
-from ..seams.models import generating_by
 from ..shared_prefix.decoding import Recorder, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
@@ -188,7 +188,9 @@ class TransformersGenerator(Generator):
             recorder = recorder if sampled_at == sampling.temperature else None
             rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
             # Stop texts are looked for on the host, in every step
-            is_fixed = settings.get("cache_implementation") == "static" and not sampling.stop and not self._is_quantized
+            is_fixed = (
+                settings.get("cache_implementation") == "static" and not sampling.stop and not self._is_quantized
+            )
             options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows, is_fixed=is_fixed)
         return options
 

@@ -134,7 +134,9 @@ class Critic:
         """
         with torch.autocast(features.device.type, enabled=False):
             head = self.heads[part]
-            device = next(head.parameters()).device  # of a base that is spread over devices, the last layer has another
+            device = next(
+                head.parameters()
+            ).device  # of a base that is spread over devices, the last layer has another
             return self.of_agents(head(features.to(device).float()), agents)
 
     def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:

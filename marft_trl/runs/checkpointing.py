@@ -19,6 +19,7 @@ from ..agents import AgentSpec
 from ..config.team_setup import RunContext, TeamSetup
 from ..learning.schedules import Schedule
 from ..seams.logs import get_logger
+from ..system.devices import other_devices
 from ..system.randomness import RandomStates, undisturbed
 from ..weights.adapters import load_adapter_weights
 from ..weights.copies import PastCopies
@@ -83,7 +84,8 @@ class Checkpoints:
         self._state, self._schedule, self._args, self._processes = run.state, schedule, run.args, run.processes
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, team.policies, team.critic
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
-        self._random = RandomStates(run.processes.device)
+        device = run.processes.device
+        self._random = RandomStates(device, others=other_devices(model, device))
         self._remembered: dict[str, Any] | None = None
         self._window: dict[str, Any] | None = None
 

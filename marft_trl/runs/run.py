@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,8 @@ from .commit import CheckpointError
 logger = get_logger(__name__)
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
+# Seconds of a step from which on the time between SIGTERM and SIGKILL of launchers is too short for it
+_SHORT = 20.0
 
 
 class RunInterrupted(SystemExit):
@@ -62,6 +65,7 @@ class Signals:
     def __init__(self, saves: bool) -> None:
         self._saves = saves
         self.received = 0
+        self.step_seconds = 0.0  # of the longest step so far
         self._before: dict[int, Any] = {}
 
     @contextlib.contextmanager
@@ -87,7 +91,13 @@ class Signals:
         self.received = self.received or number
         name = signal.Signals(number).name
         then = "saving a checkpoint and exiting" if self._saves else "exiting; nothing is saved (`save_strategy='no'`)"
-        os.write(2, f"\n{name}: finishing the step, then {then}.\n".encode())
+        # torchrun (PyTorch 2.13) sends SIGTERM to its processes and SIGKILL so many seconds later
+        is_short = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and self.step_seconds > _SHORT
+        hint = (
+            f" A step takes up to {self.step_seconds:.0f} s, and torchrun kills its processes 30 s after SIGTERM, "
+            f"unless it was started with `--shutdown-timeout {max(120, 2 * round(self.step_seconds))}`."
+        )
+        os.write(2, f"\n{name}: finishing the step, then {then}.{hint if is_short else ''}\n".encode())
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -119,6 +129,7 @@ class Run(TrainerCallback):
         self._checkpoint_size, self._clean_up = checkpoint_size, clean_up
         self._signals = Signals(args.save_strategy != SaveStrategy.NO)
         self._stopped_by, self._resumes = 0, False
+        self._began: float | None = None  # when the present step began
 
     @property
     def _saves(self) -> bool:
@@ -213,7 +224,12 @@ class Run(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._checkpoints.forget()
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = time.monotonic()
+
     def on_step_end(self, args, state, control, **kwargs):
+        if self._began is not None:
+            self._signals.step_seconds = max(self._signals.step_seconds, time.monotonic() - self._began)
         if self._saves:
             self._checkpoints.remember()  # an evaluation, which comes next, may fail
         self._stopped_by = self._agreed_signal()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -34,10 +34,12 @@ class MixedLora:
 
     def __init__(self, model: PeftModel):
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        self._order: list[str] = []  # of the adapters of all passes
         self._names: list[str] = []  # of the adapters of a pass
         self._which: torch.Tensor | None = None  # the adapter of each row
         self._slots: torch.Tensor | None = None  # the place of each row, if rows of an adapter stand together
         self._most = 0  # rows of the adapter that has most of them
+        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}  # both, on devices
         self._stacked: dict[int, tuple[list[str], tuple[torch.Tensor, torch.Tensor] | None]] = {}
 
     @staticmethod
@@ -74,10 +76,15 @@ class MixedLora:
             for layer in self._layers:
                 del layer.forward
             self._stacked.clear()
+            self._order.clear()
 
     def use(self, adapters: Sequence[str]) -> None:
         """The adapter of each row of the next pass."""
-        self._names = list(dict.fromkeys(adapters))
+        present = set(adapters)
+        self._order += [name for name in dict.fromkeys(adapters) if name not in self._order]
+        # In one order, so that matrices stay stacked as they are when rows change their places
+        self._names = [name for name in self._order if name in present]
+        self._placed.clear()
         places = [self._names.index(name) for name in adapters]
         self._which = torch.tensor(places)
         counts = [0] * len(self._names)
@@ -100,18 +107,24 @@ class MixedLora:
         dropped = next(iter(layer.lora_dropout[name] for name in self._names if name in layer.lora_A))(x)
         if not torch.is_autocast_enabled(x.device.type):
             dropped = dropped.to(down.dtype)
-        return (result + self._change(dropped, down, up, self._which)).to(result.dtype)
+        return (result + self._change(dropped, down, up)).to(result.dtype)
 
-    def _change(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The adapter and the place of each row, once on a device for all layers and tokens of a pass."""
+        if device not in self._placed:
+            which, slots = cast(torch.Tensor, self._which), self._slots
+            self._placed[device] = which.to(device), None if slots is None else slots.to(device)
+        return self._placed[device]
+
+    def _change(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What LoRAs add to the rows `(B, S, in)` of a layer, `(B, S, out)`."""
         count, length = x.shape[:2]
         if self._slots is None:  # equally many rows of each adapter stand together
             together = x.reshape(len(self._names), -1, x.size(-1))
             return torch.bmm(torch.bmm(together, down), up).view(count, length, -1)
-        if length >= down.size(-1):  # fewer numbers are copied with the matrices than with the rows
-            which = which.to(x.device)
+        which, slots = self._on(x.device)
+        if slots is None or length >= down.size(-1):  # fewer numbers are copied with the matrices than with the rows
             return torch.bmm(torch.bmm(x, down[which]), up[which])
-        slots = self._slots.to(x.device)
         spread = x.new_zeros(len(self._names) * self._most, length, x.size(-1)).index_copy(0, slots, x)
         together = spread.view(len(self._names), -1, x.size(-1))
         found = torch.bmm(torch.bmm(together, down), up).view(spread.size(0), length, -1)
@@ -138,7 +151,12 @@ class MixedLora:
             torch.zeros_like(layer.lora_B[first].weight[:, :1]).expand(-1, rank).t(),
         )
         pairs = [self._pair(layer, name, rank) if name in present else nothing for name in self._names]
-        return torch.stack([down for down, _ in pairs]), torch.stack([up for _, up in pairs])
+        stacked = torch.stack([down for down, _ in pairs]), torch.stack([up for _, up in pairs])
+        device = stacked[0].device.type
+        if torch.is_autocast_enabled(device) and not torch.is_grad_enabled():
+            # Autocast would cast them for every token: it remembers casts of parameters alone
+            return tuple(one.to(torch.get_autocast_dtype(device)) for one in stacked)
+        return stacked
 
     @staticmethod
     def _pair(layer: Any, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import training_args
+from transformers import TrainingArguments, training_args
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
@@ -208,6 +208,35 @@ def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
         _TIMEOUT["timeout"] = timedelta(seconds=seconds)
     with swapped_in_module(training_args, {"PartialState": _PartialStateWithTimeout}):
         yield
+
+
+def use_one_device(args: TrainingArguments) -> None:
+    """Let the Trainer (transformers 5.23) use the device of the process alone, as it does for a model in parts."""
+    args._n_gpu = 1
+
+
+def step_without_gradients(scaler: Any) -> None:
+    """
+    Let a gradient scaler (PyTorch 2.13) pass a step in which no parameter has a gradient on to the optimizer, which
+    then changes nothing. It would end the run, because it has nothing to look for infinities in. A team has such
+    steps: `target_kl` may stop all adapters, and on a process no agent may have spoken.
+
+    Args:
+        scaler (`torch.amp.GradScaler`): of fp16.
+    """
+    step, update = scaler.step, scaler.update
+    had_gradients = True
+
+    def step_if(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal had_gradients
+        had_gradients = any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+        return step(optimizer, *args, **kwargs) if had_gradients else optimizer.step(*args, **kwargs)
+
+    def update_if(*args: Any, **kwargs: Any) -> None:
+        if had_gradients:
+            update(*args, **kwargs)
+
+    scaler.step, scaler.update = step_if, update_if
 
 
 def timeout_of_processes() -> float | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_callable_name
@@ -374,67 +373,6 @@ class TrlPrompts:
         """Token ids of prompts for an agent that may call these functions."""
         with swapped(self._trainer, {"tools": list(functions)}):
             return self._trainer._tokenize_prompts(prompts)[0]
-
-
-class TrlEngine:
-    """
-    Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
-    attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
-    put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
-    over processes, though they call it unequally often; [`~marft_trl.sharding.lock_step.LockStep`] keeps passes in
-    step.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): does the generation.
-        general (`Mapping[str, Any]`): settings of `generate` for an agent that sets none itself.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
-        self._trainer, self._general = trainer, dict(general)
-        self.tokenizer = trainer._tokenizer
-
-    @property
-    def model(self) -> Any:
-        """The model without wrappers of data parallelism."""
-        return self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
-
-    def settings(self, sampling: Any) -> dict[str, Any]:
-        """
-        Settings of `generate` for the [`Sampling`] of an agent. As in TRL, `generation_kwargs` win over the settings
-        of the trainer; an agent's own settings win over both.
-        """
-        explicit = set(self._trainer.args.generation_kwargs or {})
-        own = sampling.as_generation_kwargs()
-        own = {key: value for key, value in own.items() if key not in explicit or value != self._general[key]}
-        return {**self._trainer.generation_kwargs, **own}
-
-    def generate(
-        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> list[list[int]]:
-        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
-        trainer = self._trainer
-        config, kwargs = trainer.generation_config, trainer.generation_kwargs
-        trainer.generation_kwargs = dict(settings)
-        trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
-        try:
-            with _generating_with(self.model, {"synced_gpus": False, **options}):
-                return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
-        finally:
-            trainer.generation_config, trainer.generation_kwargs = config, kwargs
-
-
-@contextlib.contextmanager
-def _generating_with(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: `model.generate` gets further arguments."""
-    own = model.__dict__.get("generate")  # the instance may already have a patched `generate`
-    model.generate = functools.partial(model.generate, **options)
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.generate
-        else:
-            model.generate = own
 
 
 # ---- TRL: rewards ----

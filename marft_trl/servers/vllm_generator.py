@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedTokenizerBase
 
 from ..config.sampling import Sampling
@@ -176,6 +177,8 @@ class VLLMGenerator(Generator):
 
     async def _wake(self) -> None:
         if self._asleep:
+            # The server is another process: what the allocator of this one keeps for later is gone for it
+            clear_device_cache(garbage_collection=True)
             await self.library.wake()
             self._asleep = False
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, logits_process
 
-from ..seams.models import pad_token_of
+from ..seams.generation import pad_token_of
 from .forward import RowAdapters
 from .room import fill
 from .steps import steps_of

@@ -30,6 +30,8 @@ class RoomyLayer(DynamicLayer):
     """
 
     is_initialized: bool
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, rows: int, size: int):
         super().__init__()

@@ -1,12 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Steps of decoding: the logits of the next token, over what is in the cache so far or over memory of a fixed shape."""
+"""Steps of decoding: the logits of the next token, over what is in the cache so far or over memory of fixed shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from ..seams.graphs import captured, why_not_captured
@@ -24,8 +23,8 @@ _BEFORE_CAPTURE = 4
 
 class GrowingSteps:
     """
-    Steps that attend to what is in the cache so far. Finished rows leave once they are at least 1/32 of the batch. On a
-    CPU, moving rows costs as much as computing several rows of a step.
+    Steps that attend to what is in the cache so far. Finished rows leave once they are at least 1/32 of the batch. On
+    a CPU, moving rows costs as much as computing several rows of a step.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model with its head.

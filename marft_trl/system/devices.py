@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..seams.logs import get_logger
+from ..seams.runs import use_one_device
 
 
 logger = get_logger(__name__)
@@ -25,6 +26,17 @@ def is_spread(model: nn.Module) -> bool:
     return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
 
+def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
+    """The devices that a spread model has layers on, besides that of the process."""
+    if not is_spread(model):
+        return []
+    kinds = {
+        str(torch.device(device.type, one) if isinstance(one, int) else torch.device(one)): None
+        for one in model.hf_device_map.values()
+    }
+    return [found for name in kinds if (found := torch.device(name)).type == device.type and found != device]
+
+
 def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
     """
     Let a process that was started alone on a machine with several GPUs use its own and no others. The Trainer would
@@ -34,7 +46,7 @@ def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
     device = args.device
     if args.n_gpu > 1 and not is_spread(model):
         logger.warning(
-            f"This machine shows {args.n_gpu} devices, and the run has one process, which uses {device}. To use all of "
-            "them, start it with `accelerate launch`; to choose one, set CUDA_VISIBLE_DEVICES."
+            f"This machine shows {args.n_gpu} devices, and the run has one process, which uses {device}. To use them "
+            "all, start it with `accelerate launch`; to choose one, set CUDA_VISIBLE_DEVICES."
         )
-        args._n_gpu = 1
+        use_one_device(args)

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -16,13 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ..seams.runs import store_of_processes
+from .lookout import Lookout, Place
 from .watchdog import LAST_WORDS
 
 
 Result = TypeVar("Result", bound=BaseException)
 
-# Seconds that a process waits for news of the one that has left it
-_NEWS = 5.0
 _CONNECTION = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
 
 
@@ -181,47 +177,25 @@ class Processes:
         if store is None:
             yield
             return
-        facts = self.gather([{"host": socket.gethostname(), "pid": os.getpid()}])
-        say = functools.partial(store.set, f"marft/failure/{self.index}")
-        LAST_WORDS.append(say)
+        lookout = Lookout(store, self.index, self.gather([Place.here()]))
+        LAST_WORDS.append(lookout.say)
         try:
-            yield
+            with lookout:
+                yield
         except Exception as error:
             if self._agreed is error:
                 raise
             if not _is_of_connection(error):
-                with contextlib.suppress(Exception):  # the process that keeps the store may be gone
-                    say(_described(error))
+                lookout.say(_described(error))
                 raise
-            raise OtherProcessError(self._news(store, facts)) from error
+            raise OtherProcessError(lookout.news()) from error
         finally:
-            LAST_WORDS.remove(say)
+            LAST_WORDS.remove(lookout.say)
 
     def _store(self) -> Any:
         if self.count == 1 or not torch.distributed.is_initialized():
             return None
         return store_of_processes()
-
-    def _news(self, store: Any, facts: list[dict[str, Any]]) -> str:
-        """What became of the process that does not answer."""
-        end = time.monotonic() + _NEWS
-        others = [index for index in range(self.count) if index != self.index]
-        while time.monotonic() < end:
-            for index in others:
-                with contextlib.suppress(Exception):  # the process that keeps the store may be gone
-                    if store.check([f"marft/failure/{index}"]):
-                        return f"Process {index} of the run failed: {store.get(f'marft/failure/{index}').decode()}"
-                pid = facts[index]["pid"]
-                if facts[index]["host"] == socket.gethostname() and not _is_alive(pid):
-                    return (
-                        f"Process {index} of the run (pid {pid}) has ended without an error of its own: it was "
-                        "killed, for instance for lack of memory."
-                    )
-            time.sleep(0.2)
-        return (
-            "The connection to the other processes of the run is lost, and none of them has said why: one was killed, "
-            "hangs, or its machine is gone."
-        )
 
     def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
         self._wait()
@@ -238,17 +212,3 @@ def _is_of_connection(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(word in text for word in _CONNECTION)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:  # a zombie has ended, too
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return True

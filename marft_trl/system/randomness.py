@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ class RandomStates:
     Args:
         device (`torch.device`): device whose generator is kept, besides those on the CPU.
         with_torch (`bool`, *optional*, defaults to `True`): whether the state of torch on the CPU is kept.
+        others (`Sequence[torch.device]`, *optional*): further devices whose generators are kept, of a base that is
+            spread over several.
     """
 
-    def __init__(self, device: torch.device, with_torch: bool = True):
-        self.device, self._with_torch = device, with_torch
+    def __init__(self, device: torch.device, with_torch: bool = True, others: Sequence[torch.device] = ()):
+        self.device, self._with_torch, self._others = device, with_torch, list(others)
         module = getattr(torch, device.type, None) if device.type != "cpu" else None
         self._device_module = module if hasattr(module, "get_rng_state") else None
 
@@ -35,6 +37,8 @@ class RandomStates:
             states["torch"] = torch.get_rng_state()
         if self._device_module is not None:
             states["device"] = self._of_device("get_rng_state")
+        if self._others and self._device_module is not None:
+            states["others"] = [self._device_module.get_rng_state(one) for one in self._others]
         return states
 
     def restore(self, states: dict[str, Any]) -> None:
@@ -45,6 +49,9 @@ class RandomStates:
             torch.set_rng_state(states["torch"])
         if "device" in states and self._device_module is not None:
             self._of_device("set_rng_state", states["device"])
+        if "others" in states and self._device_module is not None:
+            for device, state in zip(self._others, states["others"], strict=False):
+                self._device_module.set_rng_state(state, device)
 
     def _of_device(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._device_module, name)
@@ -66,11 +73,12 @@ class UserRandomness:
     Args:
         seed (`int`): seed of the initial states. Pass a different seed on every process.
         device (`torch.device`): device whose generator is kept, besides those of `random`, NumPy and torch on the CPU.
+        others (`Sequence[torch.device]`, *optional*): further devices, of a base that is spread over several.
     """
 
-    def __init__(self, seed: int, device: torch.device):
+    def __init__(self, seed: int, device: torch.device, others: Sequence[torch.device] = ()):
         self.device = device
-        self._states = RandomStates(device)
+        self._states = RandomStates(device, others=others)
         self._is_theirs = False
         self.shares = False  # whether episodes run beside training, in another thread
         ours = self._states.capture()
@@ -124,6 +132,8 @@ class UserRandomness:
         }
         if "device" in states:
             saved["device"] = states["device"].tolist()
+        if "others" in states:
+            saved["others"] = [state.tolist() for state in states["others"]]
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -138,6 +148,8 @@ class UserRandomness:
         }
         if "device" in saved and "device" in self._other:
             self._other["device"] = torch.tensor(saved["device"], dtype=torch.uint8)
+        if "others" in saved and "others" in self._other:
+            self._other["others"] = [torch.tensor(state, dtype=torch.uint8) for state in saved["others"]]
 
 
 class EpisodeRandomness:

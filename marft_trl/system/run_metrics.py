@@ -101,6 +101,16 @@ class StepMetrics:
                 if value is not None and not math.isnan(value):
                     self._values[agent, name].append((value, weight))
 
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that takes back what is added after this."""
+        kept = {key: list(values) for key, values in self._values.items()}
+
+        def take_back() -> None:
+            self._values.clear()
+            self._values.update(kept)
+
+        return take_back
+
     def join(self, names: Sequence[str], processes: Processes) -> dict[str, float]:
         """
         Join over micro-batches and processes.

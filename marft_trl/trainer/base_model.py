@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,10 @@ def load_base(
         model_init_kwargs |= placement(args.device)
     dtype = dtype_of(args, is_frozen)
     if dtype is not None:
-        model_init_kwargs.setdefault("dtype", dtype)
+        model_init_kwargs["dtype"] = dtype
+        if "quantization_config" in model_init_kwargs:
+            given = model_init_kwargs["quantization_config"]
+            model_init_kwargs["quantization_config"] = computing_in(given, dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
@@ -120,6 +124,19 @@ def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
         "halve them, set `model_init_kwargs={'dtype': 'bfloat16'}`."
     )
     return None
+
+
+def computing_in(quantization_config: Any, dtype: torch.dtype | None) -> Any:
+    """
+    The config of a 4-bit base that computes in the precision that the base is loaded in, unless another one was
+    chosen. The default of bitsandbytes (0.50), float32, casts the inputs and the weights of every layer in every pass.
+    """
+    computes = getattr(quantization_config, "bnb_4bit_compute_dtype", None)
+    if dtype is None or computes != torch.float32 or not getattr(quantization_config, "load_in_4bit", False):
+        return quantization_config
+    quantization_config = copy.deepcopy(quantization_config)
+    quantization_config.bnb_4bit_compute_dtype = dtype
+    return quantization_config
 
 
 # Settings of a generation config that training arguments replace, and those that do not say what is sampled

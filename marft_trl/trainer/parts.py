@@ -27,6 +27,7 @@ from ..learning.log_probs import LogProbs
 from ..learning.losses import TeamLoss
 from ..learning.micro_batcher import MicroBatcher
 from ..learning.mixing import MixedPasses
+from ..learning.out_of_memory import OutOfMemory
 from ..learning.passes import Passes
 from ..learning.schedules import Schedule
 from ..learning.sequential import SequentialFactors
@@ -60,17 +61,19 @@ from ..runs.checkpointing import Checkpoints, Stateful
 from ..runs.collapse import Collapse, Restoring
 from ..runs.run import Run
 from ..runs.run_settings import RunSettings
+from ..seams.generation import TrlEngine
 from ..seams.mixing import MixedLora
 from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
-from ..seams.trl import TrlEngine, TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
+from ..seams.trl import TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
 from ..servers.look_ahead import LookAhead
 from ..servers.overlap import Overlap
 from ..servers.sampling_correction import SamplingCorrection
 from ..servers.setup import Engine, make_vllm_generator, tolerance_of
 from ..servers.vllm_generator import VLLMGenerator
+from ..system.devices import other_devices
 from ..system.processes import Processes
-from ..system.randomness import UserRandomness
+from ..system.randomness import RandomStates, UserRandomness
 from ..system.run_metrics import Metrics
 from ..system.user_state import UserState
 from ..weights.copies import PastCopies, TakeCopies
@@ -337,7 +340,8 @@ def _acting_parts(
         show_reasoning=args.show_reasoning,
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
-    randomness = UserRandomness(args.seed + args.process_index, trainer.accelerator.device)
+    device = trainer.accelerator.device
+    randomness = UserRandomness(args.seed + args.process_index, device, other_devices(trainer.model, device))
     # Functions were wrapped to name the one that fails; their state is that of the users' own
     given = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
     users = UserState(setup.user_objects(given, code.turn_rewards, team.workflow, team.agents))
@@ -457,7 +461,9 @@ def _learning_parts(
     places, shards = scoring.passes.give_positions, processes.have_shards
     mixing = MixedPasses.of(model, team.policies, args, scoring.batcher, places, shards)
     scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
-    loss = TeamLoss(team, run, TrlLoss(trainer), scores, batcher, collate, learner, updates, mixing)
+    randomness = RandomStates(processes.device, others=other_devices(model, processes.device))
+    again = OutOfMemory(run, batcher, updates, randomness)
+    loss = TeamLoss(team, run, TrlLoss(trainer), scores, batcher, collate, learner, updates, mixing, again)
     is_sequential = args.update_order == "sequential"
     sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
     correction = None
@@ -504,6 +510,7 @@ def _reporting_parts(
         learner=learning.critic,
         copies=acting.copies,
     )
+    learning.loss.out_of_memory.plan = planner.memory_plan
     vocabulary = scoring.base.config.get_text_config().vocab_size
     return _Telling(reporter, planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
 

@@ -163,9 +163,11 @@ class Policies:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Context manager: deactivate all adapters."""
-        with self._model.disable_adapter():
+        if self._layers is None:
+            raise TypeError("The base cannot act alone: the team has no adapters, and trains the base itself.")
+        with self._layers.disabled():
             yield
-        self.release()  # on exit, `disable_adapter` sets `requires_grad=False` on all but the active adapter
+        self.release()  # PEFT's own may have set `requires_grad=False` on all but the active adapter
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:

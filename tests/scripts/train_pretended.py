@@ -2,15 +2,15 @@
 """
 Trains a tiny team on a pretended device (`tests/pretend_device.py`), and prints what became of it as JSON.
 
-    python tests/scripts/train_pretended.py solo|duo|critic|parallel [--spread] [--settings JSON]
+    python tests/scripts/train_pretended.py solo|duo|half|critic|parallel [--layouts whole spread named]
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 
@@ -21,15 +21,15 @@ import pretend_device  # noqa: E402
 
 DEVICE = pretend_device.install()
 
-import torch  # noqa: E402
-from accelerate import dispatch_model  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer  # noqa: E402
 from marft_trl.learning import micro_batcher  # noqa: E402
 from marft_trl.learning.memory import ActivationCost  # noqa: E402
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer  # noqa: E402
 from marft_trl.workflows import Workflow  # noqa: E402
+
+import torch  # noqa: E402
+from accelerate import dispatch_model  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 
 
 # There are no addresses to count bytes by
@@ -44,11 +44,13 @@ class Fan(Workflow):
         episode.answer = turns[-1]
 
 
+PLAIN = {"bf16": False}  # by default, mixed precision is on
 TEAMS = {
-    "solo": ({}, 1, None),
-    "duo": ({}, 2, None),
-    "critic": ({"advantage": "gae", "critic": "shared"}, 2, None),
-    "parallel": ({"mixed_passes": True}, 4, Fan()),
+    "solo": (PLAIN, 1, None),
+    "duo": (PLAIN, 2, None),
+    "half": ({}, 2, None),
+    "critic": (PLAIN | {"advantage": "gae", "critic": "shared"}, 2, None),
+    "parallel": (PLAIN | {"mixed_passes": True}, 4, Fan()),
 }
 
 
@@ -56,44 +58,75 @@ def reward(completions, **kwargs):
     return [float(sum(map(ord, str(one))) % 7) for one in completions]
 
 
-def base(spread: bool, tokenizer):
+def base(layout: str, tokenizer, folder: str):
+    """A model, or the name of one that is loaded by the trainer (`named`)."""
     model = tiny_model(len(tokenizer))
-    if not spread:
+    if layout == "named":
+        with pretend_device.apart():
+            model.save_pretrained(folder)
+        return folder
+    if layout == "whole":
         return model
     layers = len(model.model.layers)
-    devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}
+    devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}  # embeddings are tied
     devices |= {f"model.layers.{index}": int(index >= layers // 2) for index in range(layers)}
     return dispatch_model(model, {name: f"pretend:{index}" for name, index in devices.items()}, force_hooks=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("team", choices=sorted(TEAMS))
-    parser.add_argument("--spread", action="store_true", help="the layers of the base lie on two devices")
-    parser.add_argument("--settings", type=json.loads, default={})
-    options = parser.parse_args()
-    settings, count, workflow = TEAMS[options.team]
+class Phases:
+    """Counts waits and product types within some calls."""
+
+    def __init__(self):
+        self.phase = "other"
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.products: Counter[tuple[str, str]] = Counter()
+        pretend_device.LISTENERS[:] = [lambda kind: self.waits.update([(self.phase, kind)])]
+        pretend_device.PRODUCTS[:] = [lambda dtype: self.products.update([(self.phase, str(dtype))])]
+
+    def around(self, owner, name: str, phase: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            before, self.phase = self.phase, phase
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        setattr(owner, name, counted)
+
+    def of(self, counts: Counter) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for (phase, kind), count in counts.items():
+            found.setdefault(phase, {})[kind] = count
+        return found
+
+
+def train(team: str, layout: str, given: dict) -> dict:
+    settings, count, workflow = TEAMS[team]
     tokenizer = tiny_tokenizer()
     with pretend_device.Pretend(), tempfile.TemporaryDirectory() as folder:
         args = MARFTConfig(
-            folder,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=12,
-            max_steps=2,
-            learning_rate=1e-2,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            optim="adamw_torch",
-            dataloader_pin_memory=False,
-            max_tokens_per_micro_batch=10**6,
-            gradient_checkpointing=False,
-            bf16=False,
-            **settings | options.settings,
+            f"{folder}/run",
+            **{
+                "per_device_train_batch_size": 8,
+                "num_generations": 4,
+                "max_completion_length": 12,
+                "max_steps": 2,
+                "learning_rate": 1e-2,
+                "report_to": "none",
+                "save_strategy": "no",
+                "logging_steps": 1,
+                "optim": "adamw_torch",
+                "dataloader_pin_memory": False,
+                "max_tokens_per_micro_batch": 10**6,
+                "gradient_checkpointing": False,
+                **settings,
+                **given,
+            },
         )
         trainer = MARFTTrainer(
-            model=base(options.spread, tokenizer),
+            model=base(layout, tokenizer, f"{folder}/base"),
             processing_class=tokenizer,
             agents=[AgentSpec(f"a{index}", system_prompt=f"Work {index}.") for index in range(count)],
             workflow=workflow,
@@ -102,31 +135,43 @@ def main():
             train_dataset=tiny_dataset(16),
             peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
-        names = trainer.policies.names
-        before = {name: [one.detach().clone() for one in trainer.policies.parameters(name).values()] for name in names}
-        pretend_device.WAITS.clear()
+        policies, phases = trainer.policies, Phases()
+        phases.around(trainer, "_generate_and_score_completions", "score")
+        phases.around(trainer, "training_step", "train")
+        phases.around(trainer.accelerator.unwrap_model(trainer.model), "generate", "generate")
+        before = {
+            name: [one.detach().clone() for one in policies.parameters(name).values()] for name in policies.names
+        }
         trainer.train()
         moved = [
             name
-            for name in names
-            if any(not torch.equal(a, b) for a, b in zip(before[name], trainer.policies.parameters(name).values()))
+            for name in policies.names
+            if any(
+                not torch.equal(a, b) for a, b in zip(before[name], policies.parameters(name).values(), strict=True)
+            )
         ]
-        devices = {str(one.device) for one in trainer.model.parameters()}
-        losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
-        weights = sum(float(one.detach().sum()) for name in names for one in trainer.policies.parameters(name).values())
-    print(
-        json.dumps(
-            {
-                "moved": moved,
-                "devices": sorted(devices),
-                "losses": losses,
-                "weights": weights,
-                "waits": dict(pretend_device.WAITS),
-            }
-        )
-    )
+        weights = [one.detach() for name in policies.names for one in policies.parameters(name).values()]
+        kinds = {str(one.dtype) for one in trainer.model.parameters() if not one.requires_grad}
+        return {
+            "moved": moved,
+            "devices": sorted({str(one.device) for one in trainer.model.parameters()}),
+            "losses": [one["loss"] for one in trainer.state.log_history if "loss" in one],
+            "weights": sum(float(one.sum()) for one in weights),
+            "dtypes": {"base": sorted(kinds), "adapters": sorted({str(one.dtype) for one in weights})},
+            "waits": phases.of(phases.waits),
+            "products": phases.of(phases.products),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("team", choices=sorted(TEAMS))
+    parser.add_argument("--layouts", nargs="+", default=["whole"], choices=["whole", "spread", "named"])
+    parser.add_argument("--settings", type=json.loads, default={})
+    options = parser.parse_args()
+    found = {layout: train(options.team, layout, options.settings) for layout in options.layouts}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

@@ -1,0 +1,145 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The seams of generation: `GRPOTrainer`, `generate` of transformers and of PEFT models."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from peft import PeftModel
+from transformers import GenerationConfig
+from trl import GRPOTrainer
+
+from .swapping import swapped
+
+
+# Types of mixed precision, by the names that accelerate (1.15) has for them
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """
+    Context manager: `generate` acts by these settings alone. It (transformers 5.23) completes them from the model's
+    own generation config, also where a setting equals the default of transformers (transformers#42762). A `min_p` of
+    the base would change what is sampled, in training and not on a server, and nobody would have set it.
+    """
+    own = vars(model.generation_config)
+    before = dict(own)
+    own.clear()
+    own.update(vars(GenerationConfig(**settings, disable_compile=True)))
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)
+
+
+@contextlib.contextmanager
+def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """
+    Context manager: forward passes of the whole model are cast, as `Accelerator.prepare_model` (1.15) casts them in
+    training. `None` for no change.
+    """
+    if dtype is None:
+        yield
+        return
+    forward = model.forward
+    cast = torch.autocast(model.device.type, dtype=dtype)(forward)
+
+    @functools.wraps(forward)  # `generate` reads the signature
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(cast(*args, **kwargs))
+
+    with swapped(model, {"forward": casting}):
+        yield
+
+
+@contextlib.contextmanager
+def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """
+    Context manager: `generate` of a PEFT model (0.21) computes as training does, if the weights of the base are in the
+    precision of training. It calls the base past the forward pass that accelerate (1.15) casts, so the products of
+    adapters would be in float32 there and in half precision in training, and every layer would cast back and forth for
+    every token. A base in float32 is left alone, as `GRPOTrainer` has it: it would be cast anew for every token.
+
+    Args:
+        model: that generates.
+        dtype (`torch.dtype`, *optional*): precision of training; `None` for that of the weights.
+    """
+    is_meant = dtype is not None and isinstance(model, PeftModel) and model.get_base_model().dtype == dtype
+    with torch.autocast(model.device.type, dtype=dtype) if is_meant else contextlib.nullcontext():
+        yield
+
+
+def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
+    """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
+    return config._pad_token_tensor
+
+
+class TrlEngine:
+    """
+    Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
+    attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
+    put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
+    over processes, though they call it unequally often; [`~marft_trl.sharding.lock_step.LockStep`] keeps passes in
+    step.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): does the generation.
+        general (`Mapping[str, Any]`): settings of `generate` for an agent that sets none itself.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
+        self._trainer, self._general = trainer, dict(general)
+        self.tokenizer = trainer._tokenizer
+
+    @property
+    def model(self) -> Any:
+        """The model without wrappers of data parallelism."""
+        return self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+
+    def settings(self, sampling: Any) -> dict[str, Any]:
+        """
+        Settings of `generate` for the [`Sampling`] of an agent. As in TRL, `generation_kwargs` win over the settings
+        of the trainer; an agent's own settings win over both.
+        """
+        explicit = set(self._trainer.args.generation_kwargs or {})
+        own = sampling.as_generation_kwargs()
+        own = {key: value for key, value in own.items() if key not in explicit or value != self._general[key]}
+        return {**self._trainer.generation_kwargs, **own}
+
+    def generate(
+        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+        trainer = self._trainer
+        config, kwargs = trainer.generation_config, trainer.generation_kwargs
+        trainer.generation_kwargs = dict(settings)
+        trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
+        try:
+            with (
+                _generating_with(self.model, {"synced_gpus": False, **options}),
+                generating_in_precision(self.model, HALF.get(trainer.accelerator.mixed_precision)),
+            ):
+                return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
+        finally:
+            trainer.generation_config, trainer.generation_kwargs = config, kwargs
+
+
+@contextlib.contextmanager
+def _generating_with(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: `model.generate` gets further arguments."""
+    own = model.__dict__.get("generate")  # the instance may already have a patched `generate`
+    model.generate = functools.partial(model.generate, **options)
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own

@@ -1,0 +1,317 @@
+"""Runs on a device that is not the CPU, pretended (`tests/pretend_device.py`), and what depends on devices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.learning import memory, micro_batcher
+from marft_trl.learning.memory import measure_activations, memory_of_server
+from marft_trl.seams import runs
+from marft_trl.seams.generation import generating_in_precision
+from marft_trl.seams.runs import step_without_gradients, use_one_device
+from marft_trl.servers import vllm_generator
+from marft_trl.servers.vllm_generator import VLLMGenerator
+from marft_trl.shared_prefix import forward
+from marft_trl.shared_prefix.forward import why_not
+from marft_trl.system.devices import is_spread, other_devices, placement
+from marft_trl.system.event_loop import run_coroutine
+from marft_trl.system.randomness import RandomStates, UserRandomness
+from marft_trl.trainer import base_model
+from marft_trl.trainer.base_model import computing_in, dtype_of, stays_frozen
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl.trainer.utils import create_model_from_path
+
+from . import pretend_device
+from .families import family_base, family_model
+from .helpers import config, lora, moved, team_trainer, weights
+
+
+ROOT = Path(__file__).parents[1]
+CANNOT_PRETEND = pretend_device.why_not()
+pretended = pytest.mark.skipif(CANNOT_PRETEND is not None, reason=str(CANNOT_PRETEND))
+
+
+def train(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/scripts/train_pretended.py", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- One device, several devices ----
+
+
+@pretended
+@pytest.mark.parametrize(("team", "agents"), [("critic", 2), ("parallel", 4)])
+def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
+    found = train(team, "--layouts", "whole", "spread")
+    whole, spread = found["whole"], found["spread"]
+    assert whole["devices"] == ["pretend:0"] and spread["devices"] == ["pretend:0", "pretend:1"]
+    assert whole["moved"] == spread["moved"] == [f"a{index}" for index in range(agents)]
+    assert (whole["losses"], whole["weights"]) == (spread["losses"], spread["weights"])
+
+
+@pretended
+def test_by_default_a_frozen_base_is_in_half_precision_on_one_device_and_samples_what_it_scores():
+    found = train("half", "--layouts", "named")["named"]
+    assert found["devices"] == ["pretend:0"] and found["moved"] == ["a0", "a1"]
+    assert found["dtypes"] == {"base": ["torch.bfloat16"], "adapters": ["torch.float32"]}
+    for phase in ("generate", "train"):
+        assert found["products"][phase].keys() == {"torch.bfloat16"}, phase
+    # What waits for the device: one look at a token, and few for each micro-batch
+    looks = {phase: its.copy() for phase, its in found["waits"].items()}
+    copies = {phase: its.pop("to the device", 0) for phase, its in looks.items()}
+    tokens, steps = 4 * 12, 2
+    assert sum(looks["generate"].values()) <= 1.6 * tokens + 40 and copies["generate"] <= 40
+    assert sum(looks["train"].values()) <= 40 * steps
+
+
+def test_a_model_goes_to_the_device_of_its_process():
+    assert placement(torch.device("cuda", 1)) == {"device_map": {"": torch.device("cuda", 1)}}
+    assert placement(torch.device("cpu")) == placement(torch.device("mps")) == {}
+
+
+def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
+    given = []
+
+    def load(name, **options):
+        given.append(options)
+        return create_model_from_path(name, **{**options, "device_map": None})
+
+    monkeypatch.setattr(base_model, "create_model_from_path", load)
+    monkeypatch.setattr(base_model, "placement", lambda device: {"device_map": {"": "the device"}})
+    for kwargs in (None, {"device_map": "auto"}):
+        team_trainer(model_folder, tmp_path, settings={"model_init_kwargs": kwargs})
+    assert [one["device_map"] for one in given] == [{"": "the device"}, "auto"]
+
+
+def test_a_process_that_sees_several_devices_uses_its_own(model_folder, tmp_path, caplog):
+    """`use_one_device`. TRL refuses to start with more."""
+    args = config(tmp_path)
+    args._n_gpu = 2
+    with caplog.at_level("WARNING"):
+        trainer = team_trainer(model_folder, tmp_path, args=args)
+    assert trainer.args.n_gpu == 1 and "This machine shows 2 devices" in caplog.text
+    assert runs.use_one_device is use_one_device
+
+
+def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
+    states = {0: torch.tensor([1], dtype=torch.uint8), 1: torch.tensor([2], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[device.index].clone())
+    monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: states.update({device.index: state}))
+    model = SimpleNamespace(hf_device_map={"a": 0, "b": "xpu:1", "c": "cpu"})
+    assert is_spread(model) and not is_spread(torch.nn.Linear(1, 1))
+    first = torch.device("xpu", 0)
+    others = other_devices(model, first)
+    assert others == [torch.device("xpu", 1)]
+    kept = RandomStates(first, others=others)
+    before = kept.capture()
+    randomness = UserRandomness(0, first, others)
+    with randomness.theirs():  # as `torch.manual_seed` of a reward function does
+        states.update({0: torch.tensor([7], dtype=torch.uint8), 1: torch.tensor([8], dtype=torch.uint8)})
+    assert [states[index].item() for index in (0, 1)] == [1, 2]
+    saved = json.loads(json.dumps(randomness.state_dict()))
+    again = UserRandomness(0, first, others)
+    again.load_state_dict(saved)
+    with again.theirs():
+        assert [states[index].item() for index in (0, 1)] == [7, 8]
+    states[1] = torch.tensor([9], dtype=torch.uint8)
+    kept.restore(before)
+    assert states[1].item() == 2
+
+
+# ---- Types ----
+
+
+def test_what_a_base_is_loaded_in(caplog):
+    PartialState(cpu=True)  # for a line in the log
+
+    def args(**given):
+        return SimpleNamespace(**{"bf16": True, "device": torch.device("cuda"), "model_init_kwargs": None} | given)
+
+    assert dtype_of(args(), True) == torch.bfloat16
+    assert dtype_of(args(), False) is None  # weights are trained
+    for given in ({"bf16": False}, {"device": torch.device("cpu")}, {"model_init_kwargs": {"dtype": "float32"}}):
+        assert dtype_of(args(**given), True) is None
+    plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
+    assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
+    assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
+
+
+def test_generating_in_precision_casts_where_the_base_has_it(model_folder):
+    for dtype, expected in ((torch.float32, False), (torch.bfloat16, True)):
+        model = family_model("qwen3").to(dtype)
+        with generating_in_precision(model, torch.bfloat16):
+            assert torch.is_autocast_enabled("cpu") == expected
+    base = family_base("qwen3").to(torch.bfloat16)  # accelerate casts the passes of a base that is trained itself
+    with generating_in_precision(base, torch.bfloat16), generating_in_precision(model, None):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, tmp_path, monkeypatch):
+    model = family_model("qwen3")
+    base = model.get_base_model()
+    linear = sum(one.base_layer.weight.numel() for one in model.modules() if hasattr(one, "base_layer"))
+    linear += sum(
+        one.weight.numel()
+        for name, one in base.model.named_modules()
+        if isinstance(one, torch.nn.Linear) and "lora" not in name and "base_layer" not in name
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        once, twice = (measure_activations(base, 64, share).fixed for share in (False, True))
+    assert once == pytest.approx(2 * linear, rel=0.2) and twice == pytest.approx(4 * linear, rel=0.2)
+    assert measure_activations(base, 64, True).fixed < 0.2 * linear
+    cost = measure_activations(base, 64)
+    assert memory.ActivationCost(1.0, 0.0, 1.0, fixed=5.0).size(3, 0, False) == 8
+    trainer = team_trainer(model_folder, tmp_path)
+    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)
+    free = trainer.parts.batcher.free_for_activations
+    assert free(8, cost.fixed + 1000) == pytest.approx(free(8, cost.fixed) - 1000)
+
+
+def test_the_trial_of_shared_prefixes_runs_in_the_precision_of_training(model_folder, tmp_path, monkeypatch):
+    """Some attention runs in half precision alone."""
+    seen = []
+    trial = forward.why_not
+
+    def noting(model):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return trial(model)
+
+    monkeypatch.setattr(forward, "why_not", noting)
+    for half in (False, True):
+        team_trainer(model_folder, tmp_path, settings={"bf16": half, "use_cpu": True})
+    assert seen == [False, True]
+
+
+def test_the_trial_sees_another_prefix_where_few_dimensions_dominate(monkeypatch):
+    model = family_base("qwen3")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.15)  # so that tokens matter to one another
+        model.model.embed_tokens.weight[:, 0] = 4.0  # the same for all tokens
+        model.model.norm.weight[0] = 30.0  # and larger than all else
+    model = model.to(torch.bfloat16)
+    assert why_not(model) is None
+    prefill = forward.prefill
+
+    def of_other_tokens(backbone, prefixes, *cache):
+        return prefill(backbone, [[token + 20 for token in prefix] for prefix in prefixes], *cache)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "_typical_error", lambda *_: 0.0)
+        patch.setattr(forward, "prefill", of_other_tokens)
+        assert why_not(model) is None  # nothing shows in the norm
+    monkeypatch.setattr(forward, "prefill", of_other_tokens)
+    assert "come out otherwise" in why_not(model)
+
+
+def test_compiled_passes_are_refused_where_they_would_not_be_taken(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"`torch_compile=True`.*`share_prefixes=False`"):
+        team_trainer(model_folder, tmp_path, settings={"torch_compile": True, "torch_compile_backend": "eager"})
+
+
+@pytest.mark.slow
+def test_compiled_passes_train(model_folder, tmp_path):
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "share_prefixes": False, "max_steps": 1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    before = weights(trainer)
+    torch._dynamo.utils.counters.clear()
+    trainer.train()
+    assert moved(before, weights(trainer)) and torch._dynamo.utils.counters["frames"]["ok"]
+
+
+# ---- Steps without a gradient in fp16 ----
+
+
+def test_step_without_gradients_changes_nothing_and_goes_on(tmp_path):
+    AcceleratorState(cpu=True)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    step_without_gradients(scaler)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter], lr=1.0), scaler=scaler)
+    for gradient, expected in ((None, 1.0), (1.0, 0.0), (None, 0.0), (torch.inf, 0.0), (1.0, -1.0)):
+        parameter.grad = None
+        if gradient is not None:
+            scaler.scale((parameter * gradient).sum()).backward()
+            scaler.unscale_(optimizer.optimizer)
+        optimizer.step()
+        assert parameter.tolist() == [expected] * 2 and optimizer.step_was_skipped == (gradient == torch.inf)
+
+
+def test_a_step_in_which_all_adapters_are_stopped_goes_on_in_fp16(model_folder, tmp_path, monkeypatch):
+    from accelerate import Accelerator
+
+    begin = Accelerator.__init__
+
+    def with_scaler(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
+    settings = {"target_kl": 1e-12, "num_iterations": 2, "max_steps": 4}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.train()
+    stopped = [
+        value for entry in trainer.state.log_history for name, value in entry.items() if "stopped_updates" in name
+    ]
+    assert trainer.state.global_step == 4 and 1.0 in stopped
+
+
+# ---- A server on the same device ----
+
+
+def test_memory_is_given_back_before_a_sleeping_server_wakes(monkeypatch):
+    calls = []
+
+    class Library:
+        async def wake(self):
+            calls.append("wake")
+
+    waking = VLLMGenerator.__new__(VLLMGenerator)
+    waking.library, waking._asleep = Library(), True
+    monkeypatch.setattr(vllm_generator, "clear_device_cache", lambda **given: calls.append(given))
+    run_coroutine(waking._wake)
+    run_coroutine(waking._wake)
+    assert calls == [{"garbage_collection": True}, "wake"]
+
+
+def test_the_memory_of_a_sleeping_server_is_not_counted_as_free(model_folder, tmp_path, monkeypatch):
+    args = SimpleNamespace(
+        use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.4
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 1000))
+    assert memory_of_server(args, torch.device("cuda")) == 400
+    assert memory_of_server(MARFTConfig(str(tmp_path)), torch.device("cuda")) == 0
+    trainer = team_trainer(model_folder, tmp_path)
+    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)
+    free = trainer.parts.batcher.free_for_activations(8)
+    monkeypatch.setattr(micro_batcher, "memory_of_server", lambda args, device: 10**8)
+    assert trainer.parts.batcher.free_for_activations(8) == pytest.approx(free - 0.7 * 10**8)
+
+
+def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
+    PartialState(cpu=True)  # for a line in the log
+    args = SimpleNamespace(bf16=True, device=torch.device("cuda"), model_init_kwargs=None)
+    given = BitsAndBytesConfig(load_in_4bit=True)
+    found = computing_in(given, dtype_of(args, True))
+    assert found.bnb_4bit_compute_dtype == torch.bfloat16 and found.load_in_4bit
+    assert given.bnb_4bit_compute_dtype == torch.float32  # the user's own stays as it is
+    assert computing_in(given, None) is given
+    chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    assert computing_in(chosen, torch.bfloat16) is chosen and computing_in(None, torch.bfloat16) is None

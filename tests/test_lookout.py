@@ -1,0 +1,97 @@
+"""Failures of other processes that no collective reports: a peer that is silent, a store that does not answer."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from marft_trl.system import lookout
+from marft_trl.system.lookout import Lookout, Place
+
+import pytest
+from torch.distributed import HashStore
+
+
+ROOT = Path(__file__).parents[1]
+
+
+class Silent:
+    """A store on a machine that no longer answers."""
+
+    def __init__(self):
+        self.asked = threading.Event()
+
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        self.asked.set()
+        time.sleep(60)
+
+    set = get = check
+
+
+def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(lookout, "_NEWS", 0.3)
+    monkeypatch.setattr(lookout, "_EVERY", 0.1)
+    watch = Lookout(Silent(), 1, [Place("node0", 7), Place.here()])
+    start = time.monotonic()
+    watch.say("a failure")
+    assert "the machine of process 0 (node0), which keeps their list, does not answer" in watch.news()
+    assert watch._store.asked.is_set() and time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speaks):
+    monkeypatch.setattr(lookout, "_NEWS", 1.0)
+    monkeypatch.setattr(lookout, "_EVERY", 0.1)
+    store, places = HashStore(), [Place.here(), Place("node1", 11), Place("node2", 12)]
+    living, dead = Lookout(store, 1, places), Lookout(store, 2, places)
+    with living:
+        with dead:
+            time.sleep(0.5)
+        if speaks:
+            dead.say("KeyError: 'the judge is gone'")
+        found = Lookout(store, 0, places).news()
+    expected = "Process 2 of the run on node2 failed: KeyError" if speaks else "Process 2 (pid 12 on node2) is silent"
+    assert expected in found and "node1" not in found
+
+
+def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
+    monkeypatch.setattr(lookout, "_NEWS", 5.0)
+    child = subprocess.Popen(["sleep", "60"])
+    watch = Lookout(HashStore(), 0, [Place.here(), Place(socket.gethostname(), child.pid)])
+    child.kill()
+    child.wait()
+    assert f"Process 1 of the run (pid {child.pid}) has ended without an error of its own" in watch.news()
+
+
+def test_a_process_that_stands_still_after_another_has_failed_is_ended():
+    """As over NCCL, where nothing is raised. The one that fails here keeps its connections."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "tests/scripts/stands_still.py", "1"],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        output, said = started[0].communicate(timeout=120)
+        assert "waiting" in output and started[0].returncode == 1
+        assert "Process 1 of the run failed: KeyError: 'the judge is gone'" in said
+        assert f"Process 0 (pid {started[0].pid} on {socket.gethostname()}) has waited for it for 1 s and ends" in said
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -1,0 +1,109 @@
+"""Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
+
+from marft_trl.learning.losses import TeamLoss
+
+import pytest
+import torch
+
+from .helpers import lora, moved, team_trainer, weights
+
+
+class Full:
+    """A device whose memory is full: the first passes of a step with more than so many tokens fail."""
+
+    def __init__(self, trainer, at_backward: int, failures: int):
+        self.at, self.left, self.passes = at_backward, failures, 0
+        self._backward = trainer.accelerator.backward
+        trainer.accelerator.backward = self
+
+    def __call__(self, loss, **kwargs):
+        self.passes += loss.grad_fn is not None
+        if self.passes >= self.at and self.left:
+            self.left -= 1
+            loss.grad_fn and loss.backward(retain_graph=True)  # what an earlier part of the pass has added
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self._backward(loss, **kwargs)
+
+
+SETTINGS = {"max_steps": 3, "max_tokens_per_micro_batch": 2000, "gradient_checkpointing": False, "logging_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},  # gradients of the first micro-step are there already
+        {"advantage": "gae", "critic": "shared"},
+        {"loss_type": "grpo", "num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(model_folder, tmp_path, caplog, settings):
+    def run(at=None):
+        config = lora(lora_dropout=0.0)
+        trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, **settings}, peft_config=config)
+        full = Full(trainer, at, 1) if at else None
+        before = weights(trainer)
+        trainer.train()
+        logs = [
+            {name: value for name, value in entry.items() if "time" not in name and "per_second" not in name}
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ]
+        return trainer, logs, weights(trainer), moved(before, weights(trainer)), full
+
+    _, logs, plain, has_moved, _ = run()
+    with caplog.at_level("WARNING"):
+        trainer, again, smaller, _, full = run(at=4)
+    assert has_moved and not full.left
+    said = [one for one in caplog.messages if "taken again" in one]
+    assert len(said) == 1 and "ran out of memory (CUDA out of memory)" in said[0]
+    limit = trainer.parts.batcher.max_tokens
+    assert limit < SETTINGS["max_tokens_per_micro_batch"] and f"at most {limit:,} tokens" in said[0]
+    for name, weight in plain.items():
+        torch.testing.assert_close(smaller[name], weight, rtol=0, atol=2e-6, msg=name)
+    for one, other in zip(logs, again, strict=True):  # nothing is counted twice
+        names = [name for name in one if "grad_norm" in name or "entropy" in name or "value_loss" in name]
+        assert names and all(one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6) for name in names)
+
+
+def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_path, monkeypatch):
+    drawn, learn = [], TeamLoss._learn
+
+    def noting(*args):
+        drawn.append(torch.rand(()).item())
+        return learn(*args)
+
+    monkeypatch.setattr(TeamLoss, "_learn", noting)
+
+    def draws(failures):
+        trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, "max_steps": 1})
+        full = Full(trainer, 1, failures)
+        drawn.clear()
+        trainer.train()
+        return full, list(drawn)
+
+    _, once = draws(0)
+    full, twice = draws(1)
+    assert not full.left and twice == once * 2
+
+
+def test_gradients_are_checkpointed_where_a_single_row_does_not_fit(model_folder, tmp_path, caplog):
+    settings = {**SETTINGS, "gradient_checkpointing": None, "max_tokens_per_micro_batch": 1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    Full(trainer, 2, 1)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert trainer.parts.batcher.is_checkpointing and "from now on gradients are checkpointed" in caplog.text
+
+
+def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, monkeypatch):
+    trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
+    Full(trainer, 2, 2)
+    with pytest.raises(RuntimeError, match=r"(?s)Step 1 ran out of memory again, .*\nactivations .*\nat once"):
+        trainer.train()
+    trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
+    Full(trainer, 2, 1)
+    monkeypatch.setattr(type(trainer.parts.processes), "have_shards", True)
+    with pytest.raises(RuntimeError, match="cannot be taken again .the base is in shards"):
+        trainer.train()
