@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
 
 .PHONY: quickstart real test test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
-.PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness clean
+.PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +100,9 @@ benchmark-staleness: $(READY) .venv-vllm/.ready  ## learning on turns of earlier
 
 benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
+
+gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
+	$(BIN)/python -W ignore benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output scaling-output staleness-output

@@ -1,119 +1,421 @@
 """
-All figures of rollouts on vLLM servers, on a machine with a GPU, written as a page.
+What has to be so on a GPU, and the figures that only one can give.
 
-    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/gpu.py --model Qwen/Qwen3-0.6B
-    python benchmarks/gpu.py --serve_on 1                     # a GPU for the server, another one for training
+    make gpu                                                    # the tiny model
+    python benchmarks/gpu.py --model Qwen/Qwen2.5-1.5B-Instruct --page gpu.md
+    python benchmarks/gpu.py --model smollm2                    # a real model without a hub
+    python benchmarks/gpu.py --device pretend                   # tries this script where there is no GPU
 
-`MARFT_VLLM_PYTHON` names the interpreter of an environment with vLLM. By default, server and trainer share the first
-GPU, and the server takes the share `--memory` of it. With `--serve_on`, the server has GPUs of its own; only then does
-`overlap on the server` say what overlap gains. `--device cpu` with `--model tiny` tries the script itself.
-
-The parts are those of `benchmarks/engines.py`, and learning at `max_staleness` 0, 1 and 4 of
-`benchmarks/staleness.py` (`--learning`).
+Every check says what it expects and what it found. One that a device cannot show says why it was left out: a pretended
+device has no memory, no kernels and no speed. Figures of rollouts on vLLM servers are those of `gpu_servers.py`.
 """
 
+import argparse
+import collections
+import contextlib
 import datetime
-import importlib.metadata
-import os
+import functools
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
 from pathlib import Path
 
-import engines
 import torch
-from engines import PEFT, RESULTS, arguments, run_parts
-from vllm_server import Server, tiny_base
 
 
-def versions(python):
-    """Versions of what was measured."""
-    names = ("marft-trl", "trl", "transformers", "peft", "accelerate", "torch")
-    found = {name: importlib.metadata.version(name) for name in names}
-    code = "import vllm; print(vllm.__version__)"
-    found["vllm"] = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    return found
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+LEFT_OUT = "left out"
 
 
-def hardware(device):
-    if device == "cpu":
-        return f"{os.cpu_count()} CPU cores, {platform.machine()}"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join(names)
+class Checks:
+    """Rows of the page: what is checked, what is expected, what was found, and whether that is right."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, what, expected, found, right):
+        verdict = right if isinstance(right, str) else "as expected" if right else "**NOT**"
+        self.rows.append((what, expected, found, verdict))
+        print(f"{verdict:12} {what}: expected {expected}; found {found}", flush=True)
+
+    @contextlib.contextmanager
+    def row(self, what, expected):
+        """A check that may fail in any way, without ending the others."""
+        try:
+            yield functools.partial(self.add, what, expected)
+        except Exception as error:
+            self.add(what, expected, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", False)
 
 
-def page(options, learning):
-    """The page, as Markdown."""
-    found = versions(os.environ["MARFT_VLLM_PYTHON"])
-    shared = "the same device" if options.serve_on is None else f"GPU {options.serve_on}"
+class Device:
+    """The device, and what it can show."""
+
+    def __init__(self, name):
+        self.is_pretended = name == "pretend"
+        if self.is_pretended:
+            sys.path.append(str(TESTS))
+            import pretend_device
+
+            self._pretended = pretend_device
+            self.device = pretend_device.install()
+            from marft_trl.learning import micro_batcher
+            from marft_trl.learning.memory import ActivationCost
+
+            micro_batcher.measure_activations = lambda *args, **kwargs: ActivationCost(1e4, 1e3, 1e3)
+        else:
+            self.device = torch.device("cuda", 0)
+
+    def mode(self):
+        return self._pretended.Pretend() if self.is_pretended else contextlib.nullcontext()
+
+    def apart(self):
+        return self._pretended.apart() if self.is_pretended else contextlib.nullcontext()
+
+    def synchronize(self):
+        if not self.is_pretended:
+            torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def waits(self):
+        """Counts what waits for the device: a list with one entry each."""
+        found = []
+        if self.is_pretended:
+            listener = lambda kind: kind != "to the device" and found.append(kind)  # noqa: E731
+            self._pretended.LISTENERS.append(listener)
+            try:
+                yield found
+            finally:
+                self._pretended.LISTENERS.remove(listener)
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                found.extend(str(one.message) for one in caught if "synchroniz" in str(one.message))
+
+    def name(self):
+        if self.is_pretended:
+            return f"a pretended device on {platform.machine()}"
+        return f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+
+
+class Types(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operations, and products with weights by their type."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.operations = collections.Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        if str(func) in ("aten.mm.default", "aten.addmm.default"):
+            self.products[str(args[-1].dtype).removeprefix("torch.")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reward(completions, **kwargs):
+    return [float(sum(map(ord, str(one))) % 7) / 7 for one in completions]
+
+
+def trainer_of(options, folder, agents=2, **settings):
+    from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+    from marft_trl.tiny import tiny_dataset
+
+    from peft import LoraConfig
+
+    given = {
+        "per_device_train_batch_size": options.episodes,
+        "num_generations": 4,
+        "max_completion_length": options.tokens,
+        "max_steps": 2,
+        "learning_rate": 1e-4,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "optim": "adamw_torch",
+        "dataloader_pin_memory": not options.is_pretended,
+        "gradient_checkpointing": False if options.is_pretended else None,
+        "generation_kwargs": {"min_new_tokens": options.tokens},
+    }
+    return MARFTTrainer(
+        model=options.base,
+        agents=[AgentSpec(f"a{index}", system_prompt=f"Work {index}.") for index in range(agents)],
+        reward_funcs=reward,
+        args=MARFTConfig(f"{folder}/run", **given | settings),
+        train_dataset=tiny_dataset(64),
+        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+@contextlib.contextmanager
+def around(owner, name, make):
+    """The calls of a function run in a context."""
+    function, results = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        with make() as found:
+            result = function(*args, **kwargs)
+        results.append(found)
+        return result
+
+    setattr(owner, name, counted)
+    try:
+        yield results
+    finally:
+        setattr(owner, name, function)
+
+
+# ---- Checks ----
+
+
+def types(checks, device, options, folder):
+    with checks.row("types", "base in bfloat16, adapters in float32, products alike in both phases") as say:
+        trainer = trainer_of(options, folder)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        with around(model, "generate", Types) as generated, around(trainer, "training_step", Types) as trained:
+            trainer.train()
+        kinds = [sum((one.products for one in found), collections.Counter()) for found in (generated, trained)]
+        weights = {
+            str(one.dtype) for name in trainer.policies.names for one in trainer.policies.parameters(name).values()
+        }
+        found = f"{model.get_base_model().dtype}, {sorted(weights)}, {dict(kinds[0])}, {dict(kinds[1])}"
+        right = model.get_base_model().dtype == torch.bfloat16 and weights == {"torch.float32"}
+        # The head of training computes in float32
+        say(found, right and set(kinds[0]) == {"bfloat16"} and kinds[1]["bfloat16"] >= kinds[1]["float32"])
+    with checks.row("host operations of a layer and token", "a figure: what is launched, with one LoRA") as say:
+        layer, ids = model.get_base_model().model.layers[0], torch.tensor([[5, 6, 7]], device=device.device)
+        half = torch.autocast(device.device.type, dtype=torch.bfloat16)
+        with around(layer, "forward", Types) as layers, torch.no_grad(), half:
+            model.generate(input_ids=ids, max_new_tokens=4)
+        say(f"{layers[-1].operations}", "a figure")
+
+
+def waits(checks, device, options, folder):
+    found = []
+    for tokens in (options.tokens, 2 * options.tokens):
+        settings = {"max_completion_length": tokens, "generation_kwargs": {"min_new_tokens": tokens}}
+        trainer = trainer_of(options, folder, max_steps=1, **settings)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        with around(model, "generate", device.waits) as calls, around(trainer, "compute_loss", device.waits) as steps:
+            trainer.train()
+        found.append((sum(map(len, calls)) / len(calls), sum(map(len, steps))))
+    with checks.row("waits a token", "at most 1.6 (GRPOTrainer: 1.1)") as say:
+        slope = (found[1][0] - found[0][0]) / options.tokens
+        say(f"{slope:.2f}", slope <= 1.6)
+    with checks.row("waits of the loss of a step, two agents", "at most 40") as say:
+        say(f"{found[0][1]}", found[0][1] <= 40)
+
+
+def switching(checks, device, options, folder):
+    with checks.row("activating an adapter", "under 1 ms if it is active, under 8 ms if another one is") as say:
+        policies = trainer_of(options, folder, agents=4).policies
+        times = {}
+        for what, names in {"active": ["a0"] * 20, "another": ["a0", "a1"] * 10}.items():
+            policies.activate("a0")
+            begin = time.perf_counter()
+            for name in names:
+                policies.activate(name)
+            times[what] = 1e3 * (time.perf_counter() - begin) / len(names)
+        found = ", ".join(f"{what} {spent:.2f} ms" for what, spent in times.items())
+        say(found, times["active"] < 1 and times["another"] < 8)
+
+
+def memory(checks, device, options, folder):
+    for dtype in ("bfloat16", "float32"):
+        with checks.row(f"memory of a step, base in {dtype}", "at most what is planned") as say:
+            if device.is_pretended:
+                say("a pretended device has none", LEFT_OUT)
+                continue
+            trainer = trainer_of(options, folder, model_init_kwargs={"dtype": dtype})
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            planned = trainer.memory_plan().total
+            trainer.train()
+            most = torch.cuda.max_memory_allocated()
+            say(f"{most / 2**30:.2f} of {planned / 2**30:.2f} GiB", most <= planned)
+            del trainer
+
+
+def out_of_memory(checks, device, options, folder):
+    with checks.row("a step that does not fit", "taken again in smaller micro-batches, the run goes on") as say:
+        trainer = trainer_of(options, folder, max_tokens_per_micro_batch=10**6)
+        backward, left = trainer.accelerator.backward, [1]
+
+        def failing(loss, **kwargs):
+            if left and loss.grad_fn is not None:
+                left.clear()
+                if device.is_pretended:
+                    raise torch.OutOfMemoryError("out of memory.")
+                torch.empty(2**50, dtype=torch.uint8, device="cuda")  # more than there is
+            backward(loss, **kwargs)
+
+        trainer.accelerator.backward = failing
+        trainer.train()
+        limit = trainer.parts.batcher.max_tokens
+        say(
+            f"{trainer.state.global_step} steps, at most {limit:,} tokens",
+            trainer.state.global_step == 2 and limit < 10**6,
+        )
+
+
+def decoding(checks, device, options, folder):
+    """Loops of transformers, own with growing and with fixed steps: the same greedy tokens, tokens a second."""
+    from marft_trl.seams.graphs import why_not_captured
+    from marft_trl.shared_prefix import steps
+    from marft_trl.shared_prefix.decoding import decode
+
+    trainer = trainer_of(options, folder)
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    trainer.policies.activate("a0")
+    captured = []
+    make = steps.captured
+    steps.captured = lambda run: captured.append(1) or make(run)
+    loops = {
+        "transformers": {},
+        "growing": {"custom_generate": decode},
+        "fixed": {"custom_generate": functools.partial(decode, is_fixed=True)},
+    }
+    if not device.is_pretended:
+        loops["captured"] = loops.pop("fixed")
+    for rows in options.rows:
+        ids = torch.arange(5, 5 + 24).repeat(rows, 1)
+        ids[:, 20:] += torch.arange(rows).unsqueeze(1) % 50
+        mask = torch.ones_like(ids)
+        mask[::3, :5] = 0
+        ids, mask = ids.to(device.device), mask.to(device.device)
+        speeds, tokens = {}, {}
+        with checks.row(f"decoding {rows} rows", "the same greedy tokens from each loop, captured the fastest") as say:
+            for name, given in loops.items():
+                times = []
+                for _ in range(options.rounds):
+                    device.synchronize()
+                    begin = time.perf_counter()
+                    with torch.no_grad(), torch.autocast(device.device.type, dtype=torch.bfloat16):
+                        found = model.generate(
+                            input_ids=ids,
+                            attention_mask=mask,
+                            max_new_tokens=options.tokens,
+                            min_new_tokens=options.tokens,
+                            do_sample=False,
+                            disable_compile=True,
+                            pad_token_id=0,
+                            **given,
+                        )
+                    device.synchronize()
+                    times.append(time.perf_counter() - begin)
+                speeds[name] = rows * options.tokens / statistics.median(times)
+                tokens[name] = found[:, ids.size(1) :].tolist()
+            same = {
+                name: sum(a == b for a, b in zip(its, tokens["growing"], strict=True)) for name, its in tokens.items()
+            }
+            fast = ", ".join(
+                f"{name} {speed:,.0f} tokens/s ({same[name]}/{rows} alike)" for name, speed in speeds.items()
+            )
+            # In half precision, another order of sums may turn a greedy choice
+            right = all(count >= (1.0 if device.is_pretended else 0.8) * rows for count in same.values())
+            say(fast, right and (device.is_pretended or max(speeds, key=speeds.get) == "captured"))
+    steps.captured = make
+    with checks.row("steps of decoding", "captured as graphs") as say:
+        why = why_not_captured(device.device)
+        say(why or f"{len(captured)} graphs", LEFT_OUT if why else bool(captured))
+
+
+def spread(checks, device, options, folder):
+    with checks.row("several devices are visible to one process", "the base is on its own") as say:
+        count = 2 if device.is_pretended else torch.cuda.device_count()
+        trainer = trainer_of(options, folder)
+        devices = {str(one.device) for one in trainer.model.parameters()}
+        say(
+            f"{count} visible, weights on {sorted(devices)}",
+            LEFT_OUT if count < 2 else devices == {str(device.device)},
+        )
+
+
+def nccl(checks, device, options, folder):
+    with checks.row("a process fails over NCCL", "the others end with its words in half a minute") as say:
+        if device.is_pretended or torch.cuda.device_count() < 2:
+            say("it takes two GPUs", LEFT_OUT)
+            return
+        train = Path(__file__).with_name("machines") / "train.py"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            str(train),
+            str(options.base),
+        ]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*command, folder, "--fail", "1:1:raise", "--settings", '{"use_cpu": false, "bf16": true}'],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        found = "Process 1 of the run failed" in done.stderr + done.stdout
+        say(f"{found} after {time.monotonic() - begin:.0f} s", found)
+
+
+CHECKS = [types, waits, switching, memory, out_of_memory, decoding, spread, nccl]
+
+
+def page(checks, device, options):
     lines = [
-        "# Figures of rollouts on vLLM servers",
+        f"# On {device.name()}",
         "",
-        f"- {datetime.date.today().isoformat()}, {hardware(options.device)}; the server on {shared}",
-        f"- base: `{options.given_model}`; {', '.join(f'{name} {number}' for name, number in found.items())}",
+        f"- {datetime.date.today().isoformat()}, PyTorch {torch.__version__}, base `{options.model}`",
         f"- `python benchmarks/gpu.py {' '.join(sys.argv[1:])}`",
         "",
-        "Medians, and the spread over the rounds.",
-        "",
-        "| what | median | smallest | largest | rounds |",
-        "|---|---|---|---|---|",
-        *("| " + " | ".join(map(str, result)) + " |" for result in RESULTS),
-        *(["", "## Learning", "", learning] if learning else []),
+        "| what | expected | found | |",
+        "|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in checks.rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def measured_learning(options):
-    """The table of `benchmarks/staleness.py`, on a server of its own."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("staleness.py"))]
-    command += ["--device", options.device, "--port", str(options.port + 1)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return f"It failed:\n\n```text\n{done.stderr[-2000:]}\n```"
-    return done.stdout
-
-
 def main():
-    parser = arguments()
-    parser.description = __doc__
-    parser.set_defaults(parts=[part for part in engines.PARTS if part not in engines.ALONE])
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="name or folder of the base, or `tiny`")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--serve_on", help="GPUs of the server, as in CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--memory", type=float, default=0.4, help="share of a GPU that both use, for the server")
-    parser.add_argument("--flags", nargs="*", default=[], help="further flags of the server")
-    parser.add_argument("--learning", action="store_true", help="learning at several `max_staleness`, over 5 seeds")
-    parser.add_argument("--page", type=Path, default=Path("gpu.md"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "pretend"), default="cuda")
+    parser.add_argument("--model", default="tiny", help="name or folder of the base, `tiny` or `smollm2`")
+    parser.add_argument("--only", nargs="*", choices=[one.__name__ for one in CHECKS])
+    parser.add_argument("--tokens", type=int, help="of a turn")
+    parser.add_argument("--rows", type=int, nargs="*", help="that are decoded together")
+    parser.add_argument("--page", type=Path, help="file for the table")
     options = parser.parse_args()
+    options.is_pretended = options.device == "pretend"
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("There is no GPU that torch sees. `--device cpu --model tiny` tries the script.")
-    if "MARFT_VLLM_PYTHON" not in os.environ:
-        raise SystemExit("Set `MARFT_VLLM_PYTHON` to the interpreter of an environment with vLLM.")
-    flags = list(options.flags)
-    if options.device == "cuda" and options.serve_on is None:
-        flags += ["--gpu-memory-utilization", str(options.memory)]
-    options.given_model = options.model
+        raise SystemExit("There is no GPU that torch sees. `--device pretend` tries the script.")
+    options.tokens = options.tokens or (12 if options.is_pretended else 128)
+    options.rows = options.rows or ([8] if options.is_pretended else [8, 32, 128])
+    options.rounds = 1 if options.is_pretended else 3
+    options.episodes = 8 if options.is_pretended else 32
+    device, checks = Device(options.device), Checks()
     with tempfile.TemporaryDirectory() as folder:
+        options.base = options.model
         if options.model == "tiny":
-            options.model = tiny_base(folder)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if options.serve_on is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = options.serve_on
-        server = Server(options.model, PEFT, folder, options.port, options.device, extra=flags)
-        if options.serve_on is not None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            if visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        with server:
-            options.url = server.url
-            try:
-                run_parts(options)
-            finally:  # what was measured is not lost
-                options.page.write_text(page(options, ""), encoding="utf-8")
-    if options.learning:
-        options.page.write_text(page(options, measured_learning(options)), encoding="utf-8")
-    print(f"written to {options.page}")
+            from vllm_server import tiny_base
+
+            options.base = tiny_base(f"{folder}/base")
+        elif options.model == "smollm2":
+            from marft_trl.tasks.smollm2 import smollm2
+
+            options.base = smollm2()
+        with device.mode():
+            for check in CHECKS:
+                if not options.only or check.__name__ in options.only:
+                    check(checks, device, options, f"{folder}/{check.__name__}")
+    if options.page:
+        options.page.write_text(page(checks, device, options), encoding="utf-8")
+    raise SystemExit(any(row[-1] == "**NOT**" for row in checks.rows))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def check_launcher(args: MARFTConfig) -> None:
         ValueError: in a way that does not go with several adapters. The message names what does.
     """
     _check_engine(args)
+    _warn_of_lone_process(args.world_size)
     if not wants_sharding(args):
         return
     plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
@@ -57,6 +58,30 @@ def check_launcher(args: MARFTConfig) -> None:
             "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
             "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
         )
+
+
+# Variables by which launchers say how many processes they have started
+_COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def _warn_of_lone_process(world_size: int) -> None:
+    """
+    Warn of a process that trains alone although a launcher has started several: each trains a run of its own, without
+    an error. `accelerate launch` (1.15) does so for `distributed_type: MULTI_CPU` and `--cpu` without MPI.
+    """
+    counts = {name: os.environ[name] for name in _COUNTS if os.environ.get(name, "").isdigit()}
+    more = {name: count for name, count in counts.items() if int(count) > world_size}
+    if more:
+        why = f"the launcher says {', '.join(f'{name}={count}' for name, count in more.items())}"
+    elif world_size == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        why = "the launcher has set a port for several (MASTER_PORT) and no WORLD_SIZE"
+    else:
+        return
+    logger.warning(
+        f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}: are the others runs of their "
+        "own? Start it with `torchrun --nnodes ... --nproc_per_node ...`, or with `accelerate launch` and "
+        "`distributed_type: MULTI_GPU` (on a CPU, too, with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
+    )
 
 
 def _check_engine(args: MARFTConfig) -> None:
