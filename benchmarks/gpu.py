@@ -154,6 +154,35 @@ def trainer_of(options, folder, agents=2, **settings):
     )
 
 
+def trl_trainer(options, folder):
+    """TRL's trainer with one agent, as it comes."""
+    from marft_trl.tiny import tiny_dataset
+
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    return GRPOTrainer(
+        model=options.base,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            f"{folder}/trl",
+            per_device_train_batch_size=options.episodes,
+            num_generations=4,
+            max_completion_length=options.tokens,
+            max_steps=1,
+            report_to="none",
+            save_strategy="no",
+            optim="adamw_torch",
+            bf16=True,
+            dataloader_pin_memory=not options.is_pretended,
+            gradient_checkpointing=False,
+            model_init_kwargs={"device_map": None},
+        ),
+        train_dataset=tiny_dataset(64),
+        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
 @contextlib.contextmanager
 def around(owner, name, make):
     """The calls of a function run in a context."""
@@ -189,6 +218,11 @@ def types(checks, device, options, folder):
         right = model.get_base_model().dtype == torch.bfloat16 and weights == {"torch.float32"}
         # The head of training computes in float32
         say(found, right and set(kinds[0]) == {"bfloat16"} and kinds[1]["bfloat16"] >= kinds[1]["float32"])
+    with checks.row("types of GRPOTrainer", "a figure: products with weights in generation") as say:
+        theirs = trl_trainer(options, folder)
+        with around(theirs.accelerator.unwrap_model(theirs.model), "generate", Types) as calls:
+            theirs.train()
+        say(str(dict(sum((one.products for one in calls), collections.Counter()))), "a figure")
     with checks.row("host operations of a layer and token", "a figure: what is launched, with one LoRA") as say:
         layer, ids = model.get_base_model().model.layers[0], torch.tensor([[5, 6, 7]], device=device.device)
         half = torch.autocast(device.device.type, dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
 from marft_trl.servers import vllm_generator
 from marft_trl.servers.vllm_generator import VLLMGenerator
+from marft_trl.sharding.setup import check_launcher
 from marft_trl.shared_prefix import forward
 from marft_trl.shared_prefix.forward import why_not
 from marft_trl.system.devices import is_spread, other_devices, placement
@@ -315,3 +316,44 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     assert computing_in(given, None) is given
     chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
     assert computing_in(chosen, torch.bfloat16) is chosen and computing_in(None, torch.bfloat16) is None
+
+
+# ---- Launchers ----
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, None),  # torchrun with one process
+        ({"MASTER_PORT": "29500"}, "MASTER_PORT"),  # accelerate with MULTI_CPU
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "4(x2)"}, None),
+    ],
+    ids=str,
+)
+def test_a_process_that_trains_alone_beside_others_is_warned_of(tmp_path, monkeypatch, caplog, variables, said):
+    args = config(tmp_path)
+    for name in ("WORLD_SIZE", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("WARNING"):
+        check_launcher(args)
+    found = [one for one in caplog.messages if "are the others runs of their own?" in one]
+    assert (len(found) == 1 and said in found[0]) if said else not found
+
+
+@pytest.mark.slow
+@pretended
+def test_the_checks_of_a_gpu_run_from_start_to_end():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "benchmarks/gpu.py", "--device", "pretend"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0 and "**NOT**" not in done.stdout, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("as expected") >= 7

@@ -117,7 +117,7 @@ def test_memory_is_counted_where_it_can_be(model_folder, tmp_path):
     assert (memory.adapters, memory.critic) == (4 * adapters, 4 * critic)
     assert memory.gradients == 4 * (adapters + critic) and memory.optimizer == 8 * (adapters + critic)
     assert memory.total == memory.base + memory.adapters + memory.critic + memory.optimizer + max(
-        memory.gradients + memory.activations, memory.cache
+        memory.gradients + memory.activations, memory.cache + memory.prefill
     )
     assert "base" in str(memory) and "at once" in str(memory)
 
@@ -201,7 +201,7 @@ def test_sizes_by_hand():
     assert head_size(100, 50, torch.device("cpu")) == 50 * 100 * 4 * 6
     assert head_size(2**15, 10**6, torch.device("cpu")) == 2**7 * 2**15 * 4 * 6
     assert head_size(2**17, 10**6, torch.device("cuda")) == 2**12 * 2**15 * 4 * 2
-    assert MemoryPlan(1, 2, 3, 4, 5, 6, 20).total == 1 + 2 + 3 + 5 + 20
+    assert MemoryPlan(1, 2, 3, 4, 5, 6, 20, 4).total == 1 + 2 + 3 + 5 + 24
 
 
 # ---- Anonymous ----

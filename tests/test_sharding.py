@@ -362,7 +362,7 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", environment.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, num_processes=2)
     return args
 
 
@@ -452,6 +452,6 @@ def test_fsdp2_on_gpus_is_accepted_for_teams_with_adapters(tmp_path, monkeypatch
 
 def test_fsdp_on_a_cpu_is_refused(tmp_path, monkeypatch):
     args = on_gpus(tmp_path, monkeypatch, {})
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
     with pytest.raises(ValueError, match="there is no device that accelerate shards a model on"):
         check_launcher(args)

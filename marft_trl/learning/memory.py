@@ -34,6 +34,7 @@ class MemoryPlan:
         activations (`int`): activations of the largest micro-batch, including the LM head. Estimated from a
             measurement on short rows.
         cache (`int`): keys and values of one generation batch of an agent, with turns of maximum length.
+        prefill (`int`): what a layer computes of prompts while their keys and values are filled in.
     """
 
     base: int
@@ -43,12 +44,13 @@ class MemoryPlan:
     optimizer: int
     activations: int
     cache: int
+    prefill: int
 
     @property
     def total(self) -> int:
         """Peak memory. Generation and training never run at the same time, so only the larger of the two counts."""
         lasting = self.base + self.adapters + self.critic + self.optimizer
-        return lasting + max(self.gradients + self.activations, self.cache)
+        return lasting + max(self.gradients + self.activations, self.cache + self.prefill)
 
     def __str__(self) -> str:
         parts = [(item.name, getattr(self, item.name)) for item in fields(self)]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..config.marft_config import MARFTConfig
+from ..seams.generation import HALF
 from ..seams.logs import get_logger
 from ..seams.versions import is_checkpointing
 from ..shared_prefix import forward
@@ -48,6 +49,7 @@ class Passes:
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
         self._args, self._accelerator = args, accelerator
         base = self.base_of(model)
+        self._warn_of_two_precisions(base)
         with self.autocast():  # a model may run in this precision alone, such as with FlashAttention
             self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
             # TRL passes no `position_ids` (as in trl#6800), so models count padding on the left. Most are not affected
@@ -110,6 +112,15 @@ class Passes:
             self.model.train(was_training)
 
     # ---- What the model can do ----
+
+    def _warn_of_two_precisions(self, base: PreTrainedModel) -> None:
+        """A frozen base in float32 samples in float32, as in `GRPOTrainer`, also where mixed precision scores."""
+        if self._has_adapters and self._accelerator.mixed_precision in HALF and base.dtype == torch.float32:
+            logger.warning(
+                f"The base is in float32 and `{self._accelerator.mixed_precision}=True`, so turns are sampled in "
+                "float32 and scored in half precision, as in GRPOTrainer: other log-probabilities, twice the memory, "
+                "slower turns. Load the base in half precision: `model_init_kwargs={'dtype': 'bfloat16'}`."
+            )
 
     def _can_share(self, base: PreTrainedModel, has_aux_loss: bool) -> bool:
         reentrant = (self._args.gradient_checkpointing_kwargs or {}).get("use_reentrant")

@@ -27,6 +27,7 @@ from ..rollout.transformers_generator import MIXED_ROWS
 from ..rules.credit_rules import CREDITS
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
+from ..shared_prefix.room import PREFILL_TOKENS
 from ..weights.copies import PastCopies
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
@@ -148,14 +149,17 @@ class Planner:
         prompts = [one for one in prompts if one[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
+        at_once = self._turns_at_once([one[0] for one in prompts], rehearsal.waves)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
             adapters=size_of(adapters) + (self._copies.size() if self._copies is not None else 0),
             critic=size_of(of_critic),
-            gradients=size_of(trained),
+            # DDP keeps a second copy of all gradients, in buckets of its own
+            gradients=size_of(trained) * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
-            cache=cache_size(config, self._turns_at_once([one[0] for one in prompts], rehearsal.waves), turn, width),
+            cache=cache_size(config, at_once, turn, width),
+            prefill=round(cost.per_token * min(at_once * turn, PREFILL_TOKENS) / config.num_hidden_layers),
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:

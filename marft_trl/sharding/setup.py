@@ -80,7 +80,7 @@ def _warn_of_lone_process(world_size: int) -> None:
     logger.warning(
         f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}: are the others runs of their "
         "own? Start it with `torchrun --nnodes ... --nproc_per_node ...`, or with `accelerate launch` and "
-        "`distributed_type: MULTI_GPU` (on a CPU, too, with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
+        "`distributed_type: MULTI_GPU` (on a CPU with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
     )
 
 
