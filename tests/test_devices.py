@@ -64,6 +64,8 @@ def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
     assert whole["devices"] == ["pretend:0"] and spread["devices"] == ["pretend:0", "pretend:1"]
     assert whole["moved"] == spread["moved"] == [f"a{index}" for index in range(agents)]
     assert (whole["losses"], whole["weights"]) == (spread["losses"], spread["weights"])
+    # Nothing is copied for every token, or for every layer of a pass
+    assert whole["waits"]["generate"]["to the device"] <= 60
 
 
 @pretended

@@ -1,6 +1,7 @@
 """Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
 
 from marft_trl.learning.losses import TeamLoss
+from marft_trl.system.run_metrics import StepMetrics
 
 import pytest
 import torch
@@ -25,7 +26,13 @@ class Full:
         self._backward(loss, **kwargs)
 
 
-SETTINGS = {"max_steps": 3, "max_tokens_per_micro_batch": 2000, "gradient_checkpointing": False, "logging_steps": 1}
+SETTINGS = {
+    "beta": 0.1,
+    "max_steps": 3,
+    "max_tokens_per_micro_batch": 2000,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -38,8 +45,20 @@ SETTINGS = {"max_steps": 3, "max_tokens_per_micro_batch": 2000, "gradient_checkp
     ],
     ids=str,
 )
-def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(model_folder, tmp_path, caplog, settings):
+def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
+    model_folder, tmp_path, caplog, monkeypatch, settings
+):
+    counted, join = [], StepMetrics.join
+
+    def noting(self, names, processes):
+        rows = {agent: sum(weight for _, weight in its) for (agent, name), its in self._values.items() if name == "kl"}
+        counted.append(rows)
+        return join(self, names, processes)
+
+    monkeypatch.setattr(StepMetrics, "join", noting)
+
     def run(at=None):
+        counted.clear()
         config = lora(lora_dropout=0.0)
         trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, **settings}, peft_config=config)
         full = Full(trainer, at, 1) if at else None
@@ -50,12 +69,12 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(model_fold
             for entry in trainer.state.log_history
             if "loss" in entry
         ]
-        return trainer, logs, weights(trainer), moved(before, weights(trainer)), full
+        return trainer, logs, weights(trainer), moved(before, weights(trainer)), (full, list(counted))
 
-    _, logs, plain, has_moved, _ = run()
+    _, logs, plain, has_moved, (_, rows) = run()
     with caplog.at_level("WARNING"):
-        trainer, again, smaller, _, full = run(at=4)
-    assert has_moved and not full.left
+        trainer, again, smaller, _, (full, rows_again) = run(at=4)
+    assert has_moved and not full.left and rows == rows_again and any(rows)
     said = [one for one in caplog.messages if "taken again" in one]
     assert len(said) == 1 and "ran out of memory (CUDA out of memory)" in said[0]
     limit = trainer.parts.batcher.max_tokens
