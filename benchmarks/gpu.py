@@ -361,6 +361,22 @@ def decoding(checks, device, options, folder):
         say(why or f"{len(captured)} graphs", LEFT_OUT if why else bool(captured))
 
 
+def drawing(checks, device, options, folder):
+    """A token of each row: few long rows take the scan over the vocabulary longest."""
+    from marft_trl.shared_prefix.decoding import _draw
+
+    for rows in (8, 128):
+        with checks.row(f"drawing a token for {rows} rows of 152,000", "a figure") as say:
+            probabilities = torch.rand(rows, 152_000, device=device.device)
+            _draw(probabilities)
+            device.synchronize()
+            begin = time.perf_counter()
+            for _ in range(5):
+                _draw(probabilities)
+            device.synchronize()
+            say(f"{200 * (time.perf_counter() - begin):.2f} ms", "a figure")
+
+
 def spread(checks, device, options, folder):
     with checks.row("several devices are visible to one process", "the base is on its own") as say:
         count = 2 if device.is_pretended else torch.cuda.device_count()
@@ -399,7 +415,7 @@ def nccl(checks, device, options, folder):
         say(f"{found} after {time.monotonic() - begin:.0f} s", found)
 
 
-CHECKS = [types, waits, switching, memory, out_of_memory, decoding, spread, nccl]
+CHECKS = [types, waits, switching, memory, out_of_memory, decoding, drawing, spread, nccl]
 
 
 def page(checks, device, options):
