@@ -48,7 +48,12 @@ ROOMS = {
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
-ROOMS |= {"agents": ["tools", "secrets"], "team": ["tools", "secrets", "strangers"], "tiny": ["examples"]}
+ROOMS |= {
+    "agents": ["tools", "secrets"],
+    "team": ["tools", "secrets", "strangers"],
+    "team_loading": ["tools", "secrets", "strangers"],
+    "tiny": ["examples"],
+}
 # Whose changes may break any test
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"

@@ -7,7 +7,7 @@ from marft_trl.config.sampling import Sampling
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
-from marft_trl.team import _known_settings
+from marft_trl.team_loading import known_settings
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.weights.manifest import Inference
 
@@ -153,9 +153,9 @@ def test_a_team_of_version_0_1_ends_its_turns_as_the_base_does(model_folder, tmp
     """Its manifest says nothing of end tokens."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), tiny_tokenizer()
     model.generation_config.eos_token_id = others = tokenizer("+=;0123456789")["input_ids"]
-    settings = _known_settings(Inference(generation={"do_sample": True}), model, tokenizer)
+    settings = known_settings(Inference(generation={"do_sample": True}), model, tokenizer)
     assert set(settings["eos_token_id"]) == {tokenizer.eos_token_id, *others}
-    kept = _known_settings(Inference(generation={"eos_token_id": [7]}), model, tokenizer)
+    kept = known_settings(Inference(generation={"eos_token_id": [7]}), model, tokenizer)
     assert kept["eos_token_id"] == [7]
 
 

@@ -25,12 +25,15 @@ class ChatTemplate:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
         source (`str`, *optional*): chat template to use instead of the tokenizer's own.
         options (`dict`, *optional*): keyword arguments of the template.
+
+    Attributes:
+        options (`dict`): keyword arguments of the template.
     """
 
     def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
         self._tokenizer = tokenizer
         self.source = source
-        self._options = options or {}
+        self.options = dict(options or {})
         self._ids: dict[str, list[int]] = {}
         self._schemas: dict[Callable, dict[str, Any]] = {}
 
@@ -93,7 +96,7 @@ class ChatTemplate:
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self._options,
+                **self.options,
             )
 
     def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:

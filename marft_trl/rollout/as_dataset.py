@@ -1,0 +1,171 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Episodes as datasets of TRL's other trainers: what an agent was shown, and what it said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from ..episodes.records import Episode, Turn
+from ..system.hints import did_you_mean
+
+
+# Formats of TRL 1.16, by the trainer that reads them
+KINDS = {"prompt-completion": "SFTTrainer", "sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer"}
+
+
+def to_dataset(
+    episodes: Sequence[Episode],
+    kind: str,
+    agents: Sequence[str],
+    agent: str | None = None,
+    rewards: Sequence[float] | None = None,
+    best: int | None = None,
+    threshold: float | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """
+    Turns of episodes in a format of TRL, see [`Team.to_dataset`].
+
+    Args:
+        episodes (`Sequence[Episode]`): finished episodes.
+        kind (`str`): one of `KINDS`.
+        agents (`Sequence[str]`): names of the agents that a model speaks for.
+        agent (`str`, *optional*): whose turns. Defaults to those of all of them.
+        rewards (`Sequence[float]`, *optional*): of the episodes. Defaults to what they earned in the workflow.
+        best (`int`, *optional*): episodes of each prompt that are kept, those with the highest rewards.
+        threshold (`float`, *optional*): smallest reward of an episode that is kept, or whose turns are desirable.
+        template (`Mapping[str, Any]`, *optional*): keyword arguments of the chat template.
+
+    Raises:
+        ValueError: the message says which argument cannot be, or that nothing is left.
+    """
+    episodes = list(episodes)
+    _check(episodes, kind, agents, agent, best)
+    needs = kind in ("dpo", "kto") or best is not None or threshold is not None
+    scores = _scores(episodes, rewards, needs)
+    names = [agent] if agent is not None else list(agents)
+    groups: dict[str, list[int]] = {}
+    for index, episode in enumerate(episodes):
+        groups.setdefault(repr(episode.row), []).append(index)
+    rows: list[dict[str, Any]] = []
+    for indices in groups.values():
+        if kind == "dpo":
+            rows += _pairs([(scores[index], episodes[index]) for index in indices], names)
+        elif kind == "kto":
+            mean = sum(scores[index] for index in indices) / len(indices)
+            limit = mean if threshold is None else threshold
+            for index in indices:
+                desirable = scores[index] >= limit if threshold is not None else scores[index] > limit
+                rows += [
+                    {**_said(turn), "label": desirable, "agent": turn.agent}
+                    for turn in _turns(episodes[index], names)
+                    if not (desirable and turn.truncated)
+                ]
+        else:
+            kept = sorted(indices, key=lambda index: -scores[index])[:best]
+            kept = [index for index in kept if threshold is None or scores[index] >= threshold]
+            for index in kept:
+                # A turn that was cut has no end to learn
+                turns = [turn for turn in _turns(episodes[index], names) if not turn.truncated]
+                rows += [{**_shaped(turn, kind), "agent": turn.agent, "reward": scores[index]} for turn in turns]
+    if not rows:
+        raise ValueError(_nothing_left(kind, names))
+    if template:
+        rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
+    return Dataset.from_list(rows)
+
+
+def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str | None, best: int | None) -> None:
+    if kind not in KINDS:
+        known = ", ".join(f"{one!r} ({trainer})" for one, trainer in KINDS.items())
+        raise ValueError(f"`kind` must be one of {known}, got {kind!r}.{did_you_mean(kind, KINDS)}")
+    if agent is not None and agent not in agents:
+        raise ValueError(
+            f"`agent={agent!r}` is no agent whose turns a model writes: there are {', '.join(map(repr, agents))}."
+            f"{did_you_mean(agent, agents)}"
+        )
+    if best is not None and (isinstance(best, bool) or not isinstance(best, int) or best < 1):
+        raise ValueError(f"`best` must be an integer of at least 1, got {best!r}.")
+    if best is not None and kind in ("dpo", "kto"):
+        raise ValueError(f"`best` keeps the best episodes, and `kind={kind!r}` needs worse ones too. Leave it out.")
+    wrong = [one for one in episodes if not isinstance(one, Episode)]
+    if wrong or not episodes:
+        got = type(wrong[0]).__name__ if wrong else "none"
+        raise ValueError(f"`episodes` must be what `team.run(...)` returns, got {got}.")
+
+
+def _scores(episodes: list[Episode], rewards: Sequence[float] | None, needs: bool) -> list[float]:
+    if rewards is None:
+        if needs and not any(any(episode.earned) for episode in episodes):
+            raise ValueError(
+                "To tell good episodes from bad ones, pass `rewards`, a number for each episode, such as "
+                "`rewards=score(completions=[one.answer.text for one in episodes], ...)`."
+            )
+        return [float(sum(episode.earned)) for episode in episodes]
+    scores = [float(reward) for reward in rewards]
+    if len(scores) != len(episodes) or not all(map(math.isfinite, scores)):
+        raise ValueError(
+            f"`rewards` must have a finite number for each of the {len(episodes)} episodes, got {len(scores)} numbers"
+            + ("." if all(map(math.isfinite, scores)) else ", not all of them finite.")
+        )
+    return scores
+
+
+def _turns(episode: Episode, names: Sequence[str]) -> list[Turn]:
+    return [turn for turn in episode.turns if turn.agent in names and len(turn.completion_ids)]
+
+
+def _said(turn: Turn) -> dict[str, Any]:
+    """Prompt and completion: messages, or texts where the agent was shown a text."""
+    if isinstance(turn.observation, str):
+        return {"prompt": turn.observation, "completion": turn.raw_text}
+    return {"prompt": list(turn.observation), "completion": [{"role": "assistant", "content": turn.raw_text}]}
+
+
+def _shaped(turn: Turn, kind: str) -> dict[str, Any]:
+    said = _said(turn)
+    if kind == "prompt-completion":
+        return said
+    if isinstance(said["prompt"], str):
+        return {"text": said["prompt"] + said["completion"]}
+    return {"messages": [*said["prompt"], *said["completion"]]}
+
+
+def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each agent the turns of the best and of the worst episode in which it was shown the same."""
+    by_shown: dict[tuple, list[tuple[float, Turn]]] = {}
+    for score, episode in scored:
+        seen: dict[str, int] = {}
+        for turn in _turns(episode, names):
+            count = seen[turn.agent] = seen.get(turn.agent, 0) + 1
+            by_shown.setdefault((turn.agent, count, turn.prompt_ids), []).append((score, turn))
+    pairs = []
+    for (agent, _, _), turns in by_shown.items():
+        whole = [pair for pair in turns if not pair[1].truncated]
+        if not whole:
+            continue
+        high, chosen = max(whole, key=lambda pair: pair[0])
+        low, rejected = min(turns, key=lambda pair: pair[0])
+        if high > low and chosen.completion_ids != rejected.completion_ids:
+            good, bad = _said(chosen), _said(rejected)
+            pairs.append(
+                {"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], "agent": agent}
+            )
+    return pairs
+
+
+def _nothing_left(kind: str, names: Sequence[str]) -> str:
+    if kind == "dpo":
+        return (
+            f"No pair is left for {', '.join(map(repr, names))}: two episodes of a prompt have to differ in their "
+            "reward and show the agent the same. Agents that read sampled turns of teammates are shown something else "
+            "in every episode: use `kind='kto'` for them, or run more episodes of each prompt (`num_samples`)."
+        )
+    return (
+        f"No turn of {', '.join(map(repr, names))} is left: lower `threshold`, or run more episodes of each prompt. "
+        "Turns that were cut at their length limit are left out."
+    )

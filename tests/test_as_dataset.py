@@ -1,0 +1,176 @@
+"""Episodes as datasets of TRL's other trainers, by those trainers."""
+
+from marft_trl import AgentSpec
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+
+from .helpers import lora, team_trainer, tiny_dataset
+
+
+NAMES = ["reasoner", "actor"]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory, model_folder):
+    """A trainer, its episodes, and their rewards."""
+    trainer = team_trainer(model_folder, tmp_path_factory.mktemp("played"))
+    rows = list(tiny_dataset(3))
+    episodes = trainer.team.run(rows, num_samples=4, seed=0)
+    rewards = [float(sum(map(ord, one.answer.text)) % 5) for one in episodes]
+    return trainer.team, episodes, rewards
+
+
+def settings(cls, folder, **given):
+    return cls(str(folder), max_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no", **given)
+
+
+def turns_of(episodes, agent):
+    return [turn for one in episodes for turn in one.turns if turn.agent == agent and not turn.truncated]
+
+
+def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, model_folder, tmp_path, tokenizer):
+    team, episodes, rewards = played
+    dataset = team.to_dataset(episodes, agent="actor", rewards=rewards, best=2)
+    kept = [
+        index
+        for start in range(0, 12, 4)
+        for index in sorted(range(start, start + 4), key=lambda index: -rewards[index])[:2]
+    ]
+    turns = turns_of([episodes[index] for index in kept], "actor")
+    assert len(dataset) == len(turns) > 0 and set(dataset["agent"]) == {"actor"}
+    assert all(reward == rewards[index] for reward, index in zip(dataset["reward"], kept, strict=False))
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        settings(SFTConfig, tmp_path),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora(),
+    )
+    for row, turn in zip(trainer.train_dataset, turns, strict=True):
+        ids, length = [*turn.prompt_ids, *turn.completion_ids], len(turn.prompt_ids)
+        assert row["input_ids"][: len(ids)] == ids
+        assert row["labels"][:length] == [-100] * length and row["labels"][length : len(ids)] == ids[length:]
+    trainer.train()
+    trainer.save_model(str(tmp_path / "actor"))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "actor", adapter_name="actor", is_trainable=True
+    )
+    again = team_trainer(model, tmp_path / "again")
+    assert again.policies.origin_of("actor") == "loaded" and again.policies.origin_of("reasoner") == "fresh"
+    learnt = [one for name, one in trainer.model.named_parameters() if "lora_B" in name]
+    found = [one for name, one in again.policies.parameters("actor").items() if "lora_B" in name]
+    assert any(one.any() for one in learnt)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(learnt, found, strict=True))
+
+
+def test_conversations_and_texts(played):
+    team, episodes, rewards = played
+    dataset = team.to_dataset(episodes, "sft", rewards=rewards, threshold=2.0)
+    turns = [
+        turn
+        for one, reward in zip(episodes, rewards, strict=True)
+        for turn in one.turns
+        if reward >= 2.0 and not turn.truncated
+    ]
+    assert sorted(row["messages"][-1]["content"] for row in dataset) == sorted(turn.raw_text for turn in turns)
+    assert all(
+        row["messages"][:-1] == turn.observation for row, turn in zip(_in_order(dataset, turns), turns, strict=True)
+    )
+
+
+def _in_order(dataset, turns):
+    by_text = {row["messages"][-1]["content"] + str(row["messages"][:-1]): row for row in dataset}
+    return [by_text[turn.raw_text + str(turn.observation)] for turn in turns]
+
+
+def test_dpo_pairs_turns_that_answer_the_same(played, model_folder, tmp_path, tokenizer):
+    team, episodes, rewards = played
+    dataset = team.to_dataset(episodes, "dpo", "reasoner", rewards=rewards)
+    for row in dataset:
+        group = [
+            (reward, turn)
+            for one, reward in zip(episodes, rewards, strict=True)
+            for turn in one.turns
+            if turn.agent == "reasoner" and turn.observation == row["prompt"]
+        ]
+        scores = {turn.raw_text: reward for reward, turn in sorted(group, key=lambda pair: pair[0])}
+        good, bad = (row[name][0]["content"] for name in ("chosen", "rejected"))
+        assert scores[good] == max(reward for reward, turn in group if not turn.truncated)
+        assert min(reward for reward, turn in group if turn.raw_text == bad) == min(reward for reward, _ in group)
+    assert len(dataset) <= 3
+    trainer = DPOTrainer(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        args=settings(DPOConfig, tmp_path, per_device_train_batch_size=2),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora(),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_kto_labels_turns_by_their_prompt_s_mean_or_a_threshold(played, model_folder, tmp_path, tokenizer):
+    team, episodes, rewards = played
+    dataset = team.to_dataset(episodes, "kto", "actor", rewards=rewards)
+    assert set(dataset.column_names) == {"prompt", "completion", "label", "agent"}
+    means = [sum(rewards[start : start + 4]) / 4 for start in range(0, 12, 4)]
+    expected = [
+        rewards[index] > means[index // 4]
+        for index, one in enumerate(episodes)
+        for turn in one.turns
+        if turn.agent == "actor" and not (rewards[index] > means[index // 4] and turn.truncated)
+    ]
+    assert dataset["label"] == expected and len(set(expected)) == 2
+    above = team.to_dataset(episodes, "kto", "actor", rewards=rewards, threshold=0.0)
+    assert set(above["label"]) == {True}
+    trainer = KTOTrainer(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        args=settings(KTOConfig, tmp_path, per_device_train_batch_size=4),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora(),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_left_out(model_folder, tmp_path):
+    agents = [AgentSpec("user", reply=lambda messages: "2 + 2?"), AgentSpec("actor")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents)
+    episodes = trainer.team.run(list(tiny_dataset(2)), num_samples=2, seed=0)
+    dataset = trainer.team.to_dataset(episodes)
+    assert isinstance(dataset, Dataset) and set(dataset["agent"]) == {"actor"}
+    with pytest.raises(ValueError, match="`agent='user'` is no agent whose turns a model writes: there are 'actor'"):
+        trainer.team.to_dataset(episodes, agent="user")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "dpp", "rewards": []}, "'dpp'. Did you mean 'dpo'"),
+        ({"agent": "actr"}, "Did you mean 'actor'"),
+        ({"best": 0}, "`best` must be an integer of at least 1, got 0"),
+        ({"kind": "kto", "best": 1, "rewards": [0.0] * 12}, "needs worse ones too"),
+        ({"kind": "kto"}, "pass `rewards`, a number for each episode"),
+        ({"rewards": [1.0]}, "each of the 12 episodes, got 1 numbers"),
+        ({"rewards": [float("nan")] * 12}, "not all of them finite"),
+        ({"rewards": [1.0] * 12, "threshold": 2.0}, "lower `threshold`"),
+        ({"kind": "dpo", "rewards": [1.0] * 12}, "No pair is left"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_dataset(played, arguments, message):
+    team, episodes, _ = played
+    with pytest.raises(ValueError, match=message):
+        team.to_dataset(episodes, **arguments)
+
+
+def test_what_is_no_episode(played):
+    for wrong in ([], ["an answer"]):
+        with pytest.raises(ValueError, match=r"`episodes` must be what `team.run\(...\)` returns"):
+            played[0].to_dataset(wrong)
