@@ -104,7 +104,8 @@ class Team:
                 Folder of the team, or its Hub id.
             model (`str` or [`~transformers.PreTrainedModel`], *optional*):
                 Base model: a Hub id, a folder, or a loaded model without adapters. Defaults to the Hub model that the
-                team was trained on. Required if the team was trained on a local base.
+                team was trained on. Required if the team was trained on a local base. It is loaded onto one device;
+                pass a base that needs several as a loaded model, such as one with `device_map="auto"`.
             quantization_config (*optional*):
                 Quantization config used to load the base. Defaults to the config of training. `False` disables
                 quantization.

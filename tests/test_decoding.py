@@ -4,6 +4,7 @@ import functools
 import random
 import weakref
 
+from marft_trl.seams.generation import masks_what_comes_later
 from marft_trl.seams.graphs import captured, why_not_captured
 from marft_trl.shared_prefix import decoding, forward, room, steps
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
@@ -138,6 +139,21 @@ def test_shapes_and_addresses_stay_until_rows_leave(monkeypatch):
         first, *others = [memory for its, memory in taken if its == count]
         assert all(memory == first for memory in others)
         assert len(others) % 8 == 7 or count == sizes[-1]  # it is looked every eighth step
+
+
+def test_masks_what_comes_later_where_attention_is_told_of_columns(monkeypatch):
+    """FlashAttention would attend to memory that nothing was written to yet."""
+    model, chosen = family_model("qwen3"), []
+    monkeypatch.setattr(decoding, "steps_of", lambda is_fixed: (chosen.append(is_fixed), steps.steps_of(is_fixed))[1])
+    for kind, is_fixed in (("sdpa", True), ("eager", True), ("other", False)):
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", "sdpa" if kind == "other" else kind)
+        if kind == "other":
+            monkeypatch.setattr(decoding, "masks_what_comes_later", lambda model: False)
+        assert masks_what_comes_later(model)
+        generate(model, [[5, 6, 7]] * 2, is_fixed=True, do_sample=False, max_new_tokens=2)
+        assert chosen[-1] == is_fixed
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    assert not masks_what_comes_later(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ from marft_trl.learning.memory import measure_activations, memory_of_server
 from marft_trl.seams import runs
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
+from marft_trl.seams.trl import constructing_parent
 from marft_trl.servers import vllm_generator
 from marft_trl.servers.vllm_generator import VLLMGenerator
 from marft_trl.sharding.setup import check_launcher
@@ -102,6 +103,25 @@ def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
     assert [one["device_map"] for one in given] == [{"": "the device"}, "auto"]
 
 
+@pytest.mark.parametrize("peft_config", [None, lora()], ids=["trained", "frozen"])
+def test_a_reference_goes_to_the_device_of_its_process(tmp_path, peft_config):
+    """`constructing_parent`: TRL loads the reference of a fully trained policy itself."""
+    args = SimpleNamespace(
+        **{"beta": 0.1, "world_size": 1, "device": torch.device("cuda", 0), "model_init_kwargs": {"dtype": "float32"}},
+        **{
+            "ddp_broadcast_buffers": False,
+            "importance_sampling_level": "token",
+            "use_vllm": False,
+            "sync_ref_model": False,
+        },
+    )
+    has_adapters = peft_config is not None
+    with constructing_parent(args, has_adapters, True):
+        placed = {} if has_adapters else {"device_map": {"": torch.device("cuda", 0)}}
+        assert args.model_init_kwargs == {"dtype": "float32", **placed}
+    assert args.model_init_kwargs == {"dtype": "float32"}
+
+
 def test_a_process_that_sees_several_devices_uses_its_own(model_folder, tmp_path, caplog):
     """`use_one_device`. TRL refuses to start with more."""
     args = config(tmp_path)
@@ -116,7 +136,7 @@ def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
     states = {0: torch.tensor([1], dtype=torch.uint8), 1: torch.tensor([2], dtype=torch.uint8)}
     monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[device.index].clone())
     monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: states.update({device.index: state}))
-    model = SimpleNamespace(hf_device_map={"a": 0, "b": "xpu:1", "c": "cpu"})
+    model = SimpleNamespace(hf_device_map={"a": 0, "b": "xpu:1", "c": "cpu", "d": "disk", "e": "xpu"})
     assert is_spread(model) and not is_spread(torch.nn.Linear(1, 1))
     first = torch.device("xpu", 0)
     others = other_devices(model, first)
@@ -318,6 +338,12 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     assert computing_in(given, None) is given
     chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
     assert computing_in(chosen, torch.bfloat16) is chosen and computing_in(None, torch.bfloat16) is None
+    as_dict = computing_in({"load_in_4bit": True}, torch.bfloat16)
+    assert as_dict == {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    assert computing_in({"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}, torch.bfloat16) == {
+        "load_in_4bit": True,
+        "bnb_4bit_compute_dtype": "float32",
+    }
 
 
 # ---- Launchers ----

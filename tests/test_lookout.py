@@ -49,6 +49,7 @@ def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speak
     monkeypatch.setattr(lookout, "_NEWS", 1.0)
     monkeypatch.setattr(lookout, "_EVERY", 0.1)
     store, places = HashStore(), [Place.here(), Place("node1", 11), Place("node2", 12)]
+    Lookout(store, 1, [Place.here(), *places[1:]]).say("what an earlier run has left in the store")
     living, dead = Lookout(store, 1, places), Lookout(store, 2, places)
     with living:
         with dead:
@@ -95,3 +96,34 @@ def test_a_process_that_stands_still_after_another_has_failed_is_ended():
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
+    """torchrun keeps the store over restarts, and `train()` may be called again after a failure."""
+    for name, seconds in (("_EVERY", 0.05), ("_PATIENCE", 0.3), ("_NEWS", 0.3)):
+        monkeypatch.setattr(lookout, name, seconds)
+    ended = []
+    monkeypatch.setattr(lookout.os, "_exit", ended.append)
+    store = HashStore()
+    Lookout(store, 1, [Place.here(), Place("node1", 11)]).say("ValueError: in the first attempt")
+    with Lookout(store, 0, places := [Place.here(), Place("node1", 12)]):
+        time.sleep(1.0)
+    assert not ended
+    Lookout(store, 1, places).say("ValueError: in the second")
+    with Lookout(store, 0, places):
+        time.sleep(1.5)
+    assert ended
+
+
+def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
+    monkeypatch.setattr(lookout, "_NEWS", 2.0)
+    child = subprocess.Popen(["sleep", "60"])
+    child.kill()
+    child.wait()
+
+    class Gone(Silent):
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    watch = Lookout(Gone(), 1, [Place(socket.gethostname(), child.pid), Place.here()])
+    assert f"Process 0 of the run (pid {child.pid}) has ended" in watch.news()

@@ -1,5 +1,6 @@
 """Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
 
+from marft_trl.learning import out_of_memory
 from marft_trl.learning.losses import TeamLoss
 from marft_trl.system.run_metrics import StepMetrics
 
@@ -124,5 +125,35 @@ def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, mon
     trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
     Full(trainer, 2, 1)
     monkeypatch.setattr(type(trainer.parts.processes), "have_shards", True)
-    with pytest.raises(RuntimeError, match="cannot be taken again .the base is in shards"):
+    with pytest.raises(RuntimeError, match="cannot be taken again: other processes take part"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing):
+    settings = {**SETTINGS, "gradient_checkpointing": checkpointing, "max_steps": 4}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    Full(trainer, 2, 1)
+    limits, fit = [], trainer.parts.batcher.fit
+
+    def noting(rows):
+        fit(rows)
+        limits.append(trainer.parts.batcher.max_tokens)
+
+    trainer.parts.batcher.fit = noting
+    trainer.train()
+    first, *others = limits
+    assert first == 2000 and len(others) >= 1 and set(others) == {trainer.parts.batcher.max_tokens} != {2000}
+
+
+def test_why_a_step_cannot_be_taken_again_is_said(model_folder, tmp_path, monkeypatch):
+    settings = {**SETTINGS, "max_tokens_per_micro_batch": 1}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    Full(trainer, 2, 1)
+    with pytest.raises(RuntimeError, match="and cannot be taken again: a single row is too long"):
+        trainer.train()
+    monkeypatch.setattr(out_of_memory, "_MOST_COPIED", 1)
+    trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, "gradient_accumulation_steps": 2})
+    Full(trainer, 4, 1)
+    with pytest.raises(RuntimeError, match="gradients of the micro-steps before it are too large"):
         trainer.train()

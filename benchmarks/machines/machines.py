@@ -246,14 +246,16 @@ def killed(new, machines):
     return "the other names it and its machine", f"after {trial.seconds} s: {right}", right
 
 
-@row("`--max_restarts 2`, a process is killed")
+@row("`--max_restarts 2` and c10d, a process is killed, and a reward raises, three times each")
 def restarts(new, machines):
-    flags = (
-        f"--nnodes 2 --nproc_per_node 1 --max_restarts 2 --rdzv_backend c10d --rdzv_endpoint node0:{PORT} --rdzv_id 2"
-    )
-    mine = new().torchrun(machines, flags=flags, script=["--fail", "1:2:kill"]).hashes
-    whole = alone(new, machines)
-    return "the weights of an undisturbed run", f"{mine} and {whole}", len(mine) == 1 and mine == whole
+    flags = f"--nnodes 2 --nproc_per_node 1 --max_restarts 2 {RENDEZVOUS} --rdzv_id 2"
+    whole, found = alone(new, machines), []
+    for how in ("kill", "raise") * 3:
+        trial = new().torchrun(
+            machines, flags=flags, script=["--fail", f"1:2:{how}"], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+        )
+        found.append(trial.hashes)
+    return "the weights of an undisturbed run", f"{found} and {whole}", all(mine == whole for mine in found)
 
 
 def unplug(new, machines, index):

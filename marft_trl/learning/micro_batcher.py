@@ -57,7 +57,7 @@ class MicroBatcher:
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
         self.cost: ActivationCost | None = None  # measured on the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
-        self._room = math.inf
+        self._room, self._proven = math.inf, math.inf  # tokens that have fitted, where more have not
 
     def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
         """Micro-batches of one agent each; `options` are those of [`micro_batches`]."""
@@ -90,7 +90,7 @@ class MicroBatcher:
             )
             self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
-            self.max_tokens = limit
+            self.max_tokens = int(min(limit, self._proven))
 
     def shrink(self, rows: Sequence[Row]) -> str | None:
         """
@@ -102,7 +102,7 @@ class MicroBatcher:
         longest = max((row.length for row in rows), default=0)
         largest = max((batch.num_tokens for batch in self.cut(rows)), default=0)
         if largest > longest:
-            self.max_tokens = max(int(largest / 2), longest)
+            self.max_tokens = self._proven = max(int(largest / 2), longest)
             return f"micro-batches have at most {self.max_tokens:,} tokens"
         if self.is_checkpointing or self._args.gradient_checkpointing is not None:
             return None

@@ -15,12 +15,14 @@ from ..rules.rows import Row
 from ..seams.logs import get_logger
 from ..system.randomness import RandomStates
 from .adapter_updates import AdapterUpdates
-from .memory import MemoryPlan, readable
+from .memory import MemoryPlan, readable, size_of
 from .micro_batcher import MicroBatcher
 
 
 logger = get_logger(__name__)
 
+# Bytes of gradients that are copied before each micro-step but the first, so that it can be taken again
+_MOST_COPIED = 2**30
 # Returns a function that takes back what was noted since
 Snapshot = Callable[[], Callable[[], None]]
 
@@ -58,17 +60,22 @@ class OutOfMemory:
             alone (`bool`): whether other processes take no part in them, so that this one can begin anew.
 
         Raises:
-            RuntimeError: memory is still too small, with the plan beside what was measured.
+            RuntimeError: memory is still too small, or the step cannot be taken again, with the plan beside what was
+                measured.
         """
-        states, gradients = self._randomness.capture(), self._gradients()
-        undo = [snapshot() for snapshot in notes]
-        problem = ""
+        why_not = None if alone else "other processes take part in its passes"
+        states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in notes], ""
+        gradients: list[tuple[Any, torch.Tensor | None]] = []
         try:
+            if alone:
+                gradients, why_not = self._gradients()
             return work()
         except torch.OutOfMemoryError as error:
             problem = _first_line(error)
         # Here, and not where it was caught: until then the error holds the tensors of the passes
-        if alone and self._smaller(rows, problem):
+        if why_not is None and not self._smaller(rows, problem):
+            why_not = "a single row is too long, with gradient checkpointing as it is set"
+        elif why_not is None:
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
             for parameter, gradient in gradients:
@@ -79,11 +86,14 @@ class OutOfMemory:
                 return work()
             except torch.OutOfMemoryError as error:
                 problem = _first_line(error)
-        raise RuntimeError(self._described(problem, alone))
+        raise RuntimeError(self._described(problem, why_not))
 
-    def _gradients(self) -> list[tuple[Any, torch.Tensor | None]]:
+    def _gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
+        """Copies of what earlier micro-steps have added to gradients, and why there are none, if so."""
         trained = [one for its in self._updates.trained_parameters().values() for one in its.values()]
-        return [(one, None if one.grad is None else one.grad.detach().clone()) for one in trained]
+        if size_of([one.grad for one in trained if one.grad is not None]) > _MOST_COPIED:
+            return [], "the gradients of the micro-steps before it are too large for a copy"
+        return [(one, None if one.grad is None else one.grad.detach().clone()) for one in trained], None
 
     def _smaller(self, rows: Sequence[Row], problem: str) -> bool:
         """Halve micro-batches, or checkpoint gradients where a single row is too long; `False` if neither is left."""
@@ -96,7 +106,7 @@ class OutOfMemory:
             )
         return change is not None
 
-    def _described(self, problem: str, alone: bool) -> str:
+    def _described(self, problem: str, why_not: str | None) -> str:
         device, lines = self._processes.device, []
         if self.plan is not None:
             with contextlib.suppress(Exception):  # it measures a pass, for which there may be no memory left
@@ -104,11 +114,10 @@ class OutOfMemory:
         if device.type == "cuda":
             most, whole = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
             lines.append(f"Measured: {readable(most)} at once, of {readable(whole)}.")
-        why = "" if alone else " (the base is in shards, so no process can begin a step anew)"
-        what = "again, in smaller micro-batches too" if alone else "and cannot be taken again" + why
+        what = "again, in smaller micro-batches too" if why_not is None else f"and cannot be taken again: {why_not}"
         return "\n".join(
             [
-                f"Step {self._state.optimizer_step + 1} ran out of memory {what}: {problem}. Set "
+                f"Step {self._state.optimizer_step + 1} ran out of memory {what} ({problem}). Set "
                 "`max_tokens_per_micro_batch` lower, `gradient_checkpointing=True`, shorter turns "
                 "(`max_completion_length`), or load the base in 4 bit.",
                 *lines,

@@ -76,6 +76,15 @@ def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[N
         yield
 
 
+def masks_what_comes_later(model: Any) -> bool:
+    """
+    `True` if attention (transformers 5.23) gets a mask of its own for every query, so that a pass over memory of fixed
+    shape sees nothing that has not been written. FlashAttention is given lengths of rows instead, and flex attention
+    compiles anew for every mask.
+    """
+    return model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+
+
 def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
     """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
     return config._pad_token_tensor

@@ -102,8 +102,9 @@ def constructing_parent(
 ) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`]. Data parallelism does not broadcast buffers, unless that is set. What the constructor
-    says of `importance_sampling_level` is about the ratio that will be used.
+    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. Data parallelism does not
+    broadcast buffers, unless that is set. What the constructor says of `importance_sampling_level` is about the ratio
+    that will be used.
 
     Args:
         args ([`MARFTConfig`]): training arguments.
@@ -113,8 +114,16 @@ def constructing_parent(
     """
     if args.ddp_broadcast_buffers is None:
         args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
-    unit = swapped(args, {"importance_sampling_level": ratio or args.importance_sampling_level})
-    with without_reference(args, if_=has_adapters), without_vllm(args), unit, without_false_warning(model_was_named):
+    kwargs, is_placed = args.model_init_kwargs, False
+    if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
+        # Of the reference, which TRL would spread over all devices
+        kwargs, is_placed = {"device_map": {"": args.device}, **(kwargs or {})}, True
+    bent = {
+        "importance_sampling_level": ratio or args.importance_sampling_level,
+        "model_init_kwargs": kwargs,
+    }
+    quiet = without_false_warning(model_was_named or is_placed)
+    with without_reference(args, if_=has_adapters), without_vllm(args), swapped(args, bent), quiet:
         yield
 
 

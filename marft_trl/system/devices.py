@@ -30,11 +30,10 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
     """The devices that a spread model has layers on, besides that of the process."""
     if not is_spread(model):
         return []
-    kinds = {
-        str(torch.device(device.type, one) if isinstance(one, int) else torch.device(one)): None
-        for one in model.hf_device_map.values()
-    }
-    return [found for name in kinds if (found := torch.device(name)).type == device.type and found != device]
+    places = {one for one in model.hf_device_map.values() if one != "disk"}  # type: ignore[union-attr]
+    found = {torch.device(device.type, one) if isinstance(one, int) else torch.device(one) for one in places}
+    whole = {torch.device(one.type, one.index or 0) for one in found if one.type == device.type}
+    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda one: one.index)
 
 
 def take_one_device(args: TrainingArguments, model: nn.Module) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -22,14 +24,18 @@ _PATIENCE = 20.0
 
 
 class Place(NamedTuple):
-    """Where a process runs: the name of its machine, and its process id there."""
+    """
+    Where a process runs: the name of its machine, its process id there, and a random name of its present run. Stores
+    outlive runs: torchrun (PyTorch 2.13) keeps one over restarts, and `train()` may be called again after a failure.
+    """
 
     host: str
     pid: int
+    run: str = ""
 
     @classmethod
     def here(cls) -> Place:
-        return cls(socket.gethostname(), os.getpid())
+        return cls(socket.gethostname(), os.getpid(), secrets.token_hex(8))
 
 
 class Lookout:
@@ -37,9 +43,10 @@ class Lookout:
     Looks at the key-value store of the processes in a thread of its own, and lets it know that this one is alive.
 
     Not every failure reaches the others: over NCCL, a collective whose peer is gone waits on the device for
-    `ddp_timeout`, half an hour by default, without a Python error. So a process that stands still after another one
-    has said that it failed is ended, with the words of that one. And the store itself may be on a machine that no
-    longer answers, so nobody waits for it without a bound.
+    `ddp_timeout`, half an hour by default, without a Python error. So a process that is still in the same place some
+    time after another one has said that it failed is ended, with the words of that one: whatever it waits for, its
+    next collective could not succeed, nor a checkpoint, which takes all processes. And the store itself may be on a
+    machine that no longer answers, so nobody waits for it without a bound.
 
     Args:
         store (`torch.distributed.Store`): by which the processes found one another.
@@ -50,6 +57,7 @@ class Lookout:
     def __init__(self, store: Any, index: int, places: Sequence[Place]):
         self._store, self._index, self._places = store, index, list(places)
         self._others = [other for other in range(len(places)) if other != index]
+        self._prefix = f"marft/{places[0].run}"
         self._ended = threading.Event()
         self._watched = threading.get_ident()
 
@@ -62,7 +70,7 @@ class Lookout:
 
     def say(self, text: str) -> None:
         """Tell the other processes why this one fails."""
-        _within(_NEWS, lambda: self._store.set(_failure(self._index), text))
+        _within(_NEWS, lambda: self._store.set(self._failure(self._index), text))
 
     def news(self) -> str:
         """What became of the process whose connection is lost, after [`_NEWS`] seconds at most."""
@@ -75,23 +83,32 @@ class Lookout:
             "which keeps their list, does not answer: it is gone, or the network between them is."
         )
 
-    def _find_out(self) -> str:
-        store, end = _own(self._store), time.monotonic() + _NEWS
-        before = self._beats(store)
-        while time.monotonic() < end:
+    def _find_out(self) -> str | None:
+        end, before = time.monotonic() + _NEWS, None
+        while True:
             for other in self._others:
-                text = self._failure_of(store, other)
-                if text is not None:
-                    return text
                 place = self._places[other]
                 if place.host == socket.gethostname() and not _is_alive(place.pid):
-                    return (
+                    said = _within(_EVERY, functools.partial(self._failure_of, self._store, other))
+                    return said or (
                         f"Process {other} of the run (pid {place.pid}) has ended without an error of its own: it was "
                         "killed, for instance for lack of memory."
                     )
+            with contextlib.suppress(Exception):  # the process that keeps the store may be gone
+                store = _own(self._store)
+                found = [text for other in self._others if (text := self._failure_of(store, other))]
+                if found:
+                    return found[0]
+                beats = self._beats(store)
+                before = beats if before is None else before
+                if time.monotonic() >= end:
+                    return self._silent([other for other, beat in beats.items() if beat == before.get(other)])
+            if time.monotonic() >= end:
+                return None
             time.sleep(0.2)
-        silent = [other for other, beat in self._beats(store).items() if beat == before.get(other)]
-        named = ", ".join(f"{one} (pid {self._places[one].pid} on {self._places[one].host})" for one in silent)
+
+    def _silent(self, others: Sequence[int]) -> str:
+        named = ", ".join(f"{one} (pid {self._places[one].pid} on {self._places[one].host})" for one in others)
         which = f"Process {named} is silent" if named else "None of them has said why"
         return (
             f"The connection to the other processes of the run is lost. {which}: it was killed, hangs, or its machine "
@@ -99,14 +116,20 @@ class Lookout:
         )
 
     def _failure_of(self, store: Any, other: int) -> str | None:
-        if not store.check([_failure(other)]):
+        if not store.check([self._failure(other)]):
             return None
         where = self._places[other].host
         on = "" if where == socket.gethostname() else f" on {where}"
-        return f"Process {other} of the run{on} failed: {store.get(_failure(other)).decode()}"
+        return f"Process {other} of the run{on} failed: {store.get(self._failure(other)).decode()}"
 
     def _beats(self, store: Any) -> dict[int, bytes]:
-        return {other: store.get(_beat(other)) for other in self._others if store.check([_beat(other)])}
+        return {other: store.get(self._beat(other)) for other in self._others if store.check([self._beat(other)])}
+
+    def _failure(self, index: int) -> str:
+        return f"{self._prefix}/failure/{index}"
+
+    def _beat(self, index: int) -> str:
+        return f"{self._prefix}/alive/{index}"
 
     # ---- In the thread ----
 
@@ -114,7 +137,7 @@ class Lookout:
         with contextlib.suppress(Exception):  # the store is gone: then the connections are, too
             store, count = _own(self._store), 0
             while not self._ended.wait(_EVERY):
-                store.set(_beat(self._index), str(count := count + 1))
+                store.set(self._beat(self._index), str(count := count + 1))
                 said = next((text for other in self._others if (text := self._failure_of(store, other))), None)
                 if said is not None:
                     self._end_if_still(said)
@@ -138,14 +161,6 @@ class Lookout:
     def _place(self) -> tuple[int, int] | None:
         frame = sys._current_frames().get(self._watched)
         return None if frame is None else (id(frame), frame.f_lasti)
-
-
-def _failure(index: int) -> str:
-    return f"marft/failure/{index}"
-
-
-def _beat(index: int) -> str:
-    return f"marft/alive/{index}"
 
 
 def _own(store: Any) -> Any:

@@ -128,9 +128,13 @@ def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
 
 def computing_in(quantization_config: Any, dtype: torch.dtype | None) -> Any:
     """
-    The config of a 4-bit base that computes in the precision that the base is loaded in, unless another one was
-    chosen. The default of bitsandbytes (0.50), float32, casts the inputs and the weights of every layer in every pass.
+    The config of a 4-bit base that computes in the precision that the base is loaded in. The default of bitsandbytes
+    (0.50), float32, casts the inputs and the weights of every layer in every pass, and cannot be told from a choice:
+    for float32, set the `dtype` of the base. Another precision stays.
     """
+    if isinstance(quantization_config, dict):
+        follows = dtype is not None and quantization_config.get("load_in_4bit")
+        return {"bnb_4bit_compute_dtype": dtype, **quantization_config} if follows else quantization_config
     computes = getattr(quantization_config, "bnb_4bit_compute_dtype", None)
     if dtype is None or computes != torch.float32 or not getattr(quantization_config, "load_in_4bit", False):
         return quantization_config

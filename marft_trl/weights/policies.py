@@ -56,7 +56,8 @@ class Policies:
             self.trained = [SHARED_POLICY]
         self.names = sorted(set(policy_of.values()))
         self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
-        self._names_of: dict[str, list[str]] = {}  # of the parameters of each adapter
+        # Of each adapter the names of its parameters, and where they are
+        self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
         self.release()
@@ -93,10 +94,13 @@ class Policies:
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
         if self.has_adapters:
-            if adapter not in self._names_of:
-                self._names_of[adapter] = list(adapter_parameters(self._model, adapter))
-            # Names, because a parameter may be replaced, such as by one on another device
-            return {name: self._model.get_parameter(name) for name in self._names_of[adapter]}
+            if adapter not in self._places_of:
+                parts = [(name, *name.rpartition(".")[::2]) for name in adapter_parameters(self._model, adapter)]
+                self._places_of[adapter] = [
+                    (name, self._model.get_submodule(module), last) for name, module, last in parts
+                ]
+            # Places, because a parameter may be replaced, such as by one on another device
+            return {name: getattr(module, last) for name, module, last in self._places_of[adapter]}
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
@@ -128,8 +132,9 @@ class Policies:
     def release(self) -> None:
         """Set `requires_grad` on all trained adapters and on those of the critic, and on no others."""
         if self._layers:
-            frozen = [name for name in self.names if name not in self.trained]
-            self._layers.set_requires_grad([*self.trained, *self._critics], True)
+            learning = [*self.trained, *self._critics]
+            frozen = [name for name in self._model.peft_config if name not in learning]  # those of nobody, too
+            self._layers.set_requires_grad(learning, True)
             self._layers.set_requires_grad(frozen, False)
 
     def remember_starts(self, all_of_them: bool = False) -> None:
