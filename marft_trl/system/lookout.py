@@ -102,7 +102,7 @@ class Lookout:
                 beats = self._beats(store)
                 before = beats if before is None else before
                 if time.monotonic() >= end:
-                    return self._silent([other for other, beat in beats.items() if beat == before.get(other)])
+                    return self._silent([one for one in self._others if beats.get(one) == before.get(one)])
             if time.monotonic() >= end:
                 return None
             time.sleep(0.2)
@@ -136,7 +136,7 @@ class Lookout:
     def _look_out(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone: then the connections are, too
             store, count = _own(self._store), 0
-            while not self._ended.wait(_EVERY):
+            while not self._ended.wait(_EVERY if count else 0.0):
                 store.set(self._beat(self._index), str(count := count + 1))
                 said = next((text for other in self._others if (text := self._failure_of(store, other))), None)
                 if said is not None:
