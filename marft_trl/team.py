@@ -23,10 +23,7 @@ from .config.sampling import decoding
 from .episodes.records import Episode, Messages
 from .rollout.as_dataset import to_dataset
 from .rollout.runner import EpisodeRunner
-from .rollout.views import View, team_view
-from .shared_prefix.forward import why_not
-from .system.randomness import UserRandomness
-from .team_loading import (
+from .rollout.saved_team import (
     load_base,
     load_tokenizer,
     make_runner,
@@ -36,6 +33,9 @@ from .team_loading import (
     with_replies,
     without_inference,
 )
+from .rollout.views import View, team_view
+from .shared_prefix.forward import why_not
+from .system.randomness import UserRandomness
 from .weights.adapter_files import put_on, team_folder
 from .weights.manifest import TeamManifest
 from .workflows import Workflow, rebuild

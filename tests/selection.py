@@ -51,7 +51,6 @@ ROOMS = {
 ROOMS |= {
     "agents": ["tools", "secrets"],
     "team": ["tools", "secrets", "strangers"],
-    "team_loading": ["tools", "secrets", "strangers"],
     "tiny": ["examples"],
 }
 # Whose changes may break any test

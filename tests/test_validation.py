@@ -341,10 +341,10 @@ def test_words_before_a_trainer_need_no_state_of_accelerate(tmp_path):
         "from marft_trl import MARFTConfig\n"
         f"args = MARFTConfig({str(tmp_path)!r}, report_to='none', use_cpu=True, loss_type='cispo')\n"
         "assert args.epsilon_high == 5.0\n"
-        "from marft_trl import team_loading, weights\n"
-        "team_loading.without_inference('x')\n"
+        "from marft_trl.rollout import saved_team\n"
+        "saved_team.without_inference('x')\n"
         "import marft_trl.weights.adapters as adapters\n"
-        "for module in (team_loading, adapters): module.logger.warning('said')\n"
+        "for module in (saved_team, adapters): module.logger.warning('said')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "`epsilon_high` is 5.0" in done.stderr, done.stderr[-1500:]

@@ -16,26 +16,26 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Pre
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from .agents import AgentSpec, as_tools
-from .config.sampling import Sampling
-from .episodes.tools import ToolLimits, tool_name
-from .rollout import preparing
-from .rollout.chat_template import ChatTemplate
-from .rollout.model_engine import ModelEngine
-from .rollout.prompts import PromptBuilder, is_plain
-from .rollout.runner import EpisodeRunner, Limits
-from .rollout.transformers_generator import Decoding, TransformersGenerator
-from .rollout.turn_reader import TurnReader
-from .rollout.views import View
-from .seams.generation import HALF
-from .seams.models import keep_4bit_weights
-from .system.devices import placement
-from .system.randomness import UserRandomness
-from .weights.adapter_files import check_no_adapter
-from .weights.fingerprints import describe_base
-from .weights.manifest import Inference, TeamManifest
-from .weights.policies import Policies
-from .workflows import Workflow
+from ..agents import AgentSpec, as_tools
+from ..config.sampling import Sampling
+from ..episodes.tools import ToolLimits, tool_name
+from ..seams.generation import HALF
+from ..seams.models import keep_4bit_weights
+from ..system.devices import placement
+from ..system.randomness import UserRandomness
+from ..weights.adapter_files import check_no_adapter
+from ..weights.fingerprints import describe_base
+from ..weights.manifest import Inference, TeamManifest
+from ..weights.policies import Policies
+from ..workflows import Workflow
+from . import preparing
+from .chat_template import ChatTemplate
+from .model_engine import ModelEngine
+from .prompts import PromptBuilder, is_plain
+from .runner import EpisodeRunner, Limits
+from .transformers_generator import Decoding, TransformersGenerator
+from .turn_reader import TurnReader
+from .views import View
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
