@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,9 +39,6 @@ from .weights.adapter_files import put_on, team_folder
 from .weights.manifest import TeamManifest
 from .workflows import Workflow, rebuild
 from .workflows.anonymity import alias_names
-
-
-logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
 
 
 class Team:

@@ -11,7 +11,6 @@ once, before accelerate or transformers look for devices, and runs on the device
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import shutil
@@ -34,8 +33,6 @@ _MAY_MIX = {
     *("aten._to_copy.default", "aten.copy_.default", "aten._local_scalar_dense.default"),
     *("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default"),
 }
-# What a device would make the host wait for, by kind
-WAITS: collections.Counter[str] = collections.Counter()
 # Called with the kind of each wait, and with the type of each product with a weight
 LISTENERS: list[Callable[[str], None]] = []
 PRODUCTS: list[Callable[[torch.dtype], None]] = []
@@ -72,7 +69,6 @@ class OnDevice(torch.Tensor):
 
 
 def _note(kind: str) -> None:
-    WAITS[kind] += 1
     for listener in LISTENERS:
         listener(kind)
 

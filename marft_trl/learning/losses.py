@@ -111,29 +111,22 @@ class TeamLoss:
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        work = functools.partial(self._learn, model, slice_, learning, backward)
+
+        def learn() -> torch.Tensor:
+            total = torch.zeros((), device=self._processes.device)
+            for part in self._parts(model, slice_, learning, self._notes):
+                self._updates.shares.begin(part.agents)
+                loss = part.loss()
+                backward(loss)
+                total += loss.detach()
+            return total.requires_grad_()  # the Trainer runs a backward pass of it, in which nothing is left to do
+
         kept = self._notes
         notes = [it.snapshot for it in (kept.metrics, kept.values, kept.divergence, self._updates.shares)]
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
         alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        return self.out_of_memory.guard(work, slice_.rows, notes, alone)
-
-    def _learn(
-        self,
-        model: nn.Module,
-        slice_: Slice,
-        learning: frozenset[str],
-        backward: Callable[[torch.Tensor], None],
-    ) -> torch.Tensor:
-        """Forward and backward passes of all micro-batches. What it returns has no gradient of its own left."""
-        total = torch.zeros((), device=self._processes.device)
-        for part in self._parts(model, slice_, learning, self._notes):
-            self._updates.shares.begin(part.agents)
-            loss = part.loss()
-            backward(loss)
-            total += loss.detach()
-        return total.requires_grad_()  # the Trainer runs a backward pass of it
+        return self.out_of_memory.guard(learn, slice_.rows, notes, alone)
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:

@@ -33,7 +33,7 @@ class OutOfMemory:
     numbers and gradients, in micro-batches of half the size.
 
     Args:
-        run ([`RunContext`]): settings, processes and state of the run.
+        run ([`RunContext`]): processes and state of the run.
         batcher ([`MicroBatcher`]): its limit is halved, and stays so.
         updates ([`AdapterUpdates`]): what is trained.
         randomness ([`RandomStates`]): of training.
@@ -43,7 +43,7 @@ class OutOfMemory:
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
-        self._args, self._state, self._processes = run.args, run.state, run.processes
+        self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness
         self.plan: Callable[[], MemoryPlan] | None = None
 

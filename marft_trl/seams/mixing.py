@@ -118,12 +118,11 @@ class MixedLora:
 
     def _change(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What LoRAs add to the rows `(B, S, in)` of a layer, `(B, S, out)`."""
-        count, length = x.shape[:2]
-        if self._slots is None:  # equally many rows of each adapter stand together
+        (count, length), (which, slots) = x.shape[:2], self._on(x.device)
+        if slots is None:  # equally many rows of each adapter stand together
             together = x.reshape(len(self._names), -1, x.size(-1))
             return torch.bmm(torch.bmm(together, down), up).view(count, length, -1)
-        which, slots = self._on(x.device)
-        if slots is None or length >= down.size(-1):  # fewer numbers are copied with the matrices than with the rows
+        if length >= down.size(-1):  # fewer numbers are copied with the matrices than with the rows
             return torch.bmm(torch.bmm(x, down[which]), up[which])
         spread = x.new_zeros(len(self._names) * self._most, length, x.size(-1)).index_copy(0, slots, x)
         together = spread.view(len(self._names), -1, x.size(-1))

@@ -26,7 +26,7 @@ from transformers.generation import GenerationMode, logits_process
 from ..seams.generation import masks_what_comes_later, pad_token_of
 from .forward import RowAdapters
 from .room import fill
-from .steps import steps_of
+from .steps import FixedSteps, GrowingSteps
 
 
 # Logits processors that treat each row independently and keep no state of the batch.
@@ -114,7 +114,8 @@ def decode(
     is_padded = any(len(prompt) < longest for prompt in prompts)
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
     seen = torch.cat([mask[:, first:], mask.new_ones(batch, size - width)], dim=1)
-    steps = steps_of(is_fixed and masks_what_comes_later(model))(model, size - first, seen, lengths, is_padded)
+    kind = FixedSteps if is_fixed and masks_what_comes_later(model) else GrowingSteps
+    steps = kind(model, size - first, seen, lengths, is_padded)
     fill(steps.cache, model.base_model, prompts, adapters)
     steps.begin(longest - 1)
     _use(adapters, rows)

@@ -142,8 +142,3 @@ class FixedSteps(GrowingSteps):
             logger.warning(f"Turns are decoded without a captured graph: {self._why_not}.")
             return self._forward
         return run
-
-
-def steps_of(is_fixed: bool) -> type[GrowingSteps]:
-    """The class of the steps of a decoding loop."""
-    return FixedSteps if is_fixed else GrowingSteps
