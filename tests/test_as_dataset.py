@@ -1,6 +1,7 @@
 """Episodes as datasets of TRL's other trainers, by those trainers."""
 
 from marft_trl import AgentSpec
+from marft_trl.rollout.as_dataset import to_dataset
 
 import pytest
 import torch
@@ -174,3 +175,10 @@ def test_what_is_no_episode(played):
     for wrong in ([], ["an answer"]):
         with pytest.raises(ValueError, match=r"`episodes` must be what `team.run\(...\)` returns"):
             played[0].to_dataset(wrong)
+
+
+def test_episodes_that_earned_the_same_are_not_desirable_and_options_of_the_template_stand_in_rows(played):
+    team, episodes, _ = played
+    assert set(team.to_dataset(episodes, "kto", rewards=[1.0] * 12)["label"]) == {False}
+    dataset = to_dataset(episodes, "sft", NAMES, template={"enable_thinking": False})
+    assert dataset[0]["chat_template_kwargs"] == {"enable_thinking": False}

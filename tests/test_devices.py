@@ -28,8 +28,8 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import create_model_from_path
 
 from . import pretend_device
@@ -385,3 +385,22 @@ def test_the_checks_of_a_gpu_run_from_start_to_end():
     )
     assert done.returncode == 0 and "**NOT**" not in done.stdout, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("as expected") >= 7
+
+
+def test_a_base_that_samples_and_scores_in_two_precisions_is_warned_of(model_folder, tmp_path, caplog):
+    said = []
+    for kwargs in (None, {"dtype": "bfloat16"}):
+        caplog.clear()
+        settings = {"bf16": True, "use_cpu": True, "model_init_kwargs": kwargs}
+        team_trainer(model_folder, tmp_path, settings=settings)
+        said.append("turns are sampled in float32 and scored in half precision" in caplog.text)
+    assert said == [True, False]
+
+
+def test_adapters_of_nobody_are_not_trained(model_folder, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="actor")
+    model.add_adapter("spare", lora())
+    model.set_requires_grad(["spare"], True)
+    trainer = team_trainer(model, tmp_path)
+    trainer.policies.activate("actor")
+    assert not any(one.requires_grad for name, one in trainer.model.named_parameters() if ".spare." in name)

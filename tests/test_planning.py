@@ -266,3 +266,14 @@ def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
     (episode,) = collect(trainer.workflow, [{"prompt": "q"}], names, answer, aliases=aliases)
     assert [turn.agent for turn in episode.turns] == ["boss", "actor", "boss"]
     assert episode.counts == {"routing/unknown_agent": 1}  # its real name is nobody's
+
+
+def test_a_plan_counts_what_a_prefill_computes_and_buckets_of_gradients(model_folder, tmp_path, monkeypatch):
+    trainer = team_trainer(model_folder, tmp_path)
+    alone = trainer.memory_plan()
+    monkeypatch.setattr("marft_trl.reporting.plan.PREFILL_TOKENS", 10)
+    monkeypatch.setattr(type(trainer.parts.processes), "count", 2)
+    both = trainer.memory_plan()
+    per_token = trainer.parts.batcher.measure(64).per_token / trainer.model.config.num_hidden_layers
+    assert both.prefill == pytest.approx(10 * per_token, rel=0.5) and alone.prefill > 5 * both.prefill
+    assert both.gradients == 2 * alone.gradients
