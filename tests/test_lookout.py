@@ -103,7 +103,13 @@ def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
     for name, seconds in (("_EVERY", 0.05), ("_PATIENCE", 0.3), ("_NEWS", 0.3)):
         monkeypatch.setattr(lookout, name, seconds)
     ended = []
-    monkeypatch.setattr(lookout.os, "_exit", ended.append)
+
+    def leave(status):
+        """As the real one, it does not come back: the thread is not there any more when the real one is again."""
+        ended.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(lookout.os, "_exit", leave)
     store = HashStore()
     Lookout(store, 1, [Place.here(), Place("node1", 11)]).say("ValueError: in the first attempt")
     with Lookout(store, 0, places := [Place.here(), Place("node1", 12)]):
