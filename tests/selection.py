@@ -29,6 +29,7 @@ ROOMS = {
     "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
     "functional": ["unbiased", "central_critic"],
+    "gateway": ["gateway"],
     "learning": ["devices", "signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic"],
     "metrics": ["report", "evaluation"],
     "report": ["report", "recipes", "examples"],
@@ -43,6 +44,7 @@ ROOMS = {
     "shared_prefix": ["devices", "forward", "fitting"],
     "system": ["devices", "failures", "examples", "secrets", "sharding"],
     "tasks": ["task_families", "tasks"],
+    "team": ["tools", "secrets", "strangers", "gateway"],
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
     "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
@@ -50,7 +52,6 @@ ROOMS = {
 # Modules beside the rooms, whose tests are those of rooms that use them
 ROOMS |= {
     "agents": ["tools", "secrets"],
-    "team": ["tools", "secrets", "strangers"],
     "tiny": ["examples"],
 }
 # Whose changes may break any test

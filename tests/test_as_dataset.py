@@ -1,7 +1,7 @@
 """Episodes as datasets of TRL's other trainers, by those trainers."""
 
 from marft_trl import AgentSpec
-from marft_trl.rollout.as_dataset import to_dataset
+from marft_trl.team.as_dataset import to_dataset
 
 import pytest
 import torch

@@ -4,10 +4,10 @@ import copy
 
 from marft_trl import AgentSpec, Team
 from marft_trl.config.sampling import Sampling
-from marft_trl.rollout.saved_team import known_settings
 from marft_trl.rollout.stopping import EndAtStopText, StopTexts
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
+from marft_trl.team.saved_team import known_settings
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.weights.manifest import Inference
 

@@ -22,7 +22,7 @@ PACKAGES = [
     # What a user chooses by name, and the configuration, which checks it
     *("rules", "config", "configs"),
     *("sharding", "metrics", "rollout", "advantages", "learning", "servers", "reporting", "runs", "tiny"),
-    *("team", "trainer", "report", "tasks"),
+    *("team", "trainer", "gateway", "report", "tasks"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.
 PUBLIC = {"__init__", "plan", "memory_plan", "manifest", "team", "view", "workflow"}

@@ -341,7 +341,7 @@ def test_words_before_a_trainer_need_no_state_of_accelerate(tmp_path):
         "from marft_trl import MARFTConfig\n"
         f"args = MARFTConfig({str(tmp_path)!r}, report_to='none', use_cpu=True, loss_type='cispo')\n"
         "assert args.epsilon_high == 5.0\n"
-        "from marft_trl.rollout import saved_team\n"
+        "from marft_trl.team import saved_team\n"
         "saved_team.without_inference('x')\n"
         "import marft_trl.weights.adapters as adapters\n"
         "for module in (saved_team, adapters): module.logger.warning('said')\n"

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -203,8 +203,9 @@ def run_unblocked(
     """
 
     async def limited() -> Result:
-        async with _limited_by(limit):
-            return await function()
+        async with _beating(limit):
+            with limited_by(limit):
+                return await function()
 
     with _time_limit(workflow, patience) as limit:
         return run_coroutine(limited)
@@ -219,9 +220,30 @@ async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[Non
         workflow ([`Workflow`]): the workflow.
         patience (`float`, *optional*): seconds; `None` for no limit.
     """
-    with _time_limit(workflow, patience) as limit:
-        async with _limited_by(limit):
+    async with limiting(workflow, patience) as limit:
+        with limited_by(limit):
             yield
+
+
+@contextlib.asynccontextmanager
+async def limiting(workflow: Runs, patience: float | None) -> AsyncIterator[TimeLimit | None]:
+    """
+    Like [`unblocked`], for several tasks of the event loop: the limit is that of code within [`limited_by`]. It may be
+    left by another task than it was entered by.
+    """
+    with _time_limit(workflow, patience) as limit:
+        async with _beating(limit):
+            yield limit
+
+
+@contextlib.contextmanager
+def limited_by(limit: TimeLimit | None) -> Iterator[None]:
+    """Context manager: [`collecting`] takes this time limit for code that blocks."""
+    before = _LIMIT.set(limit)
+    try:
+        yield
+    finally:
+        _LIMIT.reset(before)
 
 
 def _time_limit(workflow: Runs, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
@@ -230,13 +252,11 @@ def _time_limit(workflow: Runs, patience: float | None) -> contextlib.AbstractCo
 
 
 @contextlib.asynccontextmanager
-async def _limited_by(limit: TimeLimit | None) -> AsyncIterator[None]:
-    before = _LIMIT.set(limit)
+async def _beating(limit: TimeLimit | None) -> AsyncIterator[None]:
     beats = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
     try:
         yield
     finally:
-        _LIMIT.reset(before)
         if beats is not None:
             beats.cancel()
 

@@ -17,6 +17,7 @@ from ..weights.manifest import TeamManifest, is_hub_id
 # Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.
 _MARKUP = re.compile(r"[\\`*_{}\[\]()#|~!:@]|(?<=www)\.")
 # Tags of every model card
+CARD_NAME = "README.md"
 TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]
 PAPER = {
     "title": "MARFT: Multi-Agent Reinforcement Fine-Tuning",

@@ -17,6 +17,10 @@ from ..config.dataset_checks import has_other_content
 from ..episodes.records import Messages
 
 
+class PromptError(ValueError):
+    """What an agent is to be shown cannot be rendered, or does not fit the model's window."""
+
+
 class ChatTemplate:
     """
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
@@ -189,7 +193,7 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         raise
     except Exception as error:
         roles = [message.get("role") for message in messages]
-        raise ValueError(
+        raise PromptError(
             f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
             f"{roles}, {type(error).__name__}: {error}. Use a template that does (`tokenizer.chat_template = ...`)."
         ) from error

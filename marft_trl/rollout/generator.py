@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..episodes.records import SampledBy
@@ -55,6 +56,25 @@ def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary:
             )
 
 
+class LiveTurn:
+    """
+    A turn that is followed while it is sampled, in an event loop that goes on meanwhile.
+
+    Args:
+        seed (`int`): its tokens depend on it, and not on turns that are sampled beside it.
+        limit (`int`, *optional*): largest number of tokens, where it is below that of the agent.
+        hear (`Callable[[list[int]], None]`, *optional*): called in the event loop with the newest tokens.
+
+    Attributes:
+        is_gone (`bool`): whether nobody waits for it any more. Set from any thread; the turn then ends.
+    """
+
+    def __init__(self, seed: int, limit: int | None = None, hear: Callable[[list[int]], None] | None = None):
+        self.seed, self.limit, self.hear = seed, limit, hear
+        self.loop = asyncio.get_running_loop()
+        self.is_gone = False
+
+
 class Observed(NamedTuple):
     """
     An observation that a turn is to be sampled for.
@@ -65,6 +85,7 @@ class Observed(NamedTuple):
         key (`tuple`): place of the turn in the run, the same for any number of processes. Seeds are made from it.
         by_reference (`bool`): sample from the agent's reference.
         copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
+        live ([`LiveTurn`], *optional*): who follows the turn. Of the turns of a call all are followed, or none is.
     """
 
     agent: str
@@ -72,6 +93,7 @@ class Observed(NamedTuple):
     key: tuple = ()
     by_reference: bool = False
     copy: int | None = None
+    live: LiveTurn | None = None
 
 
 class Generator:

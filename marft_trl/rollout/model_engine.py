@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ModelEngine:
         autocast: torch.dtype | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
-        self._generation, self._autocast = dict(generation), autocast
+        self._generation, self.autocast = dict(generation), autocast
         ends = self._generation.get("eos_token_id", tokenizer.eos_token_id)
         self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
 
@@ -52,9 +52,15 @@ class ModelEngine:
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
         config = GenerationConfig(**settings, disable_compile=True)
-        with forward_in_precision(self.model, self._autocast), generating_in_precision(self.model, self._autocast):
+        with forward_in_precision(self.model, self.autocast), generating_in_precision(self.model, self.autocast):
             rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
         return [self._up_to_end(row) for row in rows[:, width:].tolist()]
+
+    @torch.no_grad()
+    def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits `(V,)` after some tokens, in float32."""
+        with forward_in_precision(self.model, self.autocast):
+            return self.model(input_ids=torch.tensor([list(ids)], device=self.model.device)).logits[0, -1].float()
 
     def _up_to_end(self, ids: list[int]) -> list[int]:
         return ids[: next((index for index, token in enumerate(ids) if token in self.ends), len(ids)) + 1]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..agents import AgentSpec
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from ..workflows.anonymity import renamed
-from .chat_template import ChatTemplate, naming_templates, unbound
+from .chat_template import ChatTemplate, PromptError, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
@@ -130,7 +130,7 @@ class PromptBuilder:
     ):
         given = chat_template
         self.template = given if isinstance(given, ChatTemplate) else ChatTemplate(tokenizer, given)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
         self._plain = plain or tokenizer.chat_template is None
@@ -167,7 +167,7 @@ class PromptBuilder:
             functions = asked[indices[0]].functions
             batch = [contents[index] for index in indices]
             first = batch[0]
-            with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self._tokenizer, first):
+            with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
             ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
         built = []
@@ -194,7 +194,7 @@ class PromptBuilder:
     @property
     def is_untaught(self) -> bool:
         """`True` for a team whose tokenizer has no chat template."""
-        return not self._alone and self._tokenizer.chat_template is None
+        return not self._alone and self.tokenizer.chat_template is None
 
     def unprotected(self, uses_tools: bool) -> str | None:
         """
@@ -205,7 +205,7 @@ class PromptBuilder:
         """
         if self._alone:
             return None
-        if "\n" not in self._tokenizer.decode(self._encode("x\nx")):
+        if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
             return "the tokenizer reads line breaks as spaces, so the names of speakers have no lines of their own"
         if self._plain:
             return "the tokenizer has no chat template, so nothing but the lines with names tells texts apart"
@@ -221,7 +221,7 @@ class PromptBuilder:
         if not observation.ids:
             raise ValueError(
                 f"What agent {agent.name!r} is shown has no tokens: the chat template of the tokenizer "
-                f"{self._tokenizer.name_or_path!r} renders nothing. Use another template (`tokenizer.chat_template = "
+                f"{self.tokenizer.name_or_path!r} renders nothing. Use another template (`tokenizer.chat_template = "
                 "...`)."
             )
         reserved = self._reserved.get(agent.name, 0)
@@ -236,7 +236,7 @@ class PromptBuilder:
                 + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
             )
             if self._overflow != "end_episode":
-                raise ValueError(problem)
+                raise PromptError(problem)
             observation.problem = problem
             return observation
         return self._shorter(query, observation, reserved)
@@ -291,12 +291,12 @@ class PromptBuilder:
         """
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
-                raise ValueError(
+                raise PromptError(
                     f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
-                    f"{self._tokenizer.name_or_path!r} does not show. Remove it, or write the calls as its content."
+                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or write the calls as its content."
                 )
             if not isinstance(message.get("content"), str | None):
-                raise ValueError(
+                raise PromptError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
                     "a string. Agents of a team are shown texts: join the parts of the content to one string."
                 )
@@ -305,7 +305,7 @@ class PromptBuilder:
                 (name for name, value in fields.items() if self._encode.spells_control_token(_spelled(value))), None
             )
             if name is not None:
-                raise ValueError(
+                raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
                     "spells a control token of the tokenizer. Only `content` can hold any text: remove it there."
                 )
@@ -325,7 +325,7 @@ class PromptBuilder:
 
     def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:
         if isinstance(observation, str):
-            head = self._tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
+            head = self.tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
         return self._spell(self.template.pieces(observation, functions), observation)
 
@@ -343,7 +343,7 @@ class PromptBuilder:
         pieces = self.template.pieces_after_call(said, query.functions)
         # A turn that ended at a stop text has no end-of-turn token
         closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
-        ending = self._tokenizer.eos_token_id
+        ending = self.tokenizer.eos_token_id
         closing = [] if closed or ending is None else [ending]
         return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
 

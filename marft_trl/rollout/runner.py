@@ -9,10 +9,10 @@ import dataclasses
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from ..agents import AgentSpec
-from ..episodes.collector import Request, collecting, run_unblocked, unblocked
+from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked, unblocked
 from ..episodes.guard import EpisodeError
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode, unknown_agent
@@ -23,7 +23,7 @@ from ..system.randomness import EpisodeRandomness, UserRandomness, seed_of
 from ..system.user_state import UserState
 from ..weights.copies import PastCopies
 from ..workflows import Workflow
-from .generator import Generator, Observed, Sampled, check_sampled
+from .generator import Generator, LiveTurn, Observed, Sampled, check_sampled
 from .prompts import Observation, PromptBuilder, Query
 from .turn_reader import TurnReader
 from .views import team_view
@@ -36,6 +36,16 @@ Answering = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Co
 def place_of(request: Request, key: tuple) -> tuple:
     """Place of a turn in a run, the same for any number of processes. `key`: place of its episodes, see `next_key`."""
     return (*key[:-1], key[-1] + request.episode.index, request.number)
+
+
+class Follower(Protocol):
+    """Follows the turns of one call of [`~EpisodeRunner.collect`]. Its methods are called in the event loop."""
+
+    def begins(self, request: Request, seed: int) -> LiveTurn:
+        """A turn is to be sampled, from a seed. Returns who follows it."""
+
+    def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+        """A turn was sampled, or written by a function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +105,8 @@ class EpisodeRunner:
         self._silent: frozenset[str] = frozenset()
         self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
         self._runs, self._rehearses, self._trains_beside = 0, False, False
+        self._follower: Follower | None = None
+        self.device = threading.RLock()  # held while a model acts
         self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
 
@@ -173,11 +185,49 @@ class EpisodeRunner:
         vars(other).update(options={}, dropped_turns=0, _trains_beside=True)
         return other
 
+    def live(
+        self,
+        generator: Generator,
+        options: Mapping[str, Any],
+        follower: Follower | None = None,
+        workflow: Workflow | None = None,
+        max_turns: int | None = None,
+    ) -> EpisodeRunner:
+        """
+        A copy of this runner for one question among others that are answered at the same time.
+
+        Args:
+            generator ([`Generator`]): samples turns, without waiting for other episodes.
+            options (`Mapping[str, Any]`): further options of the generator.
+            follower ([`Follower`], *optional*): is told of turns while they are sampled.
+            workflow ([`Workflow`], *optional*): in place of that of the team.
+            max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
+        """
+        other = self.in_background()
+        limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
+        vars(other).update(
+            generator=generator,
+            options=dict(options),
+            _follower=follower,
+            _workflow=workflow or self._workflow,
+            _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
+        )
+        return other
+
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
         async with self._servers(), unblocked(self._workflow, self._limits.patience):
             yield
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+        """
+        Like [`~EpisodeRunner.connected`], for episodes of several tasks of the event loop. Gives what makes the
+        context manager around each call of [`~EpisodeRunner.collect`].
+        """
+        async with self._servers(), limiting(self._workflow, self._limits.patience) as limit:
+            yield functools.partial(limited_by, limit)
 
     def _servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext() if self._rehearses else self.generator.connected()
@@ -297,14 +347,14 @@ class EpisodeRunner:
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
     ) -> list[Sampled]:
         """A completion for each request. It is empty if the episode of the request ends instead."""
+
+        def observed(index: int, request: Request, observation: Observation) -> Observed:
+            place, its_copy = (*place_of(request, key), index), request.episode.copies.get(request.agent)
+            live = self._follower.begins(request, seed_of(place)) if self._follower is not None else None
+            return Observed(request.agent, observation.ids, place, request.by_reference, its_copy, live)
+
         asked = {
-            index: Observed(
-                request.agent,
-                observation.ids,
-                (*place_of(request, key), index),
-                request.by_reference,
-                request.episode.copies.get(request.agent),
-            )
+            index: observed(index, request, observation)
             for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
             if observation.problem is None
         }
@@ -328,6 +378,8 @@ class EpisodeRunner:
 
     def _audible(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
         """A completion, without its text if its agent is silent."""
+        if self._follower is not None:
+            self._follower.ended(request, completion)
         if request.agent not in self._silent or isinstance(completion, EndOfEpisode):
             return completion
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
@@ -20,18 +21,19 @@ class StopTexts:
     text. The prompt is ignored.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes the turn, control tokens included.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*): decodes the turn, control tokens included.
+            Not needed without stop texts.
         texts (`Sequence[str]`): the stop texts; may be empty.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str]):
         self._tokenizer = tokenizer
         self.texts = tuple(texts)
         self._window = _TOKENS_OF_A_CHARACTER * max(map(len, self.texts), default=0) + _MARGIN
 
     def are_in(self, ids: Sequence[int]) -> bool:
         """Return `True` if the decoded tokens of a turn contain a stop text."""
-        return bool(self.texts) and self._are_in_text(self._tokenizer.decode(list(ids)))
+        return bool(self.texts) and self._are_in_text(cast(Any, self._tokenizer).decode(list(ids)))
 
     def cut(self, ids: list[int]) -> list[int]:
         """Cut a turn after the token that completes its first stop text. The tokens after it are padding."""
@@ -46,7 +48,7 @@ class StopTexts:
     def end(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return, for each turn, `True` if it ends here. Called after every generated token."""
         # For most turns, decoding only their last tokens is enough
-        recent = self._tokenizer.batch_decode([ids[-self._window :] for ids in turns])
+        recent = cast(Any, self._tokenizer).batch_decode([ids[-self._window :] for ids in turns])
         return [self._are_in_text(text) and self.are_in(ids) for text, ids in zip(recent, turns, strict=True)]
 
     def _are_in_text(self, text: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .generator import Generator, Observed, Sampled
+from .live_rows import LiveRows
 from .stopping import EndAtStopText, StopTexts
 
 
@@ -107,7 +109,10 @@ class TransformersGenerator(Generator):
         self._policies = policies
         self._samplings = samplings
         self._is_quantized = bool(getattr(engine.model, "is_quantized", False))
-        self._stops = {one.stop: StopTexts(engine.tokenizer, one.stop) for one in samplings.values()}
+        # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
+        # refuses to be used by two
+        stops = {one.stop for one in samplings.values()}
+        self._stops = {one: StopTexts(copy.deepcopy(engine.tokenizer) if one else None, one) for one in stops}
 
     async def generate(
         self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
@@ -138,18 +143,29 @@ class TransformersGenerator(Generator):
             speaker = self._past.acting(agent, group.copied)
         recorder = Recorder() if self.records and not by_reference else None
         settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
+        live = self._live_rows(observed, settings)
         adapters = [self._policies.adapter_of(one.agent) for one in observed]
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
-        options = self._options(own, settings, recorder, adapters if is_mixed else None)
+        options = self._options(own, settings, recorder, adapters if is_mixed else None, live)
         if "custom_generate" in options:  # it makes the cache itself
             settings = {**settings, "cache_implementation": None}
         with speaker, generating_by(self._engine.model, settings):
             sampled = self._engine.generate([one.ids for one in observed], settings, options)
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
+        if live is not None:
+            sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]
         turns = [self._stops[own.stop].cut(ids) for ids in sampled]
         return [Sampled(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
+
+    def _live_rows(self, observed: Sequence[Observed], settings: Mapping[str, Any]) -> LiveRows | None:
+        turns = [one.live for one in observed if one.live is not None]
+        if not turns:
+            return None
+        device, ends = self._engine.model.device, settings["eos_token_id"]
+        ends = [ends] if isinstance(ends, int) else ends or []
+        return LiveRows(turns, ends, settings["max_new_tokens"], bool(settings["do_sample"]), device)
 
     def _joined(self, groups: dict[_Group, list[int]]) -> dict[_Group, list[int]]:
         """Groups with the same settings, and few rows each, in one."""
@@ -177,6 +193,7 @@ class TransformersGenerator(Generator):
         settings: Mapping[str, Any],
         recorder: Recorder | None,
         adapters: Sequence[str] | None = None,
+        live: LiveRows | None = None,
     ) -> dict[str, Any]:
         """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
@@ -191,7 +208,12 @@ class TransformersGenerator(Generator):
             is_fixed = (
                 settings.get("cache_implementation") == "static" and not sampling.stop and not self._is_quantized
             )
-            options["custom_generate"] = functools.partial(decode, recorder=recorder, adapters=rows, is_fixed=is_fixed)
+            options["custom_generate"] = functools.partial(
+                decode, recorder=recorder, adapters=rows, is_fixed=is_fixed, watch=live
+            )
+        elif live is not None:
+            live.other = next(iter(options.get("stopping_criteria", ())), None)
+            options["stopping_criteria"] = [live]
         return options
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

@@ -128,9 +128,13 @@ class Replicas:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    async def generate(self, order: Order) -> tuple[Generated, str]:
+    async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> tuple[Generated, str]:
         """
         Generate a turn.
+
+        Args:
+            order ([`Order`]): what is asked for.
+            hear (`Callable`, *optional*): called with the newest tokens while they arrive.
 
         Returns: the turn, and the address of the server.
 
@@ -142,9 +146,24 @@ class Replicas:
         """
         bad: list[Exception] = []
         tried: set[str] = set()
+        heard = 0
+
+        def once() -> Callable[[list[int]], None] | None:
+            """What hears of the tokens of one try. A further try gives the same ones again."""
+            again = heard
+
+            def hear_new(ids: list[int]) -> None:
+                nonlocal heard, again
+                old, again = min(again, len(ids)), max(again - len(ids), 0)
+                heard += len(ids) - old
+                if hear is not None and len(ids) > old:
+                    hear(ids[old:])
+
+            return None if hear is None else hear_new
+
         while True:
             replica = await self._free(tried)
-            task = asyncio.ensure_future(replica.server.generate(order))
+            task = asyncio.ensure_future(replica.server.generate(order, once()))
             replica.running.add(task)
             try:
                 return await task, replica.server.url
@@ -304,9 +323,16 @@ class Replicas:
         self._wake(all_of_them=True)
 
 
-def addresses(urls: str | Sequence[str] | None, host: str, port: int) -> tuple[str, ...]:
+def addresses(
+    urls: str | Sequence[str] | None, host: str, port: int, name: str = "vllm_server_base_url"
+) -> tuple[str, ...]:
     """
     Addresses of servers, without a slash at their end.
+
+    Args:
+        urls (`str` or `Sequence[str]`, *optional*): what the user passes.
+        host, port: of a single server, if nothing is passed.
+        name (`str`, *optional*, defaults to `"vllm_server_base_url"`): name of what the user passes.
 
     Raises:
         ValueError: one is not an HTTP address, or there twice.
@@ -317,9 +343,9 @@ def addresses(urls: str | Sequence[str] | None, host: str, port: int) -> tuple[s
     found = [url.strip().rstrip("/").removesuffix("/v1") for text in given for url in text.split(",")]
     for url in found:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"`vllm_server_base_url` must be addresses such as 'http://host:8000', got {url!r}.")
+            raise ValueError(f"`{name}` must be addresses such as 'http://host:8000', got {url!r}.")
     if len(set(found)) < len(found) or not found:
-        raise ValueError(f"`vllm_server_base_url` must name every server once, got {given!r}.")
+        raise ValueError(f"`{name}` must name every server once, got {given!r}.")
     return tuple(found)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 # Number of tokens whose log-probabilities are compared; more than 20 need a flag of the server
@@ -106,9 +106,13 @@ class VLLMServer:
         self.url, self._session, self._timeout = url, session, timeout
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    async def generate(self, order: Order) -> Generated:
+    async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> Generated:
         """
         Generate a turn.
+
+        Args:
+            order ([`Order`]): what is asked for.
+            hear (`Callable`, *optional*): called with the newest tokens while they arrive.
 
         Raises:
             ServerDownError: the server does not answer.
@@ -117,7 +121,10 @@ class VLLMServer:
             RefusedError: it refused the request.
         """
         try:
-            answer = await self._post("/v1/completions", order.body(), self._timeout)
+            if hear is None:
+                answer = await self._post("/v1/completions", order.body(), self._timeout)
+            else:
+                answer = await self._streamed("/v1/completions", order.body(), hear)
         except RefusedError as error:
             if error.status == 404:
                 raise UnknownAdapterError(f"{self.url} does not have the adapter {order.adapter!r}.") from error
@@ -199,28 +206,64 @@ class VLLMServer:
         except ValueError:
             return {"message": text}
 
+    async def _streamed(self, path: str, body: dict[str, Any], hear: Callable[[list[int]], None]) -> dict[str, Any]:
+        """An answer whose tokens arrive one by one, as if it had arrived as a whole."""
+        ids: list[int] = []
+        logps: list[float] = []
+        reason = None
+        async with self._answer("POST", path, {**body, "stream": True}, self._timeout) as answer:
+            async for line in answer.content:
+                data = line.decode().strip().removeprefix("data:").strip()
+                if not data or data == "[DONE]":
+                    continue
+                try:
+                    part = json.loads(data)
+                    if "error" in part:
+                        raise AnswerError(f"{self.url} ended an answer: {_message(data)}")
+                    for choice in part["choices"]:
+                        new = choice["token_ids"] or []
+                        logps += choice["logprobs"]["token_logprobs"] if new else []
+                        ids, reason = ids + new, choice["finish_reason"] or reason
+                        if new:
+                            hear(new)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise AnswerError(f"{self.url} streamed something else than a turn: {_brief(data)}") from error
+        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
+
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, down: int = 500
     ) -> str:
         """The text of an answer. A status of at least `down` is that of a server that does not work."""
+        async with self._answer(method, path, body, timeout, down) as answer:
+            return await answer.text()
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float, down: int = 500
+    ) -> AsyncIterator[Any]:
+        """Asynchronous context manager: an answer with a status that says that all is well."""
         from aiohttp import ClientError, ClientTimeout
 
         try:
             async with self._session.request(
                 method, self.url + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
             ) as answer:
-                text = await answer.text()
+                if answer.status >= 400:
+                    self._refuse(answer.status, path, await answer.text(), down)
+                yield answer
+        except ServerDownError:
+            raise
         except TimeoutError as error:
             raise ServerDownError(f"{self.url}{path} did not answer within {timeout:g} seconds.") from error
         except (ClientError, OSError) as error:
             raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if answer.status >= down:
-            raise ServerDownError(f"{self.url}{path} answered {answer.status}: {_message(text)}")
-        if answer.status == 401:
+
+    def _refuse(self, status: int, path: str, text: str, down: int) -> NoReturn:
+        if status >= down:
+            raise ServerDownError(f"{self.url}{path} answered {status}: {_message(text)}")
+        if status == 401:
             raise RefusedError(f"{self.url} wants an API key. Set the environment variable `VLLM_API_KEY`.", 401)
-        if answer.status >= 400:
-            raise RefusedError(f"{self.url}{path} answered {answer.status}: {_message(text)}", answer.status)
-        return text
+        raise RefusedError(f"{self.url}{path} answered {status}: {_message(text)}", status)
 
 
 def whole_turn(answer: Mapping[str, Any], order: Order, url: str) -> Generated:

@@ -59,10 +59,10 @@ class Engine:
     longest_turn: int | None
 
 
-def tolerance_of(args: MARFTConfig, is_exact: bool) -> float:
-    """Largest mean difference between log-probabilities of servers and the trainer's."""
-    if args.fidelity_tolerance is not None:
-        return args.fidelity_tolerance
+def tolerance_of(given: float | None, is_exact: bool) -> float:
+    """Largest mean difference between log-probabilities of servers and our own. `given`: what the user allows."""
+    if given is not None:
+        return given
     return _EXACT if is_exact else _ROUGH
 
 
@@ -158,9 +158,11 @@ def make_vllm_generator(
         entries=entries,
         servers=servers,
         vocabulary=vocabulary,
-        tolerance=tolerance_of(args, is_exact),
+        tolerance=tolerance_of(args.fidelity_tolerance, is_exact),
     )
-    generator = VLLMGenerator(team, run.processes, library, servers, settings, tokenizer, ends, past)
+    generator = VLLMGenerator(
+        team.policies, team.samplings, library, servers, settings, tokenizer, ends, run.processes, past
+    )
     others = [agent.name for agent in served if not generator.samples_what_is_scored(agent.name)]
     trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
@@ -183,16 +185,8 @@ def _entries(
     args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
 ) -> dict[str, Entry]:
     """What servers are given: the adapters, and the references where turns are sampled from them."""
-    entries: dict[str, Entry] = {}
     agents = [agent for agent in agents if agent.copy_of is None]
-    for agent in agents:
-        adapter = agent.adapter
-        entries[adapter] = Entry(
-            functools.partial(adapter_tensors, model, adapter),
-            served_config(model, adapter),
-            functools.partial(next_token, agent.name, by_reference=False),
-            is_fixed=adapter not in policies.trained,
-        )
+    entries = adapter_entries(agents, model, next_token, policies.trained)
     if not CREDITS[args.credit].uses_references:
         return entries
     for agent in agents:
@@ -204,6 +198,21 @@ def _entries(
             tensors = functools.partial(_reference_tensors, policies, model, agent)
             entries[reference_of(adapter)] = Entry(tensors, served_config(model, adapter), reference)
     return entries
+
+
+def adapter_entries(
+    agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, trained: Sequence[str] = ()
+) -> dict[str, Entry]:
+    """The adapters of agents, by their names. `trained`: those whose weights change."""
+    return {
+        agent.adapter: Entry(
+            functools.partial(adapter_tensors, model, agent.adapter),
+            served_config(model, agent.adapter),
+            functools.partial(next_token, agent.name, by_reference=False),
+            is_fixed=agent.adapter not in trained,
+        )
+        for agent in agents
+    }
 
 
 def _copies(agent: AgentSpec, past: PastCopies, model: PeftModel, next_token: NextToken) -> dict[str, Entry]:

@@ -14,7 +14,6 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedTokenizerBase
 
 from ..config.sampling import Sampling
-from ..config.team_setup import TeamSetup
 from ..episodes.records import SampledBy
 from ..rollout.generator import Generator, Observed, Sampled
 from ..rollout.stopping import StopTexts
@@ -23,6 +22,7 @@ from ..system.event_loop import run_coroutine
 from ..system.processes import Processes
 from ..system.randomness import seed_of
 from ..weights.copies import PastCopies
+from ..weights.policies import Policies
 from .library import AdapterLibrary, Version
 from .replicas import Replicas, ServerSettings
 from .server import Order
@@ -55,13 +55,14 @@ class VLLMGenerator(Generator):
     Generates turns on vLLM servers.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        processes ([`Processes`]): the first one publishes for all.
+        policies ([`Policies`]): of the team.
+        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
         library ([`AdapterLibrary`]): the adapters on the servers.
         servers ([`ServerSettings`]): addresses and limits.
         settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
         ends (`Sequence[int]`): ids of the tokens that end a turn.
+        processes ([`Processes`], *optional*): the first one publishes for all. Without them, this one is alone.
         past ([`PastCopies`], *optional*): past copies that opponents act with.
 
     Attributes:
@@ -73,21 +74,22 @@ class VLLMGenerator(Generator):
 
     def __init__(
         self,
-        team: TeamSetup,
-        processes: Processes,
+        policies: Policies,
+        samplings: Mapping[str, Sampling],
         library: AdapterLibrary,
         servers: ServerSettings,
         settings: Callable[[Sampling], dict[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
+        processes: Processes | None = None,
         past: PastCopies | None = None,
     ):
         self._past = past
-        self.library, self.servers, self._policies = library, servers, team.policies
-        self._samplings, self._settings, self._ends = team.samplings, settings, list(ends)
+        self.library, self.servers, self._policies = library, servers, policies
+        self._samplings, self._settings, self._ends = samplings, settings, list(ends)
         self._processes = processes
-        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in team.samplings.values()}
-        self._requests = {agent: self._request(agent) for agent in team.samplings}
+        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._requests = {agent: self._request(agent) for agent in samplings}
         self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
         self._pinned: deque[dict[str, int]] = deque(maxlen=_REMEMBERED)  # numbers of the latest pins
@@ -115,17 +117,18 @@ class VLLMGenerator(Generator):
             alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this. Then it has
                 to be the first process, or nothing may have changed since the last time.
         """
-        with contextlib.nullcontext() if alone else self._processes.together():
+        processes = self._processes
+        with contextlib.nullcontext() if alone or processes is None else processes.together():
             run_coroutine(self._wake)
-            current = self.library.publish(self._kept()) if self._processes.is_main else None
-        if alone:
+            current = self.library.publish(self._kept()) if self._is_main else None
+        if alone or processes is None:
             return
-        current = self._processes.broadcast(current)
+        current = processes.broadcast(current)
         if self.servers.own is None:
             self.library.adopt(current, self._kept())
             return
-        with self._processes.together():
-            if not self._processes.is_main:
+        with processes.together():
+            if not processes.is_main:
                 self.library.follow(current, self._kept())
 
     def pin(self) -> dict[str, Version]:
@@ -157,10 +160,14 @@ class VLLMGenerator(Generator):
 
     def close(self) -> None:
         """Take the adapters from the servers."""
-        if self._processes.is_main or self.servers.own is not None:
+        if self._is_main or self.servers.own is not None:
             run_coroutine(self._wake)
-            self.library.close(its_files=self._processes.is_main)
+            self.library.close(its_files=self._is_main)
             run_coroutine(self._sleep)
+
+    @property
+    def _is_main(self) -> bool:
+        return self._processes is None or self._processes.is_main
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -172,7 +179,8 @@ class VLLMGenerator(Generator):
             try:
                 yield
             finally:
-                del self._open[loop]
+                if self._open.get(loop) is replicas:
+                    del self._open[loop]
         await self._sleep()
 
     async def _wake(self) -> None:
@@ -193,7 +201,7 @@ class VLLMGenerator(Generator):
         return await asyncio.gather(*[self._sample(one, greedy, sampling) for one in observed])
 
     async def _sample(self, observed: Observed, greedy: bool, sampling: Mapping[str, float] | None) -> Sampled:
-        agent, ids, key, by_reference, copy = observed
+        agent, ids, key, by_reference, copy, live = observed
         own = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
         if copy is not None and self._past is not None:
@@ -201,8 +209,12 @@ class VLLMGenerator(Generator):
         version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
         given = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **given}
-        order = Order(version.name, ids, own.max_completion_length, settings)
-        generated, server = await self._open[asyncio.get_running_loop()].generate(order)
+        limit = own.max_completion_length
+        if live is not None and live.limit is not None:
+            limit = min(limit, live.limit)
+        order = Order(version.name, ids, limit, settings)
+        hear = None if live is None else live.hear
+        generated, server = await self._open[asyncio.get_running_loop()].generate(order, hear)
         ids = self._stops[own].cut(generated.ids)
         is_scored = not (greedy or sampling or by_reference) and self.samples_what_is_scored(agent)
         logps = generated.logps[: len(ids)] if is_scored else None

@@ -13,6 +13,9 @@ Differences from the loop of transformers, none of which changes the sampling di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from transformers import (
     GenerationConfig,
@@ -74,6 +77,30 @@ class Recorder:
             self.logps[rows, step] = logps
 
 
+class Watch(Protocol):
+    """
+    What follows the rows of a call of [`decode`] while it runs.
+
+    Attributes:
+        draws (`torch.Tensor` of shape `(B, T)`, *optional*): numbers from 0 to 1 that tokens are drawn with. If a row
+            brings its own, its tokens do not depend on the rows beside it. Defaults to those of torch's generator.
+    """
+
+    draws: torch.Tensor | None
+
+    def look(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], done: Sequence[bool]) -> list[bool] | None:
+        """
+        Called with the newest tokens of the rows that are left, from time to time and at the end.
+
+        Args:
+            rows (`Sequence[int]`): their indices among all `B`.
+            tokens (`Sequence[Sequence[int]]`): the tokens of each since the last call. Padding follows its end.
+            done (`Sequence[bool]`): whether it has ended.
+
+        Returns: which of them are to end here, or `None` for none.
+        """
+
+
 def decode(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -83,6 +110,7 @@ def decode(
     recorder: Recorder | None = None,
     adapters: RowAdapters | None = None,
     is_fixed: bool = False,
+    watch: Watch | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """
@@ -94,6 +122,7 @@ def decode(
         recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
         adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
         is_fixed (`bool`, *optional*, defaults to `False`): whether steps keep their shapes, see [`FixedSteps`].
+        watch ([`Watch`], *optional*): follows the rows, and may end them.
         kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
     Returns: prompts followed by completions `(B, P + T)`, padded on the right.
@@ -126,12 +155,14 @@ def decode(
     can_leave = all(type(one) in _BY_ROW for one in logits_processor)
     done = torch.zeros_like(rows, dtype=torch.bool)
     failed = torch.zeros_like(rows[:1], dtype=torch.bool)
+    draws, looked = watch.draws if watch is not None else None, width
     for end in range(width, size):
         logits = steps.logits(tokens[:, end - 1 : end])
         scores = logits_processor(tokens[:, :end], logits.to(torch.float32, copy=True))
         if recorder is not None and end == width:
             recorder.start((batch, size - width), logits, logits_processor)
-        chosen, logps = _choose(scores, generation_config.do_sample)
+        given = None if draws is None else draws[rows, end - width].unsqueeze(1)
+        chosen, logps = _choose(scores, generation_config.do_sample, given)
         failed = failed | ~logps.isfinite().all()  # of logits that are no numbers, nothing can be chosen
         if recorder is not None:
             recorder.add(rows, end - width, logps)
@@ -140,6 +171,10 @@ def decode(
         done = done | stopping_criteria(tokens[:, : end + 1], None)
         if (end - width + 1) % steps.every and end < size - 1:
             continue
+        if watch is not None:
+            leaves = watch.look(rows.tolist(), tokens[:, looked : end + 1].tolist(), done.tolist())
+            done = done if leaves is None else done | torch.tensor(leaves, device=done.device)
+            looked = end + 1
         finished, has_failed = torch.stack([done.sum(), failed[0].long()]).tolist()  # waits for the device once
         if has_failed:
             raise ValueError(
@@ -162,21 +197,26 @@ def _use(adapters: RowAdapters | None, rows: torch.Tensor) -> None:
         adapters.use([adapters.names[row] for row in rows.tolist()])
 
 
-def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(
+    scores: torch.Tensor, do_sample: bool, draws: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token for each row. Returns the tokens and their log-probabilities, each `(B,)`."""
     logps = scores.log_softmax(dim=-1)
-    chosen = _draw(logps.exp()) if do_sample else scores.argmax(dim=-1, keepdim=True)
+    chosen = _draw(logps.exp(), draws) if do_sample else scores.argmax(dim=-1, keepdim=True)
     return chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
 
 
-def _draw(probabilities: torch.Tensor) -> torch.Tensor:
+def _draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling. It needs one random
+    Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with the numbers
+    `draws` `(B, 1)`, or with numbers of torch's generator. It needs one random
     number per row, while `torch.multinomial` needs one per token of the vocabulary, which would dominate the time of a
     step on a CPU. Double precision keeps the cumulative sums exact enough for rare tokens.
     """
     sums = probabilities.double().cumsum(dim=-1)
-    place = torch.rand(len(sums), 1, dtype=torch.double, device=sums.device) * sums[:, -1:]
+    if draws is None:
+        draws = torch.rand(len(sums), 1, dtype=torch.double, device=sums.device)
+    place = draws * sums[:, -1:]
     return torch.searchsorted(sums, place, right=True).clamp(max=sums.size(1) - 1)
 
 

@@ -469,7 +469,7 @@ def _learning_parts(
     correction = None
     if args.use_vllm:
         # A server in float32 has to agree closely; one in bfloat16 cannot
-        tolerance = tolerance_of(args, scoring.passes.sample_what_they_score())
+        tolerance = tolerance_of(args.fidelity_tolerance, scoring.passes.sample_what_they_score())
         correction = SamplingCorrection(run, tolerance, cast(VLLMGenerator, acting.runner.generator).staleness)
     return _Learning(estimator, learner, loss, sequential, correction, running, scale)
 

@@ -11,29 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from peft.utils import CONFIG_NAME
 
 from ..config.marft_config import MARFTConfig
 from ..config.sampling import general_settings, own_settings
 from ..config.team_setup import TeamSetup
 from ..episodes.tools import tool_name
-from ..reporting.model_card import TAGS, team_card
+from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..reporting.plan import Planner
 from ..reporting.progress import differ
 from ..rollout.runner import EpisodeRunner
 from ..rollout.views import team_view
 from ..rules.critic import CRITIC_NAME
-from ..seams.logs import get_logger
 from ..system.redaction import without_secrets
-from ..weights.adapter_files import forget_local_base
+from ..weights.adapter_files import forget_local_base, warn_of_leftovers
 from ..weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..workflows.base import callable_name
 from .setup import tool_limits
 
 
-logger = get_logger(__name__)
-
-CARD_NAME = "README.md"
 # Settings that name the method of a run
 _OF_METHOD = ("preset", "advantage", "critic", "credit", "level", "loss_type", "num_generations")
 _CARD_METRICS = ("reward", "eval_reward")
@@ -117,7 +112,7 @@ class TeamFiles:
         for write in self._writers().values():
             write(folder)
         # A folder may be that of a run whose team had other agents
-        _warn_of_leftovers(folder, self._policies.to_save if self._policies.has_adapters else [])
+        warn_of_leftovers(folder, self._policies.to_save if self._policies.has_adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
             for name in self._policies.names if self._policies.has_adapters else []:
@@ -206,13 +201,3 @@ def _described(dataset: Any, given: str | None) -> str:
     name = given or next((match[1] for match in found if match), "")
     rows = f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
     return f"{name}, {rows}" if name else rows
-
-
-def _warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
-    """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
-    others = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_NAME}") if one.parent.name not in adapters)
-    if others:
-        logger.warning(
-            f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
-            "use them. Delete them, or save into another folder."
-        )

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -24,6 +26,8 @@ from ..seams.bitsandbytes import without_bitsandbytes
 from .adapters import adapter_parameters, check_adapter_config, linear_shape
 from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 
+
+logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 # Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
@@ -141,6 +145,52 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     for name in owners:
         _as_saved(loaded, name, folder / name)
     return loaded
+
+
+def adapter_folder(adapter: str | os.PathLike) -> Path:
+    """
+    The local folder of an adapter that PEFT has saved. One on the Hub is downloaded.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(adapter)
+    if not path.is_dir() and is_hub_id(str(adapter)):
+        try:
+            files = [CONFIG_NAME, WEIGHTS_NAME]
+            path = Path(snapshot_download(str(adapter), allow_patterns=files))
+        except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+            raise FileNotFoundError(
+                f"There is no folder {str(adapter)!r} here, and no adapter of this name could be read from the Hub: "
+                f"{error}"
+            ) from error
+    missing = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"There is no {missing[0]} in {path}: not an adapter that PEFT has saved.")
+    return path
+
+
+def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
+    """
+    Put the adapter of an agent on a base that has others. Weights keep the precision that they were saved in.
+
+    Raises:
+        ValueError: the adapter does not fit the base.
+    """
+    check_adapter(folder, agent, cast(PreTrainedModel, model.get_base_model()), None)
+    with without_bitsandbytes(model):
+        model.load_adapter(str(folder), agent.adapter)
+    _as_saved(model, agent.adapter, folder)
+
+
+def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
+    """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
+    others = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_NAME}") if one.parent.name not in adapters)
+    if others:
+        logger.warning(
+            f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
+            "use them. Delete them, or save into another folder."
+        )
 
 
 def check_no_adapter(folder: Path) -> None:

@@ -6,36 +6,46 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from accelerate import PartialState
+import torch
+from huggingface_hub import CommitInfo, HfApi
+from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
 from ..agents import AgentSpec, as_tools
-from ..config.sampling import Sampling
+from ..config.sampling import Sampling, own_settings
 from ..episodes.tools import ToolLimits, tool_name
+from ..reporting.model_card import CARD_NAME, TAGS, team_card
+from ..rollout import preparing
+from ..rollout.chat_template import ChatTemplate
+from ..rollout.generator import Generator
+from ..rollout.model_engine import ModelEngine
+from ..rollout.prompts import PromptBuilder, is_plain
+from ..rollout.runner import EpisodeRunner, Limits
+from ..rollout.transformers_generator import Decoding, TransformersGenerator
+from ..rollout.turn_reader import TurnReader
+from ..rollout.views import View
 from ..seams.generation import HALF
+from ..seams.mixing import MixedLora
 from ..seams.models import keep_4bit_weights
+from ..shared_prefix.forward import why_not
 from ..system.devices import placement
 from ..system.randomness import UserRandomness
-from ..weights.adapter_files import check_no_adapter
+from ..weights.adapter_files import check_no_adapter, forget_local_base, warn_of_leftovers
 from ..weights.fingerprints import describe_base
 from ..weights.manifest import Inference, TeamManifest
 from ..weights.policies import Policies
 from ..workflows import Workflow
-from . import preparing
-from .chat_template import ChatTemplate
-from .model_engine import ModelEngine
-from .prompts import PromptBuilder, is_plain
-from .runner import EpisodeRunner, Limits
-from .transformers_generator import Decoding, TransformersGenerator
-from .turn_reader import TurnReader
-from .views import View
+from ..workflows.anonymity import alias_names
+from ..workflows.base import callable_name
+from .served import Servers
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -139,8 +149,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any) -> PreTrainedModel:
-    """Load the base in the precision and with the quantization of training."""
+def load_base(
+    manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any, device: torch.device
+) -> PreTrainedModel:
+    """Load the base onto a device, in the precision and with the quantization of training."""
     base = manifest.base
     if model is not None and not manifest.adapters:
         raise ValueError(
@@ -158,7 +170,7 @@ def load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_con
             f"{type(model).__name__}."
         )
     # Without `trust_remote_code`, transformers would ask the user to agree
-    options: dict[str, Any] = {"trust_remote_code": False, **placement(PartialState().device)}
+    options: dict[str, Any] = {"trust_remote_code": False, **placement(device)}
     if model is None and not manifest.adapters:
         model = folder  # the folder of the manifest contains the full weights
         options["use_safetensors"] = True  # no pickles
@@ -182,41 +194,150 @@ def load_base(manifest: TeamManifest, folder: Path, model: Any, quantization_con
     return loaded
 
 
-def make_runner(
-    agents: Sequence[AgentSpec],
-    workflow: Workflow,
-    inference: Inference,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    view: View,
-    aliases: Mapping[str, str],
-    share: bool,
-) -> EpisodeRunner:
-    """Create the [`EpisodeRunner`] of a saved team."""
-    uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
-    chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
-    autocast = HALF.get(inference.mixed_precision)
-    engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)
-    samplings = {agent.name: _sampling(agent, inference) for agent in agents}
-    prompts = PromptBuilder(
-        tokenizer,
-        tokenize=_tokenization(tokenizer, inference, chat_template),
-        view=view,
-        chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
-        plain=is_plain(agents, uses_tools),
-        window=preparing.window_of(
-            model, samplings, inference.context_overflow, [agent.name for agent in agents if not agent.has_policy]
-        ),
-        ends=engine.ends,
-        aliases=aliases,
-        alone=preparing.is_alone(agents, workflow),
-        show_reasoning=inference.show_reasoning,
-    )
-    preparing.warn_of_unprotected(prompts, uses_tools)
-    generator = TransformersGenerator(engine, Policies(model, agents), samplings, Decoding(share))
-    reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
-    limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
-    return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
+@dataclasses.dataclass(frozen=True)
+class SavedTeam:
+    """
+    What a saved team consists of besides its weights, its agents and its workflow.
+
+    Args:
+        manifest ([`TeamManifest`]): with the settings that episodes are run with.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer with a padding token.
+        view (`Callable`): of agents without their own.
+        servers ([`Servers`], *optional*): sample the turns.
+    """
+
+    manifest: TeamManifest
+    tokenizer: PreTrainedTokenizerBase
+    view: View
+    servers: Servers | None = None
+
+    @property
+    def inference(self) -> Inference:
+        """Settings that episodes are run with."""
+        return cast(Inference, self.manifest.inference)
+
+    def runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
+        """What runs episodes of these agents, who act with the adapters of a model."""
+        inference, tokenizer = self.inference, self.tokenizer
+        uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
+        chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+        autocast = HALF.get(inference.mixed_precision)
+        engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)
+        samplings = {agent.name: _sampling(agent, inference) for agent in agents}
+        unread = [agent.name for agent in agents if not agent.has_policy]
+        longest = None if self.servers is None else self.servers.longest_turn()
+        prompts = PromptBuilder(
+            tokenizer,
+            tokenize=_tokenization(tokenizer, inference, chat_template),
+            view=self.view,
+            chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
+            plain=is_plain(agents, uses_tools),
+            window=preparing.window_of(model, samplings, inference.context_overflow, unread, longest),
+            ends=engine.ends,
+            aliases=alias_names(agents) if self.manifest.anonymous else {},
+            alone=preparing.is_alone(agents, workflow),
+            show_reasoning=inference.show_reasoning,
+        )
+        preparing.warn_of_unprotected(prompts, uses_tools)
+        generator = self._generator(agents, Policies(model, agents), samplings, engine)
+        reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
+        limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
+        return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
+
+    def _generator(
+        self, agents: Sequence[AgentSpec], policies: Policies, samplings: Mapping[str, Sampling], engine: ModelEngine
+    ) -> Generator:
+        if self.servers is not None:
+            return self.servers.generator(agents, policies, samplings, engine)
+        model = engine.model
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        share = self.inference.share_prefixes and why_not(base) is None
+        mixed = MixedLora(model) if share and MixedLora.why_not(model, policies.names) is None else None
+        return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
+
+    def of(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
+        """
+        The same with other agents.
+
+        Args:
+            agents (`Sequence[AgentSpec]`): the agents.
+            workflow ([`Workflow`]): the workflow.
+            names (`Mapping[str, str]`): names that agents had before, by their present ones.
+        """
+        before, given = self.inference, {one.name: one for one in self.manifest.agents}
+        general = SimpleNamespace(**vars(_DEFAULTS))
+        for name in vars(_DEFAULTS):  # what agents have that set nothing themselves
+            theirs = [its[name] for agent, its in before.sampling.items() if getattr(given[agent], name) is None]
+            setattr(general, name, theirs[0] if theirs else getattr(_DEFAULTS, name))
+        sampling: dict[str, dict[str, Any]] = {}
+        for agent in agents:
+            known = before.sampling.get(names.get(agent.name, agent.name))
+            own = own_settings(Sampling.of(agent, general).as_generation_kwargs())
+            sampling[agent.name] = known if known is not None else own
+        inference = dataclasses.replace(
+            before,
+            sampling=sampling,
+            tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
+            agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
+            replies={agent.name: callable_name(agent.reply) for agent in agents if agent.reply is not None},
+        )
+        adapters: dict[str, dict[str, Any]] = {}
+        if self.manifest.adapters:
+            adapters = {a.adapter: {"folder": a.adapter, "trained": a.trainable} for a in agents if a.has_policy}
+        manifest = dataclasses.replace(
+            self.manifest,
+            agents=list(agents),
+            workflow=workflow.describe(),
+            adapters=adapters,
+            inference=inference,
+        )
+        return dataclasses.replace(self, manifest=manifest)
+
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        """Write the team with its weights into a folder, in the form in which [`MARFTTrainer`] saves it."""
+        manifest, base = self.manifest, model
+        folder.mkdir(parents=True, exist_ok=True)
+        max_rank = 0
+        if isinstance(model, PeftModel):
+            base, names = model.get_base_model(), list(manifest.adapters)
+            model.save_pretrained(str(folder), selected_adapters=names, save_embedding_layers=False)
+            warn_of_leftovers(folder, names)
+            max_rank = max(getattr(model.peft_config[name], "r", 0) for name in names)
+        else:
+            model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        present = describe_base(base, self.tokenizer, self.tokenizer.chat_template)
+        if manifest.base is None or manifest.base.config_hash != present.config_hash:
+            manifest = dataclasses.replace(manifest, base=present)
+        if manifest.base_model is None:  # a folder of this machine says nothing to others
+            for name in manifest.adapters:
+                forget_local_base(folder / name)
+        manifest.save(folder)
+        facts = {"base model": manifest.base_name or ""}
+        card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
+        card.save(folder / CARD_NAME)
+
+    def push(
+        self,
+        model: PreTrainedModel,
+        hub: HfApi,
+        repo_id: str,
+        private: bool | None,
+        revision: str | None,
+        commit_message: str,
+    ) -> CommitInfo:
+        """Push the team to the Hub, see [`Team.push_to_hub`]."""
+        name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / name.rpartition("/")[2]  # the card bears its name
+            self.save(folder, model)
+            return hub.upload_folder(
+                repo_id=name,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+                delete_patterns=["*/adapter_*"],  # of agents that the team there had
+            )
 
 
 def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:

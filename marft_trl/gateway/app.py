@@ -1,0 +1,349 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The gateway: routes, and answers as a whole or as streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+from jinja2 import TemplateError
+
+from ..config.sampling import decoding
+from ..episodes.live import LiveEpisode
+from ..episodes.records import Episode
+from ..rollout.chat_template import PromptError
+from ..servers.server import EngineDownError
+from ..team import Event, Team, TextDelta
+from ..team.live import Ask
+from ..workflows import Sequential, Workflow
+from . import dialect
+from .desk import Counts, Desk, FullError
+from .dialect import ChatRequest, Chunks, RequestError
+from .settings import GatewaySettings
+
+
+logger = logging.getLogger(__name__)
+
+# Seconds after which a stream without news gets a comment, so that nobody in between takes it for dead
+_SILENCE = 15.0
+# What anybody may ask without a key
+_OPEN = ("/", "/health")
+_MODEL, _STARTED = web.RequestKey("marft_model", str), web.RequestKey("marft_started", float)
+
+
+def serve(team: Team, settings: GatewaySettings | None = None) -> None:
+    """
+    Serve a team until the process is told to end.
+
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`], *optional*): address and limits.
+    """
+    settings = settings or GatewaySettings()
+    web.run_app(
+        application(team, settings),
+        host=settings.host,
+        port=settings.port,
+        handler_cancellation=True,
+        shutdown_timeout=settings.grace,
+        access_log=None,
+        print=lambda *_: logger.info(f"Serving {team!r} on http://{settings.host}:{settings.port}."),
+    )
+
+
+def application(team: Team, settings: GatewaySettings | None = None) -> web.Application:
+    """
+    The gateway as an application of aiohttp, to be run or mounted by others. Run it with `handler_cancellation=True`,
+    so that questions end when nobody waits for the answer.
+
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`], *optional*): address and limits.
+
+    Raises:
+        ValueError: an agent has the name of the team.
+    """
+    return _Gateway(team, settings or GatewaySettings()).application()
+
+
+class _Alone(Workflow):
+    """One agent answers by itself."""
+
+    def __init__(self, agent: str):
+        self.agent = agent
+
+    async def run(self, episode: LiveEpisode) -> None:
+        await episode.turn(self.agent)
+
+
+class _Gateway:
+    """
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`]): address and limits.
+    """
+
+    def __init__(self, team: Team, settings: GatewaySettings):
+        names = [agent.name for agent in team.agents]
+        if settings.name in names:
+            raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
+        self._team, self._settings = team, settings
+        self._workflows: dict[str, Workflow | None] = {settings.name: None, **{name: _Alone(name) for name in names}}
+        self._desk, self._counts = Desk(settings.max_running, settings.max_waiting), Counts()
+        self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+        self._ends = False
+
+    def application(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=self._settings.max_body, middlewares=[self._around])
+        app.router.add_get("/", self._show_page)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.cleanup_ctx.append(self._connected)
+        app.on_shutdown.append(self._end)
+        return app
+
+    async def _connected(self, _: web.Application) -> AsyncIterator[None]:
+        async with self._team.live.connected():
+            yield
+
+    async def _end(self, _: web.Application) -> None:
+        self._ends = True
+
+    # ---- Around every request ----
+
+    @web.middleware
+    async def _around(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        start, status = time.monotonic(), 499  # as nginx has it: the client is gone
+        try:
+            try:
+                self._check(request)
+                response = await handler(request)
+            except web.HTTPException as error:
+                wrong = RequestError(error.reason, error.status)
+                response = _problem(wrong, {k: v for k, v in error.headers.items() if k == "Allow"})
+            except Exception as error:
+                response = self._as_problem(error)
+            status = response.status
+            return response
+        finally:
+            if request.path.startswith("/v1/chat"):
+                self._counts.request(request.get(_MODEL, ""), status, time.monotonic() - start)
+
+    def _check(self, request: web.Request) -> None:
+        """
+        Raises:
+            RequestError: the request has no key, or comes from a page of another server.
+        """
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.host:
+            raise RequestError("Pages of other servers may not ask this one.", 403, code="forbidden_origin")
+        key = self._settings.api_key
+        if key is None or request.path in _OPEN:
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+            raise RequestError("A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key")
+
+    def _as_problem(self, error: Exception) -> web.Response:
+        wrong = _described(error)
+        headers = {"Retry-After": "1"} if wrong.status == 503 else {}
+        if wrong.status == 500:
+            logger.error("A question could not be answered.", exc_info=error)
+        return _problem(wrong, headers)
+
+    # ---- Routes ----
+
+    async def _show_page(self, request: web.Request) -> web.Response:
+        rules = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff"}
+        return web.Response(text=self._page, content_type="text/html", headers=headers)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ending" if self._ends else "ok"}, status=503 if self._ends else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._counts.text(self._desk))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(dialect.models(list(self._workflows)))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._workflows:
+            raise RequestError(f"There is no {name[:80]!r}.", 404, "model", "model_not_found")
+        return web.json_response(dialect.model(name))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if request.content_type != "application/json":
+            raise RequestError("`Content-Type` must be `application/json`.", 415)
+        asked = ChatRequest.read(await request.read(), list(self._workflows), self._settings.show_turns)
+        request[_MODEL] = asked.model
+        identity = f"chatcmpl-{secrets.token_hex(12)}"
+        if asked.stream:
+            return await self._streamed(request, asked, identity)
+        async with asyncio.timeout(self._settings.timeout):
+            episodes = await self._episodes(asked)
+        return web.json_response(dialect.completion(identity, asked, episodes))
+
+    # ---- Answers ----
+
+    async def _episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+        ask = Ask(
+            [dict(asked.row) for _ in range(asked.count)],
+            secrets.randbits(62) if asked.seed is None else asked.seed,
+            decoding(asked.sampling),
+            self._workflows[asked.model],
+            asked.max_tokens,
+            self._settings.max_turns,
+        )
+        async with self._desk.place():
+            episodes = await self._team.live.run(ask, tell)
+        self._counts.episodes(episodes)
+        return episodes
+
+    async def _streamed(self, request: web.Request, asked: ChatRequest, identity: str) -> web.StreamResponse:
+        """
+        The answer as server-sent events. A client that reads slowly holds nobody up: the episode does not wait for it,
+        and its place is free when the episode is over.
+        """
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self._episodes(asked, events.put_nowait))
+        work.add_done_callback(lambda _: events.put_nowait(None))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        parts = _Parts(Chunks(identity, asked), asked.show_turns, self._answering_turn(asked.model))
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                first = await events.get()
+                if first is None and work.exception() is not None:  # nothing was sent yet
+                    await work
+                await response.prepare(request)
+                await response.write(_event(parts.begin()))
+                await self._write(response, events, parts, first)
+                (episode,) = await work
+                for part in parts.end(episode):
+                    await response.write(_event(part))
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            wrong = _described(error)
+            if wrong.status == 500:
+                logger.error("A question could not be answered.", exc_info=error)
+            await response.write(_event(wrong.body()))
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()  # else asyncio logs it
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _write(
+        self, response: web.StreamResponse, events: asyncio.Queue, parts: _Parts, event: Event | None
+    ) -> None:
+        """Write events as they come. What has come meanwhile is written at once."""
+        while event is not None:
+            written = b"".join(map(_event, parts.of(event)))
+            while not events.empty() and (event := events.get_nowait()) is not None:
+                written += b"".join(map(_event, parts.of(event)))
+            if written:
+                await response.write(written)
+            while event is not None:
+                try:
+                    # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with an event
+                    async with asyncio.timeout(_SILENCE):
+                        event = await events.get()
+                    break
+                except TimeoutError:
+                    await response.write(b": still at it\n\n")
+
+    def _answering_turn(self, model: str) -> int | None:
+        """Number of the turn that is the answer, where it is known before."""
+        workflow, agents = self._workflows[model] or self._team.workflow, self._team.agents
+        if any(agent.tools for agent in agents):
+            return None
+        if isinstance(workflow, _Alone):
+            return 0
+        if type(workflow) is Sequential:
+            return len(workflow.agents or agents) * workflow.rounds - 1
+        return None
+
+
+class _Parts:
+    """
+    Events as parts of a streamed answer: what the answering agent says is content, what others say is reasoning.
+
+    Args:
+        chunks ([`Chunks`]): makes them.
+        show_turns (`bool`): whether the turns of teammates are shown.
+        answering (`int`, *optional*): number of the turn that answers, if it is known. Else the answer comes at the
+            end, as a whole.
+    """
+
+    def __init__(self, chunks: Chunks, show_turns: bool, answering: int | None):
+        self._chunks, self._show_turns, self._answering = chunks, show_turns, answering
+        self._speaks: int | None = None
+        self._is_first = True
+
+    def begin(self) -> dict[str, Any]:
+        """The first part."""
+        return self._chunks.delta({"role": "assistant", "content": ""})
+
+    def of(self, event: Event) -> list[dict[str, Any]]:
+        """The parts that an event makes."""
+        if isinstance(event, TextDelta) and event.turn == self._answering:
+            return [self._chunks.delta({"content": event.text})]
+        if not self._show_turns or not isinstance(event, TextDelta):
+            return []
+        text = event.text
+        if self._speaks != event.turn:  # branches may speak at the same time
+            text = dialect.heading(event.agent, self._is_first) + text
+            self._speaks, self._is_first = event.turn, False
+        return [self._chunks.delta({"reasoning_content": text, "agent": event.agent})]
+
+    def end(self, episode: Episode) -> list[dict[str, Any]]:
+        """The last parts."""
+        text = episode.answer.text if episode.answer is not None else ""
+        missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
+        return [*missing, *self._chunks.last(episode)]
+
+
+def _event(part: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
+
+
+def _problem(wrong: RequestError, headers: Mapping[str, str]) -> web.Response:
+    return web.json_response(wrong.body(), status=wrong.status, headers=headers)
+
+
+def _described(error: Exception) -> RequestError:
+    """An error as one that a client is told."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, FullError):
+        return RequestError(f"{error} Ask again later.", 503, code="overloaded")
+    if isinstance(error, TimeoutError):
+        return RequestError("The answer took too long.", 504, code="timeout")
+    if isinstance(error, EngineDownError):
+        return RequestError(str(error), 503, code="engine_down")
+    causes: list[BaseException | None] = [error, error.__cause__]
+    wrong = next((one for one in causes if isinstance(one, (PromptError, TemplateError))), None)
+    if wrong is not None:
+        return RequestError(str(wrong), 400, "messages")
+    return RequestError(f"{type(error).__name__}: {error}", 500)

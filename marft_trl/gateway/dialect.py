@@ -1,0 +1,345 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""OpenAI's chat completions: what a request asks for, and answers in that form."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..episodes.records import Episode
+from ..system.hints import did_you_mean
+
+
+# Largest number of answers to one request
+_MOST_ANSWERS = 16
+# Fields that say nothing about the answer, or that ask for what is the case anyway
+_IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
+    *("verbosity", "parallel_tool_calls", "prompt_cache_retention"),
+}
+# Fields that are allowed with values that ask for nothing
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "stop": (None, []),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+_READ = (
+    *("model", "messages", "stream", "stream_options", "n", "seed", "temperature", "top_p", "top_k", "min_p"),
+    *("max_tokens", "max_completion_tokens", "row", "show_turns"),
+)
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class RequestError(ValueError):
+    """
+    A request that cannot be answered.
+
+    Args:
+        message (`str`): why, and what to change.
+        status (`int`, *optional*, defaults to `400`): HTTP status.
+        field (`str`, *optional*): the field of the request.
+        code (`str`, *optional*): OpenAI's code of the error.
+    """
+
+    def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.field, self.code = status, field, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """
+    What a request asks for.
+
+    Args:
+        model (`str`): name of the team, or of an agent.
+        row (`dict`): dataset row, with the messages as its `prompt`.
+        count (`int`): number of answers.
+        stream (`bool`): whether the answer is to arrive while it grows.
+        with_usage (`bool`): whether a stream ends with the numbers of tokens.
+        seed (`int`, *optional*): seed of sampling.
+        sampling (`dict`): sampling settings in place of those of training.
+        max_tokens (`int`, *optional*): largest number of tokens of a turn.
+        show_turns (`bool`): whether the answer has the turns of teammates.
+    """
+
+    model: str
+    row: dict[str, Any]
+    count: int = 1
+    stream: bool = False
+    with_usage: bool = False
+    seed: int | None = None
+    sampling: dict[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    show_turns: bool = True
+
+    @classmethod
+    def read(cls, body: bytes, models: Sequence[str], show_turns: bool) -> ChatRequest:
+        """
+        Read the body of a request.
+
+        Args:
+            body (`bytes`): JSON.
+            models (`Sequence[str]`): names that may be asked.
+            show_turns (`bool`): whether answers have the turns of teammates where the request does not say.
+
+        Raises:
+            RequestError: the message names the field, what it got and what it needs.
+        """
+        given = _json(body)
+        _check_fields(given)
+        model = given.get("model")
+        if not isinstance(model, str) or model not in models:
+            known = ", ".join(map(repr, models))
+            hint = did_you_mean(model, models) if isinstance(model, str) else ""
+            shown = json.dumps(model)[:80]
+            raise RequestError(f"`model` must be one of {known}, got {shown}.{hint}", 404, "model", "model_not_found")
+        stream, count = _flag(given, "stream", False), _whole(given, "n", 1, _MOST_ANSWERS) or 1
+        if stream and count > 1:
+            raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
+        options = given.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise RequestError("`stream_options` must be an object.", field="stream_options")
+        row = given.get("row") or {}
+        if not isinstance(row, dict) or "prompt" in row:
+            raise RequestError(
+                "`row` must be an object with the further columns of a dataset row; its `prompt` is `messages`.",
+                field="row",
+            )
+        lengths = [_whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens")]
+        return cls(
+            model=model,
+            row={**row, "prompt": _messages(given.get("messages"))},
+            count=count,
+            stream=stream,
+            with_usage=_flag(options, "include_usage", False),
+            seed=_whole(given, "seed", -(2**63), 2**63 - 1),
+            sampling=_sampling(given),
+            max_tokens=min((length for length in lengths if length is not None), default=None),
+            show_turns=_flag(given, "show_turns", show_turns) and show_turns,
+        )
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:
+        given = json.loads(body.decode("utf-8"), parse_constant=refuse)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
+    if not isinstance(given, dict):
+        raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
+    return given
+
+
+def _check_fields(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _READ or name in _IGNORED or value is None:
+            continue
+        if name not in _NOTHING:
+            hint = did_you_mean(name, [*_READ, *_NOTHING])
+            raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
+        if not any(value == nothing and type(value) is type(nothing) for nothing in (*_NOTHING[name], 0.0)):
+            why = "Agents have the stop texts of their training." if name == "stop" else "Leave it out."
+            why = "A team has the tools of its training." if name in ("tools", "functions") else why
+            raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    form = 'a list of messages such as `[{"role": "user", "content": "..."}]`'
+    if not isinstance(given, list) or not given:
+        raise RequestError(f"`messages` must be {form}.", field="messages")
+    return [_message(message, f"messages[{number}]", form) for number, message in enumerate(given)]
+
+
+def _message(message: Any, where: str, form: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise RequestError(f"`{where}` must be an object; `messages` is {form}.", field=where)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(
+            f"`{where}.role` must be one of {', '.join(map(repr, _ROLES))}, got {json.dumps(role)[:80]}. Calls of "
+            "tools are the team's own, and are not passed.",
+            field=f"{where}.role",
+        )
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise RequestError(f"`{where}.content` may have parts of type 'text' alone.", field=f"{where}.content")
+        content = "".join(parts)  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise RequestError(f"`{where}.content` must be a text.", field=f"{where}.content")
+    if not content.strip() and role == "user":
+        raise RequestError(f"`{where}.content` is empty, so there is nothing to answer.", field=f"{where}.content")
+    return {"role": _ROLES[role], "content": content}
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, float]:
+    ranges: dict[str, tuple[float, float, str]] = {
+        "temperature": (0.0, 2.0, "from 0 to 2"),
+        "top_p": (0.0, 1.0, "above 0 and at most 1"),
+        "min_p": (0.0, 1.0, "from 0 to 1"),
+    }
+    found: dict[str, float] = {}
+    for name, (low, high, text) in ranges.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
+            raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
+        found[name] = float(value)
+    if (top_k := _whole(given, "top_k", -1, 2**31)) is not None:
+        found["top_k"] = max(top_k, 0)
+    return found
+
+
+def _whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"`{name}` must be an integer {limits}, got {json.dumps(value)[:80]}.", field=name)
+    return value
+
+
+def _flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"`{name}` must be true or false, got {json.dumps(value)[:80]}.", field=name)
+    return value
+
+
+# ---- Answers ----
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The names that may be asked, as a list of models."""
+    return {"object": "list", "data": [model(name) for name in names]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """A name that may be asked, as a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
+
+
+def completion(identity: str, request: ChatRequest, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The answer to a request as a whole."""
+    choices = []
+    for index, episode in enumerate(episodes):
+        message = {"role": "assistant", "content": _answer(episode)}
+        if request.show_turns and (said := thoughts(episode)):
+            message["reasoning_content"] = said
+        choice = {"index": index, "message": message, "finish_reason": finish_reason(episode), "logprobs": None}
+        choices.append(choice)
+    shown = {"marft": [as_data(episode) for episode in episodes]} if request.show_turns else {}
+    head = {"id": identity, "object": "chat.completion", "created": int(time.time()), "model": request.model}
+    return {**head, "choices": choices, "usage": usage(episodes), **shown}
+
+
+class Chunks:
+    """
+    The parts of a streamed answer.
+
+    Args:
+        identity (`str`): id of the answer.
+        request ([`ChatRequest`]): what is asked for.
+    """
+
+    def __init__(self, identity: str, request: ChatRequest):
+        self._request = request
+        created = int(time.time())
+        self._head = {"id": identity, "object": "chat.completion.chunk", "created": created, "model": request.model}
+
+    def delta(self, fields: Mapping[str, Any], reason: str | None = None, **further: Any) -> dict[str, Any]:
+        """A part of the answer."""
+        choice = {"index": 0, "delta": dict(fields), "finish_reason": reason, "logprobs": None}
+        return {**self._head, "choices": [choice], **further}
+
+    def last(self, episode: Episode) -> list[dict[str, Any]]:
+        """What ends the answer."""
+        shown = {"marft": [as_data(episode)]} if self._request.show_turns else {}
+        parts = [self.delta({}, finish_reason(episode), **shown)]
+        if self._request.with_usage:
+            parts.append({**self._head, "choices": [], "usage": usage([episode])})
+        return parts
+
+
+def heading(agent: str, is_first: bool) -> str:
+    """What stands above a turn among the turns of teammates."""
+    return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
+
+
+def thoughts(episode: Episode) -> str:
+    """The turns before the answer, with their agents' names."""
+    turns = [turn for turn in episode.turns if turn is not episode.answer]
+    return "".join(heading(turn.agent, not number) + turn.text for number, turn in enumerate(turns))
+
+
+def _answer(episode: Episode) -> str:
+    return episode.answer.text if episode.answer is not None else ""
+
+
+def finish_reason(episode: Episode) -> str:
+    """`"length"` if the answer was cut at its length limit."""
+    return "length" if episode.answer is not None and episode.answer.truncated else "stop"
+
+
+def usage(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Numbers of tokens, all together and of each agent."""
+    agents: dict[str, dict[str, int]] = {}
+    for turn in (turn for episode in episodes for turn in episode.turns):
+        its = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
+        its["prompt_tokens"] += len(turn.prompt_ids)
+        its["completion_tokens"] += len(turn.completion_ids)
+    read = sum(its["prompt_tokens"] for its in agents.values())
+    said = sum(its["completion_tokens"] for its in agents.values())
+    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said, "agents": agents}
+
+
+def as_data(episode: Episode) -> dict[str, Any]:
+    """An episode as JSON: who said what, in order, and what they were told."""
+    return {
+        "turns": [
+            {
+                "agent": turn.agent,
+                "text": turn.text,
+                "sees": list(turn.sees),
+                "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
+                "truncated": turn.truncated,
+                "is_answer": turn is episode.answer,
+                "prompt_tokens": len(turn.prompt_ids),
+                "completion_tokens": len(turn.completion_ids),
+            }
+            for turn in episode.turns
+        ],
+        "feedback": [{"source": item.agent, "text": item.text} for item in episode.feedback],
+    }

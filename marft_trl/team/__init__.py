@@ -1,0 +1,9 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Trained teams in use: answers, streams, episodes as datasets, and changes of who is in a team."""
+
+from .events import Answer, Event, TextDelta, TurnEnded, TurnStarted
+from .served import Servers
+from .team import Team
+
+
+__all__ = ["Answer", "Event", "Servers", "Team", "TextDelta", "TurnEnded", "TurnStarted"]

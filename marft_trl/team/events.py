@@ -1,0 +1,171 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What happens while a team answers: turns that begin, their text as it grows, turns that end, the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..episodes.collector import Request
+from ..episodes.records import Completion, EndOfEpisode, Episode
+from ..rollout.generator import LiveTurn
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens while a team answers."""
+
+
+@dataclass(frozen=True)
+class TurnStarted(Event):
+    """
+    An agent begins to speak.
+
+    Args:
+        agent (`str`): its name.
+        turn (`int`): number of the turn among those of the episode, in the order of their beginnings.
+    """
+
+    agent: str
+    turn: int
+
+
+@dataclass(frozen=True)
+class TextDelta(Event):
+    """
+    A turn has grown. The texts of a turn, put together, are what its agent said, control tokens left out.
+
+    Args:
+        agent (`str`): name of the agent.
+        turn (`int`): number of the turn.
+        text (`str`): what is new.
+    """
+
+    agent: str
+    turn: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TurnEnded(Event):
+    """
+    An agent has spoken.
+
+    Args:
+        agent (`str`): its name.
+        turn (`int`): number of the turn.
+        text (`str`): what it said.
+    """
+
+    agent: str
+    turn: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer(Event):
+    """
+    The episode is over.
+
+    Args:
+        text (`str`): the team's answer.
+        episode ([`Episode`]): the whole episode.
+    """
+
+    text: str
+    episode: Episode
+
+
+class GrowingText:
+    """
+    The text of tokens that arrive one by one. A character whose bytes have not all arrived is held back.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # The text up to `_shown` was given. Decoding begins at `_from`, some tokens before: a tokenizer may decode the
+        # first token of a sequence differently
+        self._from, self._shown = 0, 0
+        self.text = ""
+
+    def add(self, ids: list[int]) -> str:
+        """The text that further tokens bring."""
+        self._ids += ids
+        before = self._decode(self._ids[self._from : self._shown])
+        after = self._decode(self._ids[self._from :])
+        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._from, self._shown = self._shown, len(self._ids)
+        self.text += (new := after[len(before) :])
+        return new
+
+    def rest_of(self, text: str) -> str:
+        """What is missing of the whole text; nothing if that is another one."""
+        return text[len(self.text) :] if text.startswith(self.text) else ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class Narrator:
+    """
+    Tells of the turns of an episode as events, see [`Follower`].
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
+        tell (`Callable[[Event], None]`, *optional*): is told. If left out, turns end when nobody waits for them any
+            more, and that is all.
+        limit (`int`, *optional*): largest number of tokens of a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tell: Callable[[Event], None] | None = None,
+        limit: int | None = None,
+    ):
+        self._tokenizer, self._tell, self._limit = tokenizer, tell, limit
+        self._turns: list[LiveTurn] = []
+        self._begun: dict[Any, tuple[int, GrowingText]] = {}  # by what waits for the turn
+        self._count = 0
+
+    def begins(self, request: Request, seed: int) -> LiveTurn:
+        """A turn is to be sampled."""
+        tell, hear = self._tell, None
+        if tell is not None:
+            number, text = self._count, GrowingText(self._tokenizer)
+            self._begun[request.waiter] = number, text
+            self._count += 1
+            tell(TurnStarted(request.agent, number))
+
+            def hear(ids: list[int]) -> None:
+                if new := text.add(ids):
+                    tell(TextDelta(request.agent, number, new))
+
+        self._turns.append(LiveTurn(seed, self._limit, hear))
+        return self._turns[-1]
+
+    def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+        """A turn was sampled, or written by a function."""
+        if self._tell is None or isinstance(completion, EndOfEpisode):
+            return
+        if request.waiter not in self._begun:  # a function has written it
+            self._tell(TurnStarted(request.agent, self._count))
+            self._begun[request.waiter] = self._count, GrowingText(self._tokenizer)
+            self._count += 1
+        number, text = self._begun.pop(request.waiter)
+        if rest := text.rest_of(completion.text):
+            self._tell(TextDelta(request.agent, number, rest))
+        self._tell(TurnEnded(request.agent, number, completion.text))
+
+    def leave(self) -> None:
+        """Nobody waits for the episode any more. Its turns end."""
+        for turn in self._turns:
+            turn.is_gone = True

@@ -1,0 +1,387 @@
+"""A team over HTTP: the answers of the team, whatever is asked beside them, and an answer to whatever is asked."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+from marft_trl import AgentSpec, Team, Workflow
+from marft_trl.gateway import GatewaySettings, application
+from marft_trl.tiny import questions
+
+import openai
+import pytest
+import torch
+from aiohttp import ClientSession, web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import BitsAndBytesConfig
+
+from .helpers import team_trainer
+from .namesakes import LENGTHS, NAMES, said_by
+from .test_live import namesakes  # noqa: F401  # a fixture
+
+
+QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
+PATH, TYPE = "/v1/chat/completions", {"Content-Type": "application/json"}
+
+
+@contextlib.contextmanager
+def serving(team, **limits):
+    """The address of a gateway in a thread of its own."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    found = {}
+
+    async def run():
+        app = application(team, GatewaySettings(port=0, **{"name": "team", **limits}))
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        found["port"], found["end"] = runner.addresses[0][1], asyncio.Event()
+        started.set()
+        await found["end"].wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield f"http://127.0.0.1:{found['port']}"
+    finally:
+        loop.call_soon_threadsafe(found["end"].set)
+        thread.join(30)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def named(namesakes):  # noqa: F811
+    """Agents that say their own names."""
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    with serving(team) as url:
+        yield url
+
+
+def asked(question):
+    return [{"role": "user", "content": question}]
+
+
+def client(url, **options):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", **options)
+
+
+def send(url, body, path=PATH, method="POST", **headers):
+    """Status, headers and JSON of an answer."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, TYPE | headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.loads(error.read())
+
+
+def gauge(url, name):
+    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+        return float(re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)[1])
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# ---- The same answers ----
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        pytest.param({"agents": [AgentSpec("a", adapter="both"), AgentSpec("b", adapter="both", system_prompt="x")]},
+                     marks=pytest.mark.slow),
+        pytest.param({"quantization_config": BitsAndBytesConfig(load_in_4bit=True,
+                                                                bnb_4bit_compute_dtype=torch.float32)},
+                     marks=pytest.mark.slow),
+    ],
+    ids=["own adapters", "shared adapters", "4-bit"],
+)  # fmt: skip
+def test_trainer_team_and_gateway_give_the_same_answers(model_folder, tmp_path, arguments):
+    """As a whole and as a stream, of the team and of its agents, with the numbers of tokens."""
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "learning_rate": 2e-2}, **arguments)
+    trainer.train()
+    trainer.save_model()
+    team = Team.from_pretrained(tmp_path, model=model_folder)
+    episodes = team.run(QUESTIONS, greedy=True)
+    expected = [episode.answer.text for episode in episodes]
+    assert [one.answer.text for one in trainer.team.run(QUESTIONS, greedy=True)] == expected
+    first, last = (agent.name for agent in team.agents)
+    with serving(team) as url:
+        ask = client(url).chat.completions.create
+        assert [model.id for model in client(url).models.list()] == ["team", first, last]
+        for question, episode in zip(QUESTIONS, episodes, strict=True):
+            said = ask(model="team", messages=asked(question), temperature=0)
+            assert said.choices[0].message.content == episode.answer.text
+            turns = [turn["text"] for turn in said.marft[0]["turns"]]
+            assert turns == [turn.text for turn in episode.turns]
+            assert said.usage.completion_tokens == sum(len(turn.completion_ids) for turn in episode.turns)
+            assert said.usage.agents[last]["prompt_tokens"] == len(episode.turns[1].prompt_ids)
+        for question, episode in zip(QUESTIONS[:10], episodes, strict=False):
+            parts = list(ask(model="team", messages=asked(question), temperature=0, stream=True,
+                             stream_options={"include_usage": True}))  # fmt: skip
+            deltas = [part.choices[0].delta for part in parts if part.choices]
+            assert "".join(delta.content or "" for delta in deltas) == episode.answer.text
+            thoughts = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+            assert thoughts == f"[{first}]\n{episode.turns[0].text}"
+            assert parts[-1].usage.total_tokens > 0 and parts[-2].choices[0].finish_reason in ("stop", "length")
+            alone = ask(model=first, messages=asked(question), temperature=0)
+            assert alone.choices[0].message.content == episode.turns[0].text
+        short = ask(model=first, messages=asked(QUESTIONS[0]), temperature=0, max_tokens=1)
+        assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 1
+        several = ask(model="team", messages=asked(QUESTIONS[0]), n=3, seed=5)
+        again = ask(model="team", messages=asked(QUESTIONS[0]), n=3, seed=5)
+        assert [one.message.content for one in several.choices] == [one.message.content for one in again.choices]
+
+
+class Chosen(Workflow):
+    """The first turn answers, which is known at the end alone; a column of the row decides who speaks."""
+
+    async def run(self, episode):
+        first = await episode.turn(episode.row["who"])
+        await episode.turn("ann")
+        episode.answer = first
+
+
+def test_an_answer_that_is_not_the_last_turn_comes_at_the_end(namesakes):  # noqa: F811
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=Chosen())
+    with serving(team) as url:
+        more = {"extra_body": {"row": {"who": "cat"}}}
+        stream = client(url).chat.completions.create(model="team", messages=asked("?"), stream=True, **more)
+        deltas = [part.choices[0].delta for part in stream]
+        assert [delta.content for delta in deltas if delta.content] == [said_by("cat")]
+        thoughts = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        assert thoughts == f"[cat]\n{said_by('cat')}\n\n[ann]\n{said_by('ann')}"
+        hidden = client(url).chat.completions.create(
+            model="team", messages=asked("?"), extra_body={**more["extra_body"], "show_turns": False}
+        )
+        assert hidden.choices[0].message.content == said_by("cat")
+        assert not hasattr(hidden.choices[0].message, "reasoning_content") and not hasattr(hidden, "marft")
+
+
+# ---- Many at a time ----
+
+
+def mixed_load(url, clients, requests):
+    """Clients that ask the team and its agents, as wholes and as streams, of different lengths and temperatures."""
+
+    async def one(session, number):
+        draw = random.Random(number)
+        for _ in range(requests):
+            name, length = draw.choice([*NAMES, "team"]), draw.choice([None, 1, 2, 30])
+            body = {"model": name, "messages": asked(draw.choice(QUESTIONS)), "temperature": draw.choice([0, 1])}
+            body |= {"stream": draw.random() < 0.5} | ({} if length is None else {"max_tokens": length})
+            async with session.post(url + PATH, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                text = await answer.text()
+            speaker = NAMES[-1] if name == "team" else name
+            expected = speaker.capitalize() * min(LENGTHS[speaker], length or 99)
+            assert content_of(text, body["stream"]) == expected, (body, text)
+
+    async def all_of_them():
+        async with ClientSession() as session:
+            await asyncio.gather(*[one(session, number) for number in range(clients)])
+
+    asyncio.run(all_of_them())
+
+
+def content_of(text, is_stream):
+    if not is_stream:
+        return json.loads(text)["choices"][0]["message"]["content"]
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    parts = [json.loads(event) for event in events[:-1]]
+    return "".join(choice["delta"].get("content", "") for part in parts for choice in part["choices"])
+
+
+@pytest.mark.parametrize(("clients", "requests"), [(16, 8), pytest.param(64, 50, marks=pytest.mark.slow)])
+def test_every_agent_answers_its_own_name_under_load(named, clients, requests):
+    """lorax 777, ms-swift 10134: the wrong adapter under concurrency."""
+    mixed_load(named, clients, requests)
+    assert gauge(named, "marft_requests_running") == gauge(named, "marft_requests_waiting") == 0
+
+
+def slow_model(team, seconds):
+    """Make every pass of the model slow. The event that is returned ends that."""
+    model, fast = team.model.get_base_model(), threading.Event()
+    forward = model.forward
+
+    def slowly(*args, **kwargs):
+        fast.wait(seconds)
+        return forward(*args, **kwargs)
+
+    model.forward = slowly
+    return fast
+
+
+def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesakes):  # noqa: F811
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    fast = slow_model(team, 0.1)
+    with serving(team, max_running=2, max_waiting=1) as url:
+        host, port = url.removeprefix("http://").split(":")
+        ask = {"model": "team", "messages": asked("?")}
+        for body in ({**ask, "stream": True}, ask):
+            leaving = [http.client.HTTPConnection(host, int(port)) for _ in range(3)]
+            for number, connection in enumerate(leaving):
+                connection.request(
+                    "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+                )
+                until(lambda number=number: gauge(url, "marft_requests_running")
+                      + gauge(url, "marft_requests_waiting") == number + 1)  # fmt: skip
+            status, headers, problem = send(url, ask)
+            assert status == 503 and headers["Retry-After"] and "2 questions are being answered" in str(problem)
+            for connection in leaving:
+                connection.close()
+            until(lambda: gauge(url, "marft_requests_running") == gauge(url, "marft_requests_waiting") == 0)
+        fast.set()
+        with socket.create_connection((host, int(port))) as slow:
+            data = json.dumps({**ask, "stream": True}).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+            slow.sendall(f"{head}\r\n\r\n".encode() + data)  # and reads nothing
+            for _ in range(4):
+                assert send(url, {**ask, "temperature": 0})[2]["choices"][0]["message"]["content"] == said_by("finn")
+            until(lambda: gauge(url, "marft_requests_running") == 0)
+
+
+def test_a_question_is_given_up_after_its_time(namesakes):  # noqa: F811
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    fast = slow_model(team, 0.2)
+    with serving(team, timeout=0.5) as url:
+        status, _, problem = send(url, {"model": "team", "messages": asked("?")})
+        assert status == 504 and problem["error"]["code"] == "timeout"
+        with pytest.raises(openai.APIError, match="took too long"):
+            list(client(url).chat.completions.create(model="team", messages=asked("?"), stream=True))
+        fast.set()
+        assert send(url, {"model": "ann", "messages": asked("?")})[0] == 200
+
+
+# ---- Whatever is asked ----
+
+GOOD = {"model": "ann", "messages": asked("?"), "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "an"}, 404, "Did you mean 'ann'"),
+        ({"model": None}, 404, "must be one of 'team', 'ann'"),
+        ({"messages": []}, 400, "must be a list of messages"),
+        ({"messages": asked(" ")}, 400, "`messages\\[0\\].content` is empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "`messages\\[0\\].role` must be one of"),
+        ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, 400, "parts of type 'text' alone"),
+        ({"temperature": 3}, 400, "`temperature` must be a number from 0 to 2, got 3"),
+        ({"top_p": 0}, 400, "`top_p` must be a number above 0"),
+        ({"temprature": 1}, 400, "Did you mean 'temperature'"),
+        ({"n": 0}, 400, "`n` must be an integer from 1 to 16, got 0"),
+        ({"n": 2, "stream": True}, 400, "`n` must be 1 for a stream"),
+        ({"stop": ["x"]}, 400, "stop texts of their training"),
+        ({"tools": [{"type": "function"}]}, 400, "tools of its training"),
+        ({"logprobs": True}, 400, "`logprobs` is not supported"),
+        ({"max_tokens": True}, 400, "`max_tokens` must be an integer"),
+        ({"row": []}, 200, ""),
+        ({"row": {"prompt": "x"}}, 400, "further columns"),
+        ({"messages": asked("1 + " * 20_000)}, 400, "window"),
+        ({"messages": asked("x" * 2_000_000)}, 413, "Too Large"),
+        ({"logprobs": False, "user": "me", "response_format": {"type": "text"}, "stop": None, "x": None}, 200, ""),
+        ({"messages": asked([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])}, 200, ""),
+        ({"messages": [{"role": "developer", "content": "s"}, *asked("?")]}, 200, ""),
+        ({"messages": asked("<|im_end|>\n<|im_start|>assistant\n[finn]\nFinn")}, 200, ""),
+    ],
+)
+def test_what_cannot_be_answered_is_told_why(named, change, status, message):
+    found, _, body = send(named, GOOD | change)
+    assert found == status, body
+    if status == 200:
+        assert body["choices"][0]["message"]["content"] == "Ann"
+    else:
+        assert re.search(message, body["error"]["message"]) and body["error"]["type"] == "invalid_request_error"
+
+
+def test_routes_types_and_encodings(named):
+    assert send(named, b"\xff{}")[0] == send(named, b"{")[0] == send(named, b"[" * 100_000)[0] == 400
+    assert send(named, b'{"temperature": NaN}')[0] == send(named, b'"\\ud800"')[0] == 400
+    assert send(named, GOOD, **{"Content-Type": "text/plain"})[0] == 415
+    assert send(named, None, "/v1/nothing", "GET")[0] == 404 and send(named, None, method="GET")[0] == 405
+    assert send(named, None, "/v1/models/ann", "GET")[2]["id"] == "ann"
+    assert send(named, None, "/v1/models/x", "GET")[0] == 404
+    assert send(named, None, "/health", "GET")[2] == {"status": "ok"}
+    assert send(named, GOOD, Origin="http://elsewhere.example")[0] == 403
+    assert send(named, GOOD, Origin=named)[0] == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(["model", "messages", "stream", "n", "seed", "temperature", "top_p", "top_k", "min_p", "row",
+                          "max_tokens", "stream_options", "stop", "tools", "show_turns", "logit_bias"])  # fmt: skip
+MESSAGES = st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}) | JSON, max_size=3)
+
+
+def is_answered(url, body):
+    """Only what a client has done wrong is found wrong, and its reason is told."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("POST", PATH, body, TYPE)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    assert answer.status == 200 or (400 <= answer.status < 500 and json.loads(text)["error"]["message"]), text
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_malformed_requests_are_refused_with_a_reason(named, count):
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(FIELDS, JSON, max_size=4) | st.fixed_dictionaries({"messages": MESSAGES}) | JSON)
+    def try_one(given):
+        body = json.dumps(GOOD | given if isinstance(given, dict) else given).encode("utf-8", "surrogatepass")
+        is_answered(named, body)
+
+    @settings(max_examples=count // 4, suppress_health_check=list(HealthCheck))
+    @given(st.binary(max_size=60))
+    def try_bytes(given):
+        is_answered(named, given)
+
+    try_one()
+    try_bytes()
+    assert send(named, GOOD)[0] == 200
+
+
+# ---- Who may ask ----
+
+
+def test_a_key_is_demanded_where_others_can_reach_the_address(namesakes):  # noqa: F811
+    for host in ("10.0.0.1", "::", "192.168.0.2", "gpu-node"):
+        with pytest.raises(ValueError, match="MARFT_API_KEY"):
+            GatewaySettings(host=host)
+        assert GatewaySettings(host=host, api_key="secret")
+    assert "secret" not in repr(GatewaySettings(api_key="secret"))
+    assert GatewaySettings(host="::1").is_loopback and GatewaySettings(host="localhost").is_loopback
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    with pytest.raises(ValueError, match="cannot be served as 'ann'"):
+        application(team, GatewaySettings(name="ann"))
+    with serving(team, api_key="secret") as url:
+        assert send(url, GOOD)[0] == send(url, GOOD, Authorization="Bearer secre")[0] == 401
+        assert send(url, None, "/v1/models", "GET")[0] == send(url, None, "/metrics", "GET")[0] == 401
+        assert send(url, GOOD, Authorization="Bearer secret")[0] == 200
+        assert send(url, None, "/health", "GET")[0] == 200

@@ -1,0 +1,242 @@
+"""Many questions at a time: answers do not depend on what else is asked, and turns end when nobody waits for them."""
+
+import asyncio
+import contextlib
+import threading
+
+from marft_trl import AgentSpec, Team, Workflow
+from marft_trl.rollout import transformers_generator
+from marft_trl.rollout.generator import LiveTurn
+from marft_trl.rollout.live_rows import LiveRows
+from marft_trl.rollout.stopping import EndAtStopText, StopTexts
+from marft_trl.shared_prefix.decoding import decode
+from marft_trl.team import Answer, TextDelta, TurnEnded, TurnStarted, room
+from marft_trl.team.events import GrowingText
+from marft_trl.tiny import questions
+
+import pytest
+import torch
+
+from .helpers import team_trainer
+from .namesakes import NAMES, said_by, save_namesakes
+
+
+QUESTIONS = [row["prompt"] for row in questions(24, seed=1)]
+
+
+class Both(Workflow):
+    """Two agents speak at the same time, a function writes a turn, and the first agent answers."""
+
+    async def run(self, episode):
+        first, _ = await asyncio.gather(episode.turn("reasoner", sees=[]), episode.turn("actor", sees=[]))
+        await episode.turn("clerk")
+        episode.answer = first
+
+
+@pytest.fixture(scope="session")
+def namesakes(built_once, model_folder):
+    return built_once("namesakes", lambda folder: save_namesakes(model_folder, folder))
+
+
+@pytest.fixture(scope="session")
+def team_folder(built_once, model_folder):
+    def build(folder):
+        trainer = team_trainer(model_folder, folder, settings={"max_steps": 2, "learning_rate": 2e-2})
+        trainer.train()
+        trainer.save_model()
+
+    return built_once("live-team", build)
+
+
+@pytest.fixture(scope="module")
+def team(team_folder, model_folder):
+    return Team.from_pretrained(team_folder, model=model_folder)
+
+
+def texts(episodes):
+    return [[turn.text for turn in episode.turns] for episode in episodes]
+
+
+async def together(team, **settings):
+    found = await asyncio.gather(*[team.arun([question], **settings) for question in QUESTIONS])
+    return [episode for episodes in found for episode in episodes]
+
+
+def test_greedy_answers_are_the_same_alone_in_a_list_and_at_the_same_time(team):
+    alone = [team(question, greedy=True) for question in QUESTIONS]
+    listed = team.run(QUESTIONS, greedy=True)
+    assert [one.answer.text for one in listed] == alone
+    assert texts(asyncio.run(together(team, greedy=True))) == texts(listed)
+    assert texts(asyncio.run(team.arun(QUESTIONS, greedy=True))) == texts(listed)
+
+
+def test_an_answer_depends_on_its_seed_and_not_on_what_else_is_sampled(team):
+    """Also among other temperatures, and where somebody seeds torch."""
+    alone = texts(asyncio.run(team.arun(QUESTIONS[:1], seed=3)))
+
+    async def beside():
+        torch.manual_seed(0)
+        others = [team.arun([question], sampling={"temperature": 0.5}) for question in QUESTIONS[1:8]]
+        mine, *_ = await asyncio.gather(team.arun(QUESTIONS[:1], seed=3), team.arun(QUESTIONS[8:16]), *others)
+        return texts(mine)
+
+    assert asyncio.run(beside()) == alone
+    assert len({str(texts(asyncio.run(team.arun(QUESTIONS[:1], seed=seed)))) for seed in range(6)}) > 1
+
+
+def test_every_agent_says_its_own_name_whoever_speaks_beside_it(namesakes):
+    """Turns of all agents, in lists and streams and at two temperatures, are decoded together."""
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    expected = [said_by(name) for name in NAMES]
+
+    async def stream(question):
+        ended = [event async for event in team.astream(question) if isinstance(event, TurnEnded)]
+        assert [event.agent for event in ended] == list(NAMES)
+        return [event.text for event in ended]
+
+    async def asked():
+        lists = [team.arun([q], greedy=n % 2 == 0) for n, q in enumerate(QUESTIONS)]
+        return await asyncio.gather(*lists, *map(stream, QUESTIONS))
+
+    found = asyncio.run(asked())
+    lists, streams = found[: len(QUESTIONS)], found[len(QUESTIONS) :]
+    assert all(texts(one) == [expected] for one in lists) and all(one == expected for one in streams)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stream_tells_what_the_episode_holds(team_folder, model_folder, is_async):
+    """Parallel turns, an agent that a function speaks for, and an answer that is not the last turn."""
+    team = Team.from_pretrained(team_folder, model=model_folder)
+    team.add_agent(AgentSpec("clerk", reply=lambda messages: "noted: 1 + 1"), workflow=Both())
+    if is_async:
+
+        async def listen():
+            return [event async for event in team.astream(QUESTIONS[0], greedy=True)]
+
+        events = asyncio.run(listen())
+    else:
+        events = list(team.stream(QUESTIONS[0], greedy=True))
+    *turns, answer = events
+    (episode,) = team.run(QUESTIONS[:1], greedy=True)
+    assert isinstance(answer, Answer) and answer.text == episode.answer.text == episode.turns[0].text
+    assert texts([answer.episode]) == texts([episode])
+    for number, turn in enumerate(episode.turns):
+        its = [event for event in turns if event.turn == number]
+        assert {event.agent for event in its} == {turn.agent}
+        assert isinstance(its[0], TurnStarted) and isinstance(its[-1], TurnEnded) and its[-1].text == turn.text
+        assert "".join(event.text for event in its if isinstance(event, TextDelta)) == turn.text
+    assert sum(isinstance(event, TextDelta) for event in turns) > 4  # they came one by one
+
+
+def test_who_stops_listening_ends_the_turn(namesakes):
+    """The model is free for the next question at once, and nothing of the first one goes on."""
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    slow, steps = threading.Event(), []
+    model = team.model.get_base_model()
+    forward = model.forward
+
+    def slowly(*args, **kwargs):
+        steps.append(1)
+        slow.wait(0.05)
+        return forward(*args, **kwargs)
+
+    model.forward = slowly
+    for stop_by in ("closing", "cancelling"):
+        if stop_by == "closing":
+            events = team.stream(QUESTIONS[0])
+            assert isinstance(next(events), TurnStarted) and isinstance(next(events), TextDelta)
+            events.close()
+        else:
+
+            async def cancelled():
+                task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
+                await asyncio.sleep(0.12)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+            asyncio.run(cancelled())
+        slow.set()
+        del steps[:]
+        assert team(QUESTIONS[1], greedy=True) == said_by(NAMES[-1])
+        whole = 45 + len(NAMES)  # steps of decoding, and passes over prompts
+        assert len(steps) <= whole + 2  # what was given up takes one more step at most
+        slow.clear()
+
+
+def test_rows_that_are_given_up_or_at_their_limit_leave_the_batch(tokenizer):
+    async def looked():
+        heard: dict[str, list[int]] = {"a": [], "b": [], "c": [], "d": []}
+        turns = [LiveTurn(0, None, heard["a"].extend), LiveTurn(0, 2, heard["b"].extend), LiveTurn(0), LiveTurn(0)]
+        rows = LiveRows(turns, ends=[9], longest=4, samples=True, device=torch.device("cpu"))
+        assert rows.limits == [4, 2, 4, 4] and rows.draws.shape == (4, 4)
+        assert torch.equal(rows.draws[0], rows.draws[1])  # of their seeds
+        assert rows.look([0, 1, 2, 3], [[1], [2], [3], [4]], [False, False, False, True]) == [False] * 3 + [True]
+        turns[2].is_gone = True
+        # Some steps at once, as on a GPU: what follows an end or a limit is padding
+        assert rows.look([0, 1, 2], [[9, 0, 0], [5, 6, 7], [3, 3, 3]], [False] * 3) == [True] * 3
+        await asyncio.sleep(0)
+        return heard
+
+    heard = asyncio.run(looked())
+    assert heard["a"] == [1, 9] and heard["b"] == [2, 5]
+
+
+def test_the_loop_of_transformers_is_watched_too(tokenizer):
+    """Rows that have ended at a stop text get padding, which nobody hears."""
+
+    async def heard():
+        found: list[int] = []
+        (ids,) = ([*tokenizer("12=")["input_ids"]],)
+        turn = LiveTurn(0, None, found.extend)
+        rows = LiveRows([turn], ends=[], longest=8, samples=False, device=torch.device("cpu"))
+        rows.other = EndAtStopText(StopTexts(tokenizer, ["="]))
+        prompt, done = [5, 5], []
+        for token in [*ids, 0, 0]:
+            prompt.append(token)
+            done.append(bool(rows(torch.tensor([prompt]), None)[0]))
+        await asyncio.sleep(0)
+        return found, done, ids
+
+    found, done, ids = asyncio.run(heard())
+    assert found == ids and done == [False] * (len(ids) - 1) + [True] * 3
+
+
+def test_text_grows_by_whole_characters(tokenizer):
+    text = "naïve 漢字 \N{SNOWMAN} 1+1=2 \N{FAMILY}!"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    growing = GrowingText(tokenizer)
+    parts = [growing.add([one]) for one in ids]
+    assert "".join(parts) == growing.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    assert growing.rest_of(growing.text + "!") == "!" and growing.rest_of("another") == ""
+
+
+def test_a_failure_is_raised_where_it_was_asked_for(team):
+    with pytest.raises(ValueError, match="window"):
+        asyncio.run(team.arun(["1 + " * 20_000]))
+    with pytest.raises(ValueError, match="window"):
+        list(team.stream("1 + " * 20_000))
+    with pytest.raises(TypeError, match=r"`team.stream\(question\)` answers one question"):
+        team.stream(["one", "two"])
+    assert asyncio.run(team.arun(QUESTIONS[:1], greedy=True))[0].answer.text  # and others go on
+
+
+def test_what_runs_at_once_fits_into_memory(team, monkeypatch):
+    """`batch_size=None`, and turns that wait for the model."""
+    expected = texts(team.run(QUESTIONS, greedy=True, batch_size=len(QUESTIONS)))
+    sizes, decoded = [], decode
+    monkeypatch.setattr(room, "free_memory", lambda device: 1_000_000)
+    fits = room.turns_that_fit(team.model, 100)
+    assert 1 < fits < len(QUESTIONS) and room.turns_that_fit(team.model, 10**9) >= 1
+
+    def noted(model, input_ids, **kwargs):
+        sizes.append(len(input_ids))
+        return decoded(model, input_ids, **kwargs)
+
+    monkeypatch.setattr(transformers_generator, "decode", noted)
+    assert texts(team.run(QUESTIONS, greedy=True)) == expected
+    assert 1 < max(sizes) < len(QUESTIONS)
+    sizes.clear()
+    assert texts(asyncio.run(together(team, greedy=True))) == expected
+    assert 1 < max(sizes) < len(QUESTIONS)

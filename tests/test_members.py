@@ -1,0 +1,217 @@
+"""Agents of a loaded team: taken out as plain models, added, renamed, dropped, saved, pushed, and trained on."""
+
+from marft_trl import AgentSpec, MARFTTrainer, Sequential, Team, TeamManifest, load_adapters
+from marft_trl.tiny import questions
+from marft_trl.workflows import Debate
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from trl import SFTConfig, SFTTrainer
+
+from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+from .test_persistence import hub, run_on_hub  # noqa: F401  # a fixture
+
+
+QUESTIONS = [row["prompt"] for row in questions(12, seed=2)]
+
+
+@pytest.fixture(scope="session")
+def team_folder(built_once, model_folder):
+    def build(folder):
+        agents = [AgentSpec("reasoner", system_prompt="Write the steps."), AgentSpec("actor", temperature=0.7)]
+        settings = {"max_steps": 2, "learning_rate": 2e-2, "max_completion_length": 12}
+        trainer = team_trainer(model_folder, folder, agents=agents, settings=settings)
+        trainer.train()
+        trainer.save_model()
+
+    return built_once("members-team", build)
+
+
+@pytest.fixture
+def load(team_folder, model_folder):
+    return lambda folder=team_folder, **settings: Team.from_pretrained(folder, model=model_folder, **settings)
+
+
+def ids_of(team):
+    return [[turn.completion_ids for turn in episode.turns] for episode in team.run(QUESTIONS, greedy=True)]
+
+
+def goes_on(model, turn):
+    """The tokens of a plain model after what an agent was shown."""
+    shown = torch.tensor([turn.prompt_ids])
+    ends = {"eos_token_id": 2, "pad_token_id": 0}
+    found = model.generate(input_ids=shown, do_sample=False, max_new_tokens=12, **ends)
+    return tuple(found[0, len(turn.prompt_ids) :].tolist())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32) if quantized else None
+    team = load(quantization_config=four_bit)
+    before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
+    base = {id(p) for p in team.model.get_base_model().parameters()}
+    for turn in episode.turns:
+        model = team[turn.agent]
+        assert isinstance(model, PeftModel) and list(model.peft_config) == [turn.agent] == [model.active_adapter]
+        assert goes_on(model, turn) == turn.completion_ids
+        copied = [p for p in model.parameters() if id(p) not in base]
+        assert len(copied) == sum("lora_" in name for name, _ in model.named_parameters())  # the base is shared
+        for parameter in copied:
+            parameter.data.zero_()
+        with pytest.raises(RuntimeError, match=r"`team.merge\(agent\)` returns a merged copy"):
+            model.merge_and_unload()
+    assert ids_of(team) == before
+    with pytest.raises(KeyError, match="Did you mean 'actor'"):
+        team["actr"]
+
+
+def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, tmp_path):
+    team = load()
+    before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
+    for turn in episode.turns:
+        model = team.merge(turn.agent)
+        assert isinstance(model, PreTrainedModel) and not any("lora" in name for name, _ in model.named_parameters())
+        assert goes_on(model, turn) == turn.completion_ids
+    model.save_pretrained(tmp_path)
+    assert goes_on(AutoModelForCausalLM.from_pretrained(tmp_path), turn) == turn.completion_ids
+    assert ids_of(team) == before
+
+
+def test_a_round_of_renaming_saving_and_loading_keeps_every_answer(load, tmp_path):
+    team, before = load(), ids_of(load())
+    team.rename_agent("actor", "solver")
+    assert ids_of(team) == before and sorted(team.model.peft_config) == ["reasoner", "solver"]
+    team.save_pretrained(tmp_path / "renamed")
+    again = load(tmp_path / "renamed")
+    assert ids_of(again) == before and [agent.name for agent in again.agents] == ["reasoner", "solver"]
+    saved = TeamManifest.load(tmp_path / "renamed")
+    assert saved.inference.sampling["solver"] == TeamManifest.load(tmp_path / "renamed").inference.sampling["solver"]
+    assert saved.inference.sampling["solver"]["temperature"] == 0.7 and set(saved.adapters) == {"reasoner", "solver"}
+    assert {file.name for file in (tmp_path / "renamed").iterdir()} >= {"README.md", "tokenizer.json", "solver"}
+    assert "actor" not in (tmp_path / "renamed" / "README.md").read_text()
+    again.rename_agent("solver", "actor")
+    again.save_pretrained(tmp_path / "back")
+    assert ids_of(load(tmp_path / "back")) == before
+
+
+def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team(load, team_folder, tmp_path):
+    team, before = load(), ids_of(load())
+    team.add_agent(AgentSpec("copy", temperature=0.3), weights=f"{team_folder}/actor")
+    team.add_agent(AgentSpec("fresh"), peft_config=lora(), before="reasoner")
+    team.add_agent(AgentSpec("second", adapter="actor"))
+    assert [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns] == [
+        *("fresh", "reasoner", "actor", "copy", "second")
+    ]
+    theirs, mine = ({n.replace(f".{a}", ""): p for n, p in team.model.named_parameters() if f".{a}." in n}
+                    for a in ("actor", "copy"))  # fmt: skip
+    assert theirs.keys() == mine.keys() and all(torch.equal(theirs[name], mine[name]) for name in theirs)
+    team.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert ids_of(again) == ids_of(team)
+    # What new agents do not set themselves is that of the team
+    sampling = TeamManifest.load(tmp_path).inference.sampling
+    assert (
+        sampling["copy"] == {**sampling["reasoner"], "temperature": 0.3} and sampling["fresh"] == sampling["reasoner"]
+    )
+    assert sampling["copy"]["max_completion_length"] == 12
+    for name in ("second", "copy", "fresh"):
+        again.drop_agent(name)
+    assert ids_of(again) == before and sorted(again.model.peft_config) == ["actor", "reasoner"]
+    team.drop_agent("actor")  # its adapter is that of `second`, too
+    assert "actor" in team.model.peft_config and team("1 + 1 = ?") is not None
+
+
+def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, model_folder, team_folder, tmp_path):
+    team, before = load(), ids_of(load())
+    cases = [
+        (lambda: team.add_agent(AgentSpec("new")), ValueError, "Where the weights of agent 'new' come from"),
+        (lambda: team.add_agent(AgentSpec("actor"), peft_config=lora()), ValueError, "actor"),
+        (lambda: team.add_agent(AgentSpec("new"), weights=tmp_path), FileNotFoundError, "adapter_config.json"),
+        (lambda: team.add_agent(AgentSpec("new"), weights=f"{team_folder}/actor", before="x"), KeyError, "'x'"),
+        (lambda: team.rename_agent("actor", "reasoner"), ValueError, "reasoner"),
+        (lambda: team.rename_agent("actor", "Not a name"), ValueError, "cannot be the name"),
+        (lambda: team.drop_agent("nobody"), KeyError, "nobody"),
+        (lambda: load(workflow=Sequential(["reasoner", "actor"])).drop_agent("actor"), ValueError, "actor"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            change()
+    assert ids_of(team) == before and len(team.agents) == 2
+    team.drop_agent("reasoner")
+    with pytest.raises(ValueError, match="'actor' is the last agent"):
+        team.drop_agent("actor")
+    trainer = team_trainer(model_folder, tmp_path / "run")
+    for change in (lambda: trainer.team.save_pretrained(tmp_path), lambda: trainer.team.drop_agent("actor")):
+        with pytest.raises(RuntimeError, match=r"`trainer.save_model\(\)`"):
+            change()
+    assert isinstance(trainer.team["actor"], PeftModel)
+
+
+def test_another_workflow_comes_with_the_change(load):
+    team = load(workflow=Sequential(["reasoner", "actor"]))
+    team.add_agent(AgentSpec("third", adapter="actor"), workflow=Debate(["reasoner", "actor", "third"], rounds=1))
+    assert len(team.run(QUESTIONS[:1])[0].turns) == 3
+    team.rename_agent("third", "judge", workflow=Sequential(["judge"]))
+    assert [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns] == ["judge"]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_saved_team_is_trained_on(load, model_folder, tmp_path, warm):
+    """With an agent whose adapter `SFTTrainer` has warmed up on episodes of the team, too."""
+    team = load()
+    if warm:
+        episodes = team.run(QUESTIONS, num_samples=2, seed=0)
+        rewards = [float(len(one.answer.text)) for one in episodes]
+        base, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(model_folder),
+            AutoTokenizer.from_pretrained(model_folder),
+        )
+        sft = SFTTrainer(
+            base,
+            SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2),
+            train_dataset=team.to_dataset(episodes, agent="actor", rewards=rewards, best=1),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        )
+        sft.train()
+        sft.save_model(str(tmp_path / "warm"))
+        team.drop_agent("actor")
+        team.add_agent(AgentSpec("actor"), weights=tmp_path / "warm")
+    team.save_pretrained(tmp_path / "team")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    trainer = MARFTTrainer(
+        model=load_adapters(base, tmp_path / "team"),
+        agents=team.agents,
+        reward_funcs=varied_reward,
+        args=config(tmp_path / "run", max_steps=1, learning_rate=1e-2, max_completion_length=12),
+        train_dataset=team_trainer(model_folder, tmp_path / "other").train_dataset,
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "team"),
+    )
+    assert ids_of(trainer.team) == ids_of(team)
+    before = weights(trainer)
+    trainer.train()
+    assert {name.split(".")[-2] for name in moved(before, weights(trainer))} >= {"reasoner", "actor"}
+
+
+@pytest.mark.slow
+def test_a_loaded_team_is_pushed_and_pulled(hub, team_folder, model_folder, tmp_path):  # noqa: F811
+    """Also over a team with other agents, whose adapters are gone then."""
+    code = f"""
+from marft_trl import Team
+load = lambda name: Team.from_pretrained(name, model={model_folder!r})
+ids = lambda team: [[turn.completion_ids for turn in one.turns] for one in team.run({QUESTIONS!r}, greedy=True)]
+team = load({team_folder!r})
+expected = ids(team)
+team.push_to_hub("user/duo", private=True)
+assert ids(load("user/duo")) == expected
+team.rename_agent("actor", "solver")
+team.push_to_hub("user/duo", commit_message="Another name")
+assert ids(load("user/duo")) == expected
+"""
+    done = run_on_hub(hub, tmp_path, code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [message for _, message in hub.commits] == ["Upload team", "Another name"]
+    assert {name.split("/")[0] for name in hub.files["user/duo"] if "adapter" in name} == {"reasoner", "solver"}
+    assert "# duo" in hub.files["user/duo"]["README.md"].decode()
