@@ -308,14 +308,14 @@ class _Parts:
     def of(self, event: Event) -> list[dict[str, Any]]:
         """The parts that an event makes."""
         if isinstance(event, TextDelta) and event.turn == self._answering:
-            return [self._chunks.delta({"content": event.text})]
+            return [self._chunks.delta({"content": event.text, "agent": event.agent, "turn": event.turn})]
         if not self._show_turns or not isinstance(event, TextDelta):
             return []
         text = event.text
         if self._speaks != event.turn:  # branches may speak at the same time
             text = dialect.heading(event.agent, self._is_first) + text
             self._speaks, self._is_first = event.turn, False
-        return [self._chunks.delta({"reasoning_content": text, "agent": event.agent})]
+        return [self._chunks.delta({"reasoning_content": text, "agent": event.agent, "turn": event.turn})]
 
     def end(self, episode: Episode) -> list[dict[str, Any]]:
         """The last parts."""
