@@ -25,6 +25,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 
+WHAT_NEXT = """
+What next (`. .venv/bin/activate` first)
+  marft chat {folder} --model tiny        # ask this team
+  marft serve {folder} --model tiny       # the same in a browser, and for OpenAI's clients
+  marft init duo && marft train           # a script of your own team, to change"""
+
+
 def steps_are_right(answers, solution, turns, **columns):
     """Accuracy of the reasoner: share of episodes in which the last number of its steps is the right answer."""
     ends = [episode[0].text.rpartition("=")[2] for episode in turns]
@@ -105,7 +112,6 @@ def main():
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    print("Building the tiny model (once, about two minutes) ...", flush=True)
     base = tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),
@@ -140,6 +146,7 @@ def main():
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
     print(f"adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/")
+    print(WHAT_NEXT.format(folder=options.output_dir))
 
 
 if __name__ == "__main__":

@@ -273,6 +273,7 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
     folder = Path(folder)
     if (folder / "config.json").exists():
         return str(folder)
+    print("Building the tiny model (once, about two minutes) ...", flush=True)
     tokenizer = tiny_tokenizer()
     model = tiny_model(len(tokenizer))
     with torch.random.fork_rng(devices=[]):

@@ -26,10 +26,11 @@ CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
 # A room of the package, and the slow tests that guard it beside the core
 ROOMS = {
     "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
+    "commands": ["command"],
     "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
     "functional": ["unbiased", "central_critic"],
-    "gateway": ["gateway"],
+    "gateway": ["gateway", "page", "command"],
     "learning": ["devices", "signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic"],
     "metrics": ["report", "evaluation"],
     "report": ["report", "recipes", "examples"],
@@ -44,13 +45,14 @@ ROOMS = {
     "shared_prefix": ["devices", "forward", "fitting"],
     "system": ["devices", "failures", "examples", "secrets", "sharding"],
     "tasks": ["task_families", "tasks"],
-    "team": ["tools", "secrets", "strangers", "gateway"],
+    "team": ["tools", "secrets", "strangers", "gateway", "members"],
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
     "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
 ROOMS |= {
+    "__main__": ["command"],
     "agents": ["tools", "secrets"],
     "tiny": ["examples"],
 }

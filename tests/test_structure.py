@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "marft_trl"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "templates")  # scripts for users
 SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
 # Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
@@ -22,7 +22,7 @@ PACKAGES = [
     # What a user chooses by name, and the configuration, which checks it
     *("rules", "config", "configs"),
     *("sharding", "metrics", "rollout", "advantages", "learning", "servers", "reporting", "runs", "tiny"),
-    *("team", "trainer", "gateway", "report", "tasks"),
+    *("team", "trainer", "gateway", "report", "tasks", "commands", "__main__"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.
 PUBLIC = {"__init__", "plan", "memory_plan", "manifest", "team", "view", "workflow"}

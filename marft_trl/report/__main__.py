@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,13 +35,15 @@ class ReportArguments:
     margin: float = field(default=0.02, metadata={"help": "Differences below it are too small to matter."})
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--cell"]:  # one run, for `workers`
-        given = json.loads(sys.argv[2])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make a report. `argv`: arguments, by default those of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--cell"]:  # one run, for `workers`
+        given = json.loads(arguments[1])
         experiment = load_experiment(given["experiment"], given["settings"])
         run_cell(experiment, Cell(given["arm"], given["seed"], Path(given["folder"])), given["emptied"])
         return
-    (given,) = TrlParser(ReportArguments).parse_args_and_config()
+    (given,) = TrlParser(ReportArguments).parse_args_and_config(arguments)
     print(as_markdown(report(**vars(given))))
 
 

@@ -87,13 +87,13 @@ class Transcript:
 
     def as_text(self, width: int = 80) -> str:
         """Return the transcript as text for a terminal with `width` columns."""
-        lines = [f"-- {_printable(self.title)} ".ljust(width, "-") if self.title else "-" * width]
+        lines = [f"-- {printable(self.title)} ".ljust(width, "-") if self.title else "-" * width]
         lines += _block("prompt", self.prompt, width)
         for entry in self.entries:
             notes = f" ({'; '.join(entry.notes)})" if entry.notes else ""
             lines += _block(f"{entry.speaker}{notes}", entry.text or "(nothing)", width)
         if self.rewards:
-            lines += textwrap.wrap(_printable(f"reward: {_scores(self.rewards)}"), width)
+            lines += textwrap.wrap(printable(f"reward: {_scores(self.rewards)}"), width)
         return "\n".join([*lines, "-" * width])
 
     def as_html(self) -> str:
@@ -245,14 +245,14 @@ def _span(text: str, advantage: float) -> str:
 
 
 def _safe(text: str) -> str:
-    return html.escape(_printable(text))
+    return html.escape(printable(text))
 
 
 def _block(head: str, text: str, width: int) -> list[str]:
     body = []
-    for line in _printable(text).splitlines() or [""]:
+    for line in printable(text).splitlines() or [""]:
         body += _wrap(line, width - 2)
-    return [*textwrap.wrap(_printable(head), width), *(f"  {line}" for line in body)]
+    return [*textwrap.wrap(printable(head), width), *(f"  {line}" for line in body)]
 
 
 def _wrap(line: str, width: int) -> list[str]:
@@ -264,6 +264,6 @@ def _wrap(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False) or [""]
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace characters that would move the cursor, colour the terminal or reverse the direction of writing."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

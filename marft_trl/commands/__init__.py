@@ -1,0 +1,75 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The command `marft`. Each of its commands is imported when it is used."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+
+# Name -> what it does. The module of a command has its name, with `_` for `-`, and a class `Command`
+COMMANDS = {
+    "init": "write a script of a team to begin with",
+    "plan": "say what a run will do, without training: who sees whom, batches, memory",
+    "rehearse": "run the workflow once with made-up turns, without a model",
+    "train": "train the team of a script or a YAML file",
+    "eval": "evaluate the team that a script has trained",
+    "report": "compare a team with what it should be better than, over seeds",
+    "transcripts": "show the episodes that a run has logged",
+    "chat": "talk to a trained team in the terminal",
+    "serve": "serve a trained team over HTTP, in the form of OpenAI's API",
+    "vllm-command": "print the command that starts a vLLM server for a trained team",
+    "env": "print what a bug report needs to say of this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run a command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): its name and arguments. Defaults to those of the process.
+
+    Returns: the exit status.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"marft_trl {importlib.metadata.version('marft-trl')}")
+        return 0
+    name = given.pop(0)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(COMMANDS)}."
+        print(f"marft: there is no command {name!r}.{hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
+    from .command import UsageError
+
+    try:
+        return module.Command(name, COMMANDS[name]).main(given) or 0
+    except UsageError as error:
+        print(f"marft {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: marft COMMAND [arguments]",
+            "",
+            *lines,
+            "",
+            "`marft COMMAND --help` has its options. All of them can stand in a YAML file, too: `--config FILE`.",
+            "Options of the command line take precedence over the file.",
+        ]
+    )

@@ -1,0 +1,50 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""`marft serve FOLDER`: a team over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from .command import BaseCommand, Parser, UsageError
+from .teams import add_team_arguments, load_team
+
+
+class Command(BaseCommand):
+    """Serve a team until the process is told to end."""
+
+    def add_arguments(self, parser: Parser) -> None:
+        from ..gateway.settings import GatewaySettings
+
+        add_team_arguments(parser)
+        parser.epilog = "An API key is taken from the environment variable MARFT_API_KEY."
+        default = GatewaySettings()
+        parser.add_argument("--name", help="name of the team as a model; that of its folder by default")
+        parser.add_argument("--hide_turns", action="store_true", help="answer without the turns of teammates")
+        for field in dataclasses.fields(default):
+            if field.name in ("name", "api_key", "show_turns"):
+                continue
+            value = getattr(default, field.name)
+            parser.add_argument(f"--{field.name}", type=type(value), default=value, help=f"default: {value}")
+
+    def run(self, args: argparse.Namespace) -> None:
+        try:
+            from ..gateway import GatewaySettings, serve
+        except ImportError as error:
+            raise UsageError(f"{error}. Install what it needs: `pip install 'marft-trl[serve]'`.") from error
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        limits: dict[str, Any] = {
+            field.name: getattr(args, field.name, None) for field in dataclasses.fields(GatewaySettings)
+        }
+        limits |= {"name": args.name or Path(args.team).name, "api_key": os.environ.get("MARFT_API_KEY") or None}
+        try:
+            settings = GatewaySettings(**{**limits, "show_turns": not args.hide_turns})
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        with load_team(args) as team:
+            serve(team, settings)

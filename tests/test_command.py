@@ -1,0 +1,345 @@
+"""The command `marft`: flags win over files for every option, errors say what to write, each command is a process."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from marft_trl import MARFTConfig, Team, TeamManifest
+from marft_trl.commands import COMMANDS, main
+from marft_trl.commands.command import as_tokens, config_of
+from marft_trl.commands.init import KINDS
+from marft_trl.commands.launching import Launcher
+from marft_trl.commands.scripts import Recipe
+from marft_trl.seams.arguments import options_of
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from peft import LoraConfig
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from .helpers import team_trainer
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+from marft_trl import MARFTTrainer
+from marft_trl.tiny import tiny_agents, tiny_dataset, exact_answer
+from peft import LoraConfig
+SETTINGS = {"output_dir": "out", "max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 8,
+            "report_to": "none", "learning_rate": 0.125, "save_strategy": "no", "disable_tqdm": True,
+            "log_completions": True, "num_completions_to_print": 0, "logging_steps": 1}
+def make(args, model="MODEL", rank=4, quick=False):
+    return MARFTTrainer(model, agents=tiny_agents(), reward_funcs=exact_answer, args=args,
+                        train_dataset=tiny_dataset(64), eval_dataset=tiny_dataset(8, seed=1),
+                        peft_config=LoraConfig(r=rank, target_modules="all-linear"))
+"""
+
+
+@pytest.fixture
+def script(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("team.py").write_text(SCRIPT.replace("MODEL", model_folder))
+    return tmp_path
+
+
+def marft(*arguments, where=None, **environment):
+    """A process of the command."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-W", "ignore", "-m", "marft_trl", *arguments]
+    done = subprocess.run(command, env=variables | environment, cwd=where, capture_output=True, text=True, timeout=250)
+    return done.returncode, done.stdout, done.stderr
+
+
+# ---- Flags, files, defaults ----
+
+
+def two_values(action):
+    """Two values of an option that differ, as they would be written into a YAML file."""
+    if action.nargs == 0:
+        return True, True
+    if action.choices:
+        first, second = [*action.choices, *action.choices][:2]
+        found = (str(getattr(first, "value", first)), str(getattr(second, "value", second)))
+    elif getattr(action.type, "__name__", "") in ("string_to_bool", "str_to_bool"):
+        found = (True, False)
+    else:
+        for found in ((3, 5), (0.25, 0.5), ({"a": 1}, {"b": 2}), ("true,false", "false,true"), ("x", "y")):
+            try:
+                for value in found:
+                    text = json.dumps(value) if isinstance(value, dict) else str(value)
+                    _ = action.type(text) if action.type is not None else text
+                break
+            except (ValueError, TypeError, argparse.ArgumentTypeError):
+                continue
+        else:
+            return None
+    return ([found[0]], [found[1], found[0]]) if action.nargs in ("*", "+") else found
+
+
+def written(name, value, action):
+    """An option as on a command line."""
+    if action.nargs == 0:
+        return [f"--{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
+
+
+PARSERS = [(MARFTConfig, ModelConfig, ScriptArguments), None]
+
+
+@pytest.mark.parametrize("kinds", PARSERS, ids=["settings", "launcher"])
+def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
+    """TRL issue 7031: a YAML file that wins over a flag."""
+    launcher = Launcher([])
+
+    def make():
+        return TrlParser(kinds, allow_abbrev=False) if kinds else launch_command_parser()
+
+    counted = 0
+    for name, action in options_of(make()).items():
+        if name in ("help", "module", "no_python") or name != action.dest:  # aliases are their own entries
+            continue
+        if (values := two_values(action)) is None:  # only a file can have it
+            parser = make()
+            assert not as_tokens({name: {"a": 1}}, parser)
+            assert parser.get_default(name) == {"a": 1}
+            continue
+        in_file, on_line = values
+
+        def read(given, flags, name=name):
+            parser = make()
+            if kinds is None:
+                mine, rest = launcher.of_config(given, flags)
+                assert not rest
+                flags, left = launcher.of_command_line(flags)
+                assert not left
+                tokens = [*mine, *flags, "script.py"]
+            else:
+                tokens = [
+                    *as_tokens(given, parser, flags),
+                    *flags,
+                    *(["--output_dir", "x"] if name != "output_dir" else []),
+                ]
+            return getattr(parser.parse_known_args(tokens)[0], name)
+
+        alone, line = read({name: in_file}, []), written(name, on_line, action)
+        assert alone == read({}, written(name, in_file, action)), name
+        assert read({name: in_file}, line) == read({}, line), name
+        assert on_line == in_file or action.type is bool or alone != read({name: on_line}, []), name
+        counted += 1
+    assert counted > (250 if kinds else 80)
+
+
+def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypatch):
+    in_file = {"learning_rate": "1e-4", "model_init_kwargs": {"dtype": "float32"}, "rank": 2, "env": {"MARFT_X": 7}}
+    Path("run.yaml").write_text(yaml.safe_dump(in_file))
+    monkeypatch.delenv("MARFT_X", raising=False)
+    recipe = Recipe.read("team.py")
+    given, rest = config_of(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
+    args, more = recipe.parse([*as_tokens(given, recipe.parser), *rest])
+    assert (args.learning_rate, args.max_steps, args.seed, more.rank) == (1e-4, 9, 3, 2)
+    assert args.num_generations == 2 and args.model_init_kwargs == {"dtype": "float32"} and not more.quick
+    assert os.environ.pop("MARFT_X") == "7"
+    args, more = recipe.parse(["--quick", "--learning_rate", "0.5", "--rank", "8"])
+    assert (args.learning_rate, more.rank, more.quick) == (0.5, 8, True)
+
+
+def test_options_of_the_launcher_are_told_from_those_of_the_run():
+    launcher = Launcher(["gradient_accumulation_steps", "debug"])
+    mine, rest = launcher.of_command_line(
+        ["--num_processes", "2", "--seed", "1", "--multi_gpu", "--mixed_precision=bf16", "--debug", "x", "--cpu"]
+    )
+    assert mine == ["--num_processes", "2", "--multi_gpu", "--mixed_precision=bf16", "--cpu"]
+    assert rest == ["--seed", "1", "--debug", "x"]
+    in_file = {"num_processes": 2, "seed": 1, "multi_gpu": False}
+    assert launcher.of_config(in_file) == (["--num_processes=2"], {"seed": 1})
+
+
+# ---- What is wrong is said ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "no command 'trian'. Did you mean 'train'"),
+        (["train", "--learnin_rate", "1"], "Did you mean `--learning_rate`"),
+        (["train", "--num_process", "2"], "Did you mean `--num_processes`"),
+        (["train", "--config", "wrong.yaml"], "'learnin_rate', which is no option. Did you mean 'learning_rate'"),
+        (["train", "--config", "list.yaml"], "must be a mapping"),
+        (["train", "--config", "none.yaml"], "cannot be read"),
+        (["train", "--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["train", "nothing.py"], "no file 'nothing.py'. `marft init duo`"),
+        (["train", "empty.py"], "has no function `make`"),
+        (["train", "clash.py"], "`seed` of `make` in clash.py is a setting of `MARFTConfig`"),
+        (["train", "needs.py"], "`data` of `make` in needs.py becomes an option, so it needs a default"),
+        (["plan", "returns.py"], "must return a `MARFTTrainer`, got NoneType"),
+        (["plan", "--num_processes", "2"], "'--num_processes' is an option of the launcher"),
+        (["eval"], "There is no team in out yet: `marft train team.py`"),
+        (["chat"], "the following arguments are required: team"),
+        (["chat", "empty-folder"], "There is no marft_team.json"),
+        (["serve", "empty-folder", "--prot", "1"], "Did you mean `--port`"),
+        (["serve", "empty-folder", "--host", "10.0.0.1"], "MARFT_API_KEY"),
+        (["transcripts", "empty-folder"], "train with `log_completions=True`"),
+        (["vllm-command", "empty-folder"], "There is no marft_team.json"),
+        (["init", "trio"], "invalid choice: 'trio'"),
+        (["init"], "There is a file team.py already"),
+        (["train", "no-agents.yaml"], "needs `agents`"),
+        (["train", "no-model.yaml"], "`model_name_or_path` is missing"),
+        (["train", "bad-agent.yaml"], "Agent 1 of the YAML file: .*sytem_prompt"),
+        (["train", "bad-reward.yaml"], "no reward function 'acuracy_reward'. Did you mean 'accuracy_reward'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
+    Path("empty-folder").mkdir()
+    Path("wrong.yaml").write_text("learnin_rate: 1\n")
+    Path("list.yaml").write_text("[1]\n")
+    Path("empty.py").write_text("x = 1\n")
+    Path("clash.py").write_text("def make(args, seed=1): ...\n")
+    Path("needs.py").write_text("def make(args, data): ...\n")
+    Path("returns.py").write_text("def make(args): ...\n")
+    good = {"agents": ["a", {"name": "b"}], "reward_funcs": ["accuracy_reward"], "output_dir": "x"}
+    Path("no-agents.yaml").write_text(yaml.safe_dump({**good, "agents": []}))
+    Path("no-model.yaml").write_text(yaml.safe_dump(good))
+    Path("bad-agent.yaml").write_text(yaml.safe_dump({**good, "agents": ["a", {"name": "b", "sytem_prompt": "x"}]}))
+    Path("bad-reward.yaml").write_text(yaml.safe_dump({**good, "reward_funcs": "acuracy_reward"}))
+    assert main(arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_every_command_has_help_and_a_class(capsys):
+    for name in COMMANDS:
+        if name != "report":  # whose parser is that of TRL
+            try:
+                assert main([name, "--help"]) == 0
+            except SystemExit as end:
+                assert end.code == 0
+            assert f"marft {name}" in capsys.readouterr().out
+    assert main([]) == 2 and main(["--help"]) == 0 and main(["--version"]) == 0
+    assert "vllm-command" in capsys.readouterr().out
+
+
+# ---- What they do ----
+
+
+def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, capsys, monkeypatch):
+    assert main(["plan"]) == 0 and "Workflow: Sequential" in capsys.readouterr().out
+    assert main(["rehearse", "team.py"]) == 0 and "what actor says" in capsys.readouterr().out
+    assert main(["train", "--learning_rate", "1e-3", "--rank", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"marft chat out --model {model_folder}" in said
+    manifest = TeamManifest.load("out")
+    assert set(manifest.adapters) == {"reasoner", "actor"}
+    assert LoraConfig.from_pretrained("out/actor").r == 2
+    assert main(["eval", "--rank", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^eval_reward  +[\d.]+$", printed, re.MULTILINE)
+    assert main(["transcripts", "out"]) == 0 and "-- reasoner" in capsys.readouterr().out
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert main(["transcripts", "out", "--step", "1", "--open"]) == 0 and opened[0].endswith("transcripts_00001.html")
+    assert main(["transcripts", "out", "--step", "7"]) == 2 and "those of 0, 1" in capsys.readouterr().err
+    question = "Ann has 7 apples, finds 7 and loses 1. How many are left?"
+    asked = ["chat", "out", "--model", model_folder, "--greedy", "--question", question]
+    assert main(asked) == 0
+    (episode,) = Team.from_pretrained("out", model=model_folder).run([question], greedy=True)
+    assert capsys.readouterr().out == "".join(f"{turn.agent}: {turn.text}\n" for turn in episode.turns)
+    assert main(["vllm-command", "out", "--model", model_folder, "--device", "cpu"]) == 0
+    assert "--max-lora-rank 8" in (command := capsys.readouterr().out) and model_folder in command
+    assert main(["env"]) == 0 and "transformers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_to_begin_with_are_short_and_make_a_trainer(kind, tmp_path, monkeypatch, model_folder, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", kind]) == 0 and "marft train" in capsys.readouterr().out
+    text = Path("team.py").read_text()
+    assert text.count("\n") < 60
+    if kind == "tools":  # the tiny tokenizer's template shows no tools
+        assert callable(Recipe.read("team.py").parse([])[1].__class__) and "multiply" in text
+        return
+    small = ["--model", model_folder, "--num_generations", "2", "--per_device_train_batch_size", "4"]
+    assert main(["train", *small, "--max_steps", "1", "--max_completion_length", "8", "--report_to", "none"]) == 0
+
+
+def test_a_team_in_a_yaml_file(script, model_folder, capsys):
+    Path("mine.py").write_text("def short(completions, **kwargs):\n    return [-len(one) for one in completions]\n")
+    rows = [{"prompt": f"{number} + 1 = ?"} for number in range(16)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    team = {
+        "model_name_or_path": model_folder, "dataset_name": "rows.jsonl", "use_peft": True, "lora_r": 2,
+        "lora_target_modules": ["q_proj", "v_proj"], "output_dir": "yaml-out", "max_steps": 2, "num_generations": 2,
+        "per_device_train_batch_size": 4, "max_completion_length": 8, "report_to": "none", "learning_rate": 1.0e-4,
+        "agents": ["first", {"name": "second", "system_prompt": "Answer.", "temperature": 0.5}],
+        "workflow": {"class": "Sequential", "rounds": 2}, "reward_funcs": ["mine.py:short"],
+    }  # fmt: skip
+    Path("team.yaml").write_text(yaml.safe_dump(team))
+    assert main(["train", "team.yaml", "--max_steps", "1", "--lora_r", "4"]) == 0
+    manifest = TeamManifest.load("yaml-out")
+    assert manifest.workflow["rounds"] == 2 and [agent.name for agent in manifest.agents] == ["first", "second"]
+    assert LoraConfig.from_pretrained("yaml-out/first").r == 4
+
+
+# ---- As processes ----
+
+
+@pytest.mark.slow
+def test_each_command_as_a_process(script, model_folder):
+    """In the order of a newcomer. Two processes train what one trains."""
+    where = script
+    for arguments in (["train"], ["train", "--multi_gpu", "--num_processes", "2", "--output_dir", "two",
+                                  "--per_device_train_batch_size", "4"]):  # fmt: skip
+        status, said, wrong = marft(*arguments, where=where)
+        assert status == 0, wrong[-3000:]
+        assert "Ask it" in said
+    assert "2 processes" in said + wrong or "on 2" in said + wrong
+    for arguments, expected in (
+        (["--help"], "vllm-command"),
+        (["init", "app", "--file", "new/app.py"], "marft plan new/app.py"),
+        (["plan"], "Workflow"),
+        (["rehearse"], "what actor says"),
+        (["eval"], "eval_reward"),
+        (["transcripts", "out"], "-- actor"),
+        (["chat", "out", "--model", model_folder, "--question", "1 + 1 = ?"], "actor:"),
+        (["vllm-command", "out", "--model", model_folder], "--enable-lora"),
+        (["env"], "torch"),
+        (["report", "--help"], "experiment"),
+    ):
+        status, said, wrong = marft(*arguments, where=where)
+        assert status == 0 and expected in said, (arguments, said, wrong[-2000:])
+    assert "secret" not in marft("env", where=where, MARFT_API_KEY="secret", HF_TOKEN="secret")[1]
+
+
+@pytest.mark.slow
+def test_a_gateway_as_a_process_ends_when_it_is_told_to(script, model_folder):
+    trainer = team_trainer(model_folder, script / "team")
+    trainer.save_model()
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MARFT_API_KEY": "k"}
+    command = [sys.executable, "-m", "marft_trl", "serve", "team", "--model", model_folder, "--port", "8793"]
+    process = subprocess.Popen(command, env=variables, cwd=script, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen("http://127.0.0.1:8793/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.3)
+        body = json.dumps({"model": "team", "messages": [{"role": "user", "content": "1 + 1 = ?"}]}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+        ask = urllib.request.Request("http://127.0.0.1:8793/v1/chat/completions", body, headers)
+        with urllib.request.urlopen(ask, timeout=60) as answer:
+            assert json.loads(answer.read())["choices"][0]["finish_reason"]
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 0 and "Serving Team(reasoner, actor" in said and "Traceback" not in said
+    finally:
+        process.kill()
