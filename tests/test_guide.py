@@ -5,18 +5,20 @@ One rule makes them small: names of models of the Hub are a tiny model, saved te
 datasets of the Hub have some rows, configs train one step, and three dots stand for arguments that a page has shown.
 """
 
+import contextlib
 import doctest
 import itertools
 import re
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
 from marft_trl.metrics.at_k import write_samples
 
 import pytest
 from datasets import Dataset
 
 from .helpers import lora
+from .test_gateway import serving
 
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +33,7 @@ def blocks(page: Path) -> list[str]:
 def made_small(code: str, model: str, team: str) -> str:
     code = re.sub(r'Team\.from_pretrained\("me/[^"]+"', f'Team.from_pretrained("{team}", model="{model}"', code)
     code = re.sub(r'"me/[^"]+"', f'"{team}"', code)
+    code = re.sub(r', engine="[^"]+"', "", code)  # `make test-vllm` has servers
     code = re.sub(r'"Qwen/[^"]+"', f'"{model}"', code).replace("smollm2()", f'"{model}"')
     code = re.sub(r"\bload_dataset\(", "rows(", code)
     code = re.sub(r"MARFTConfig\((\.\.\.,)?", "small(", code)
@@ -77,9 +80,17 @@ def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypa
         samples = [{"question": str(q), "sample": s, "right": q % 2 == s % 2} for q in range(4) for s in range(4)]
         for run in [f"{name}-{seed}" for name in ("ours", "theirs") for seed in range(5)]:
             write_samples(tmp_path / run, samples, "eval", 1, 0)
+    gateway = contextlib.nullcontext("")
+    if page.stem == "use_extend_publish":  # what `marft serve` runs
+        gateway = serving(Team.from_pretrained(team, model=model_folder), name="math-duo")
+    with gateway as url:
+        run_blocks(page, model_folder, team, url)
+
+
+def run_blocks(page, model_folder, team, url):
     space = {"rows": rows, "small": small, "made": made_by(model_folder), "__name__": "guide"}
     for number, block in enumerate(blocks(page)):
-        code = made_small(block, model_folder, team)
+        code = made_small(block, model_folder, team).replace("http://127.0.0.1:8080", url)
         if ">>>" in code:
             tested = doctest.DocTestParser().get_doctest(code, space, page.stem, str(page), number)
             runner = doctest.DocTestRunner()

@@ -258,3 +258,29 @@ def test_a_request_that_always_fails_harms_no_other_and_ends(how):
         assert ids_of(results) == expected(asked)
         assert sum(body["seed"] == 3 for body in server.requests) == 3
         assert len(server.requests) == 14  # none of the others was sent twice
+
+
+@pytest.mark.parametrize("breaks_at", [None, 0, 3])
+def test_a_streamed_turn_is_heard_once_also_if_it_is_asked_for_again(breaks_at):
+    with fake_servers() as (server,):
+        tries = []
+
+        def breaks(count):
+            if count == 0:
+                tries.append(1)
+            return len(tries) == 1 and count == breaks_at
+
+        server.breaks = breaks
+        heard: list[list[int]] = []
+
+        async def make_ready(server):
+            await server.load("a-v1", "/somewhere", 5.0)
+
+        async def run():
+            async with Replicas(settings([server]), make_ready) as replicas:
+                return await replicas.generate(order, heard.append)
+
+        order = next(one for one in orders() if len(expected([one])[0]) > 4)
+        (generated, _), (ids,) = run_coroutine(run), expected([order])
+        assert generated.ids == ids == [index for part in heard for index in part] and len(heard) > 4
+        assert len(generated.logps) == len(ids) and len(tries) == (1 if breaks_at is None else 2)

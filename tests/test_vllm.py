@@ -17,15 +17,17 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, Sequential
+from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
 from marft_trl.rollout import vllm_command
 from marft_trl.servers.library import MismatchError
 from marft_trl.servers.replicas import EngineDownError, Replicas
 from marft_trl.servers.sampling_correction import FidelityError
 from marft_trl.servers.server import AnswerError, Order, RefusedError
 from marft_trl.system.event_loop import run_coroutine
-from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.team import TextDelta
+from marft_trl.tiny import exact_answer, questions, tiny_agents, tiny_dataset, tiny_team_model
 
+import openai
 import pytest
 import torch
 from datasets import Dataset
@@ -34,6 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from .helpers import lora, team_trainer, weights
 from .test_distributed import launch
+from .test_gateway import serving
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
@@ -198,6 +201,53 @@ def test_a_team_is_asked_on_the_server(model_folder, tmp_path, server):
     two = trainer.team.run(["What is 3+4?"], num_samples=4, seed=7)
     assert [t.completion_ids for e in one for t in e.turns] == [t.completion_ids for e in two for t in e.turns]
     trainer.parts.runner.generator.close()
+
+
+def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
+    """The greedy answers of the model, alone, in lists, in streams and through the gateway; seeds; changed teams."""
+    settings = {"max_steps": 2, "learning_rate": 2e-2, "max_completion_length": 24}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer.train()
+    trainer.save_model()
+    asked = [row["prompt"] for row in questions(100, seed=1)]
+    local = Team.from_pretrained(tmp_path, model=model_folder)
+    expected = [[turn.text for turn in one.turns] for one in local.run(asked, greedy=True)]
+
+    def texts(episodes):
+        return [[turn.text for turn in one.turns] for one in episodes]
+
+    with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team:
+        assert texts(team.run(asked, greedy=True)) == expected
+        assert texts(asyncio.run(team.arun(asked, greedy=True))) == expected
+        *events, answer = team.stream(asked[0], greedy=True)
+        said = ["".join(one.text for one in events if isinstance(one, TextDelta) and one.turn == n) for n in (0, 1)]
+        assert said == expected[0] and answer.text == expected[0][-1]
+        assert texts(team.run(asked[:4], seed=3)) == texts(asyncio.run(team.arun(asked[:4], seed=3)))
+        stream = team.stream(asked[0])
+        next(stream)
+        stream.close()  # the server is told
+        with serving(team) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+            for question, turns in zip(asked[:20], expected, strict=False):
+                message = [{"role": "user", "content": question}]
+                said = client.chat.completions.create(model="team", messages=message, temperature=0)
+                assert said.choices[0].message.content == turns[-1]
+                alone = client.chat.completions.create(model="reasoner", messages=message, temperature=0, stream=True)
+                assert "".join(part.choices[0].delta.content or "" for part in alone) == turns[0]
+        team.rename_agent("actor", "solver")
+        assert texts(team.run(asked[:10], greedy=True)) == expected[:10]
+        assert len(names_on(server)) == 3
+    assert len(names_on(server)) == 1  # the base
+    other = Team.from_pretrained(tmp_path, model=model_folder, engine=server.url)
+    other.model.get_base_model().lm_head.weight.data.mul_(2.0)
+    with pytest.raises(MismatchError, match="computes other log-probabilities"):
+        other("1 + 1 = ?")
+    other.close()
+
+
+def names_on(server):
+    with urllib.request.urlopen(server.url + "/v1/models", timeout=20) as answer:
+        return [one["id"] for one in json.loads(answer.read())["data"]]
 
 
 def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, server):

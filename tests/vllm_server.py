@@ -19,6 +19,7 @@ class FakeServer:
         requests (`list[dict]`): bodies of requests for turns.
         fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
         calls (`list[str]`): what else was asked, in order.
+        breaks (`Callable`): `breaks(count)`: whether a stream ends without an end after so many tokens.
         delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
         logps (`Callable`): `logps(adapter, ids, temperature)` returns log-probabilities of next tokens by their ids.
     """
@@ -27,6 +28,7 @@ class FakeServer:
         self.port, self.loaded, self.requests, self.calls = port, {}, [], []
         self.fault, self.delay = lambda body: None, lambda body: 0.0
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
+        self.breaks = lambda count: False
         self.hangs = self.takes_adapters = False
         self.takes_adapters = True
         self.running = self.most = 0
@@ -116,7 +118,25 @@ class FakeServer:
             answer = self.fault(body)
         finally:
             self.running -= 1
+        if body.get("stream"):
+            return await self._stream(request, turn(body))
         return web.json_response(turn(body)) if answer is None else answer
+
+    async def _stream(self, request, whole):
+        """The turn token by token; `self.breaks(count)` is `True` where the connection breaks after so many tokens."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        (choice,) = whole["choices"]
+        for count, index in enumerate(choice["token_ids"]):
+            if self.breaks(count):
+                request.transport.abort()
+                return response
+            is_last = count + 1 == len(choice["token_ids"])
+            part = {"token_ids": [index], "logprobs": {"token_logprobs": [-1.0]}}
+            part["finish_reason"] = choice["finish_reason"] if is_last else None
+            await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+        await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
+        return response
 
 
 def turn(body, **changes):
