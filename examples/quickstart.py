@@ -25,13 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 
-WHAT_NEXT = """
-What next (`. .venv/bin/activate` first)
-  marft chat {folder} --model tiny        # ask this team
-  marft serve {folder} --model tiny       # the same in a browser, and for OpenAI's clients
-  marft init duo && marft train           # a script of your own team, to change"""
-
-
 def steps_are_right(answers, solution, turns, **columns):
     """Accuracy of the reasoner: share of episodes in which the last number of its steps is the right answer."""
     ends = [episode[0].text.rpartition("=")[2] for episode in turns]
@@ -74,7 +67,7 @@ def evaluate(trainer):
 
 
 def make_trainer(model, transcripts, args, **arguments):
-    trainer = MARFTTrainer(
+    return MARFTTrainer(
         model=model,
         agents=tiny_agents(),
         reward_funcs=exact_answer,
@@ -84,7 +77,6 @@ def make_trainer(model, transcripts, args, **arguments):
         eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcripts],
         **arguments,
     )
-    return trainer
 
 
 def print_table(before, after, count):
@@ -145,8 +137,12 @@ def main():
     print_table(before, after, len(trainer.eval_dataset))
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
-    print(f"adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/")
-    print(WHAT_NEXT.format(folder=options.output_dir))
+    print(f"""adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/
+
+What next (`. .venv/bin/activate` first)
+  marft chat {options.output_dir} --model tiny    # ask this team
+  marft serve {options.output_dir} --model tiny   # the same in a browser, and for OpenAI's clients
+  marft init duo && marft train && marft chat duo --model tiny   # a script of your own team""")
 
 
 if __name__ == "__main__":

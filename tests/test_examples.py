@@ -168,6 +168,24 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_team_is_warmed_up_on_its_own_best_turns(model_folder, tmp_path):
+    """With another idea of what is right: the tiny model cannot add."""
+    code = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "import warm_up\n"
+        "warm_up.is_right = lambda text, answer: float(len(text) % 2)\n"
+        f"sys.argv = ['x', '--model', {model_folder!r}, '--max_steps', '1']\n"
+        "sys.argv += ['--questions', '8', '--num_samples', '4']\n"
+        "warm_up.main()\n"
+    )
+    output = run(["-c", code], tmp_path)
+    assert re.search(r"^rejection sampling: \d+ of 32 episodes are right$", output, re.MULTILINE)
+    assert re.search(r"^ +0  [\d.]+% -> [\d.]+% \| [\d.]+% -> [\d.]+%$", output, re.MULTILINE)
+    assert {"helper", "solver"} <= {path.name for path in (tmp_path / "warm-up-output/seed-0/warm-rl").iterdir()}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["guess", "grid", "store"])
 def test_teams_play_in_the_worlds(tmp_path, world):
     options = ["--world", world, "--max_steps", "1", "--teaching_steps", "5", "--output_dir", "out"]
