@@ -2,8 +2,8 @@
 """Trained teams in use: answers, streams, episodes as datasets, and changes of who is in a team."""
 
 from .events import Answer, Event, TextDelta, TurnEnded, TurnStarted
-from .served import Servers
 from .team import Team
+from .vllm import Servers
 
 
 __all__ = ["Answer", "Event", "Servers", "Team", "TextDelta", "TurnEnded", "TurnStarted"]

@@ -45,7 +45,7 @@ from ..weights.policies import Policies
 from ..workflows import Workflow
 from ..workflows.anonymity import alias_names
 from ..workflows.base import callable_name
-from .served import Servers
+from .vllm import Servers
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer

@@ -48,7 +48,7 @@ from .saved_team import (
     with_replies,
     without_inference,
 )
-from .served import Servers
+from .vllm import Servers
 
 
 # Number of episodes above which a bar shows how many are done
