@@ -27,17 +27,18 @@ from trl import SFTConfig, SFTTrainer
 
 
 AGENTS = [
-    AgentSpec("helper", system_prompt="Work out the answer in a few words.", max_completion_length=12),
-    AgentSpec("solver", system_prompt="Give only the answer.", max_completion_length=8),
+    # A turn that was cut has no end to learn: these end with their first sentence
+    AgentSpec("helper", system_prompt="Work out the answer in a few words.", max_completion_length=16, stop="."),
+    AgentSpec("solver", system_prompt="Give only the answer.", max_completion_length=16, stop="."),
 ]
 
 
 def sums(seed):
     """Training and held-out questions."""
-    pairs = [(a, b) for a in range(16) for b in range(16)]
+    pairs = [(a, b) for a in range(10) for b in range(10)]
     random.Random(seed).shuffle(pairs)
     rows = [{"prompt": [{"role": "user", "content": f"{a} + {b} = ?"}], "answer": str(a + b)} for a, b in pairs]
-    return Dataset.from_list(rows[60:]), Dataset.from_list(rows[:60])
+    return Dataset.from_list(rows[30:]), Dataset.from_list(rows[:30])
 
 
 def is_right(text, answer):
@@ -60,12 +61,12 @@ def make_trainer(model, folder, options, seed, **arguments):
         learning_rate=5e-4,
         per_device_train_batch_size=32,
         num_generations=8,
-        num_generations_eval=4,
+        num_generations_eval=8,
         per_device_eval_batch_size=240,
         max_steps=options.max_steps,
         save_strategy="no",
         report_to="none",
-        logging_steps=5,
+        logging_steps=2,
         seed=seed,
     )
     return MARFTTrainer(
@@ -143,8 +144,8 @@ def run(base, folder, options, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--max_steps", type=int, default=10)
-    parser.add_argument("--questions", type=int, default=100, help="training questions of the rejection sampling")
+    parser.add_argument("--max_steps", type=int, default=6)
+    parser.add_argument("--questions", type=int, default=70, help="training questions of the rejection sampling")
     parser.add_argument("--num_samples", type=int, default=8)
     parser.add_argument("--model", help="a folder; by default the pretrained model of 135 million weights")
     parser.add_argument("--output_dir", type=Path, default=Path("warm-up-output"))

@@ -103,19 +103,18 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
     def make():
         return TrlParser(kinds, allow_abbrev=False) if kinds else launch_command_parser()
 
-    counted = 0
-    for name, action in options_of(make()).items():
+    counted, parser = 0, make()
+    for name, action in options_of(parser).items():
         if name in ("help", "module", "no_python") or name != action.dest:  # aliases are their own entries
             continue
         if (values := two_values(action)) is None:  # only a file can have it
-            parser = make()
-            assert not as_tokens({name: {"a": 1}}, parser)
-            assert parser.get_default(name) == {"a": 1}
+            only, before = {"a": 1}, parser.get_default(name)
+            assert not as_tokens({name: only}, parser) and parser.get_default(name) == only
+            parser.set_defaults(**{name: before})
             continue
         in_file, on_line = values
 
         def read(given, flags, name=name):
-            parser = make()
             if kinds is None:
                 mine, rest = launcher.of_config(given, flags)
                 assert not rest

@@ -220,7 +220,7 @@ def test_no_file_beside_the_interpreters_is_readable(tmp_path, walls):
         (environment / name).write_text("KEY=1")
     readable, _ = jail_module._readable()
     assert str(Path(sys.prefix)) not in readable
-    hidden = [environment / ".env", environment / "lib" / "secret", Path(__file__), Path(PACKAGE, "team.py")]
+    hidden = [environment / ".env", environment / "lib" / "secret", Path(__file__), Path(PACKAGE, "agents.py")]
     hidden += [Path(sys.prefix, "pyvenv.cfg")] if Path(sys.prefix, "pyvenv.cfg").exists() else []
     for path in hidden:
         assert "PermissionError" in run_python(f"open({str(path)!r}).read()").stderr, path

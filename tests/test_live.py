@@ -17,7 +17,7 @@ from marft_trl.tiny import questions
 import pytest
 import torch
 
-from .helpers import team_trainer
+from .helpers import team_trainer, weights
 from .namesakes import NAMES, said_by, save_namesakes
 
 
@@ -68,6 +68,23 @@ def test_greedy_answers_are_the_same_alone_in_a_list_and_at_the_same_time(team):
     assert [one.answer.text for one in listed] == alone
     assert texts(asyncio.run(together(team, greedy=True))) == texts(listed)
     assert texts(asyncio.run(team.arun(QUESTIONS, greedy=True))) == texts(listed)
+
+
+def test_the_team_of_a_trainer_answers_while_it_is_not_training(model_folder, tmp_path):
+    """And training goes on as if nobody had asked."""
+    ended = []
+    for is_asked in (False, True):
+        settings = {"max_steps": 2, "learning_rate": 2e-2}
+        trainer = team_trainer(model_folder, tmp_path / str(is_asked), settings=settings)
+        if is_asked:
+            expected = [one.answer.text for one in trainer.team.run(QUESTIONS[:4], greedy=True)]
+            found = asyncio.run(trainer.team.arun(QUESTIONS[:4], greedy=True))
+            assert [one.answer.text for one in found] == expected
+            *_, answer = trainer.team.stream(QUESTIONS[0], greedy=True)
+            assert answer.text == expected[0] and asyncio.run(trainer.team.arun(QUESTIONS[:2], seed=1))
+        trainer.train()
+        ended.append(weights(trainer))
+    assert all(torch.equal(one, ended[1][name]) for name, one in ended[0].items())
 
 
 def test_an_answer_depends_on_its_seed_and_not_on_what_else_is_sampled(team):

@@ -433,6 +433,7 @@ def test_a_second_training_begins_with_a_pool_of_its_own(model_folder, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_the_best_team_meets_no_later_copies(model_folder, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "best", "greater_is_better": True}

@@ -462,6 +462,7 @@ def test_programs_have_time_to_run(monkeypatch):
             assert settings["save_steps"] <= 10, path
 
 
+@pytest.mark.slow
 def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "platform", "darwin")

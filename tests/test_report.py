@@ -498,6 +498,7 @@ def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):
     assert card.read_text().count("## Is the team worth it?") == 1
 
 
+@pytest.mark.slow
 def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
     """40 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
     made = experiment(model_folder, tmp_path / "unused")

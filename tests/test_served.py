@@ -80,7 +80,7 @@ def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_st
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_checkpoints_change_nothing_while_rollouts_go_on(model_folder, tmp_path, server, staleness):
     """Random states of users' code are saved and put back while episodes of the next batch draw from their own."""
     server.delay = lambda body: 0.003 * (body["seed"] % 7)

@@ -130,6 +130,7 @@ def test_a_batch_of_equal_rewards_moves_nothing(model_folder, tmp_path, settings
     assert all(one["frac_rows_without_signal"] == one["frac_reward_zero_std"] == 1 for one in logs)
 
 
+@pytest.mark.slow
 def test_updates_are_the_same_to_the_bit_where_whole_micro_batches_vanish(model_folder, tmp_path):
     settings = {"max_tokens_per_micro_batch": 1}  # every row is a micro-batch
     short, _, rows = run(model_folder, tmp_path, **settings)

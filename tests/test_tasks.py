@@ -120,6 +120,7 @@ def test_an_answer_that_reasoning_gym_cannot_read_scores_0():
     assert reasoning_gym_reward([message("1\n⇐ n")], data["family"], data["entry"]) == [0.0]
 
 
+@pytest.mark.slow
 def test_rows_hold_what_scores_need_in_another_process(tmp_path):
     """Questions of some families depend on the hash seed of the process that asked for them."""
     data = reasoning_gym("word_ladder", size=2)

@@ -42,7 +42,7 @@ def canned(trainer, kind):
 
     async def generate(observed, **options):
         replies = []
-        for agent, ids, _, _, copy in observed:
+        for agent, ids, _, _, copy, _ in observed:
             key = (trainer.state.global_step, agent, tuple(ids), *([copy] if copy is not None else []))
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
