@@ -255,8 +255,8 @@ def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesak
         fast.set()
         with socket.create_connection((host, int(port))) as slow:
             data = json.dumps({**ask, "stream": True}).encode()
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-            slow.sendall(f"{head}\r\n\r\n".encode() + data)  # and reads nothing
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)  # and reads nothing
             for _ in range(4):
                 assert send(url, {**ask, "temperature": 0})[2]["choices"][0]["message"]["content"] == said_by("finn")
             until(lambda: gauge(url, "marft_requests_running") == 0)
@@ -326,6 +326,9 @@ def test_routes_types_and_encodings(named):
     assert send(named, None, "/health", "GET")[2] == {"status": "ok"}
     assert send(named, GOOD, Origin="http://elsewhere.example")[0] == 403
     assert send(named, GOOD, Origin=named)[0] == 200
+    # A name of somebody else that means this machine (DNS rebinding)
+    assert send(named, GOOD, Host="evil.example:80", Origin="http://evil.example:80")[0] == 403
+    assert send(named, GOOD, Host="localhost:80")[0] == send(named, GOOD, Host="[::1]:80")[0] == 200
 
 
 JSON = st.recursive(

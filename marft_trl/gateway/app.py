@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from jinja2 import TemplateError
@@ -27,7 +28,7 @@ from ..workflows import Sequential, Workflow
 from . import dialect
 from .desk import Counts, Desk, FullError
 from .dialect import ChatRequest, Chunks, RequestError
-from .settings import GatewaySettings
+from .settings import GatewaySettings, is_loopback
 
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,9 @@ class _Gateway:
         if origin is not None and origin.partition("://")[2] != request.host:
             raise RequestError("Pages of other servers may not ask this one.", 403, code="forbidden_origin")
         key = self._settings.api_key
+        if key is None and not is_loopback(urlsplit(f"//{request.host}").hostname):
+            # A page elsewhere whose name is made to mean this machine (DNS rebinding) has an origin of the same name
+            raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
         if key is None or request.path in _OPEN:
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()

@@ -61,7 +61,12 @@ class GatewaySettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine, by its address or as `localhost`. Other names may mean anything."""
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"

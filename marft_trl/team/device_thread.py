@@ -111,6 +111,8 @@ class DeviceThread(Generator):
                 jobs = [job for job in jobs if job not in batch]
                 self._sample(batch)
             if None in waiting:
+                for _ in range(waiting.count(None) - 1):  # ends of other threads
+                    self._jobs.put(None)
                 return
 
     def _next_batch(self, jobs: Sequence[_Job]) -> list[_Job]:
