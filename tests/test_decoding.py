@@ -350,10 +350,10 @@ def test_samples_follow_the_same_distribution(settings):
 def test_tokens_of_no_probability_are_never_drawn(monkeypatch):
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]]).repeat(20_000, 1)
     torch.manual_seed(0)
-    counts = decoding._draw(probabilities).squeeze(1).bincount(minlength=5).tolist()
+    counts = decoding.draw(probabilities).squeeze(1).bincount(minlength=5).tolist()
     assert counts[0] == counts[2] == counts[4] == 0
     monkeypatch.setattr(torch, "rand", torch.zeros)  # the smallest number that is drawn
-    assert decoding._draw(probabilities[:1]).tolist() == [[1]]
+    assert decoding.draw(probabilities[:1]).tolist() == [[1]]
     assert abs(counts[1] - 6000) < 4 * (20_000 * 0.3 * 0.7) ** 0.5
 
 

@@ -203,7 +203,7 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, processing
     assert trainer.parts.passes.share == share
     start = weights(trainer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_draw", lambda probabilities, draws=None: torch.multinomial(probabilities, 1))
+        patch.setattr(decoding, "draw", lambda probabilities, draws=None: torch.multinomial(probabilities, 1))
         trainer.train()
     if trainer.critic is not None:
         return start, {**weights(trainer), **{f"head.{n}": p for n, p in trainer.critic.heads.state_dict().items()}}

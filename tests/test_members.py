@@ -24,6 +24,9 @@ def team_folder(built_once, model_folder):
         settings = {"max_steps": 2, "learning_rate": 2e-2, "max_completion_length": 12}
         trainer = team_trainer(model_folder, folder, agents=agents, settings=settings)
         trainer.train()
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:  # so that every turn tells which adapter speaks
+                parameter.data *= 30
         trainer.save_model()
 
     return built_once("members-team", build)
@@ -44,6 +47,15 @@ def goes_on(model, turn):
     ends = {"eos_token_id": 2, "pad_token_id": 0}
     found = model.generate(input_ids=shown, do_sample=False, max_new_tokens=12, **ends)
     return tuple(found[0, len(turn.prompt_ids) :].tolist())
+
+
+def test_adapters_make_a_difference_here(load):
+    """Else nothing on this page would tell one from another."""
+    team, before = load(), ids_of(load())
+    for name, parameter in team.model.named_parameters():
+        if "lora_B.actor" in name:
+            parameter.data.zero_()
+    assert sum(one[1] != other[1] for one, other in zip(ids_of(team), before, strict=True)) > len(QUESTIONS) // 2
 
 
 @pytest.mark.parametrize("quantized", [False, True])

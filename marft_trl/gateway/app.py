@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which a stream without news gets a comment, so that nobody in between takes it for dead
 _SILENCE = 15.0
+# Parts of a stream that are written at once
+_AT_ONCE = 256
 # What anybody may ask without a key
 _OPEN = ("/", "/health")
 _MODEL, _STARTED = web.RequestKey("marft_model", str), web.RequestKey("marft_started", float)
@@ -97,10 +99,14 @@ class _Gateway:
         if settings.name in names:
             raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
         self._team, self._settings = team, settings
-        self._workflows: dict[str, Workflow | None] = {settings.name: None, **{name: _Alone(name) for name in names}}
         self._desk, self._counts = Desk(settings.max_running, settings.max_waiting), Counts()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._ends = False
+
+    @property
+    def _workflows(self) -> dict[str, Workflow | None]:
+        """What may be asked: the team, by its own workflow, and each of its present agents."""
+        return {self._settings.name: None, **{agent.name: _Alone(agent.name) for agent in self._team.agents}}
 
     def application(self) -> web.Application:
         """The application."""
@@ -158,7 +164,8 @@ class _Gateway:
             raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
         if key is None or request.path in _OPEN:
             return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
             raise RequestError("A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key")
 
@@ -263,11 +270,11 @@ class _Gateway:
     ) -> None:
         """Write events as they come. What has come meanwhile is written at once."""
         while event is not None:
-            written = b"".join(map(_event, parts.of(event)))
-            while not events.empty() and (event := events.get_nowait()) is not None:
-                written += b"".join(map(_event, parts.of(event)))
+            written = list(map(_event, parts.of(event)))
+            while len(written) < _AT_ONCE and not events.empty() and (event := events.get_nowait()) is not None:
+                written += map(_event, parts.of(event))
             if written:
-                await response.write(written)
+                await response.write(b"".join(written))
             while event is not None:
                 try:
                     # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with an event
@@ -346,6 +353,8 @@ def _described(error: Exception) -> RequestError:
         return RequestError("The answer took too long.", 504, code="timeout")
     if isinstance(error, EngineDownError):
         return RequestError(str(error), 503, code="engine_down")
+    if isinstance(error, web.RequestPayloadError):
+        return RequestError(f"The body cannot be read: {error}", 400)
     causes: list[BaseException | None] = [error, error.__cause__]
     wrong = next((one for one in causes if isinstance(one, (PromptError, TemplateError))), None)
     if wrong is not None:

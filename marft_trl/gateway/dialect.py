@@ -16,6 +16,8 @@ from ..system.hints import did_you_mean
 
 # Largest number of answers to one request
 _MOST_ANSWERS = 16
+# Temperatures below it are greedy decoding
+_COLDEST = 1e-4
 # Fields that say nothing about the answer, or that ask for what is the case anyway
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
@@ -213,7 +215,8 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, float]:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
             raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
-        found[name] = float(value)
+        # What is nearly 0 is meant as 0, and would overflow
+        found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
     if (top_k := _whole(given, "top_k", -1, 2**31)) is not None:
         found["top_k"] = max(top_k, 0)
     return found

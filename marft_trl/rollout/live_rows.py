@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Collection, Sequence
 
 import torch
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
+from ..shared_prefix.decoding import draw
 from .generator import LiveTurn
 
 
@@ -71,6 +72,24 @@ class LiveRows(StoppingCriteria):
         self._width = input_ids.size(1)
         done = [False] * count if self.other is None else self.other(input_ids, scores).tolist()
         return torch.tensor(self.look(range(count), new, done), device=input_ids.device)
+
+
+class DrawnByRow(LogitsProcessor):
+    """
+    Draws tokens with the numbers of [`LiveRows`] in the loop of transformers: all other tokens become impossible. It
+    has to be the last processor.
+
+    Args:
+        draws (`torch.Tensor` of shape `(B, T)`): the numbers.
+    """
+
+    def __init__(self, draws: torch.Tensor):
+        self._draws, self._step = draws, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = draw(scores.softmax(dim=-1), self._draws[:, self._step].unsqueeze(1))
+        self._step += 1
+        return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
 
 
 def _numbers(seed: int, count: int) -> torch.Tensor:

@@ -203,9 +203,11 @@ class EpisodeRunner:
             workflow ([`Workflow`], *optional*): in place of that of the team.
             max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
         """
-        other = self.in_background()
+        other = copy.copy(self)  # not `in_background`: nobody trains meanwhile, and a lock would hold up event loops
         limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
         vars(other).update(
+            dropped_turns=0,
+            _trains_beside=True,
             generator=generator,
             options=dict(options),
             _follower=follower,

@@ -20,7 +20,7 @@ from ..shared_prefix.forward import RowAdapters
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .generator import Generator, Observed, Sampled
-from .live_rows import LiveRows
+from .live_rows import DrawnByRow, LiveRows
 from .stopping import EndAtStopText, StopTexts
 
 
@@ -214,6 +214,8 @@ class TransformersGenerator(Generator):
         elif live is not None:
             live.other = next(iter(options.get("stopping_criteria", ())), None)
             options["stopping_criteria"] = [live]
+            if live.draws is not None:
+                options["logits_processor"] = [DrawnByRow(live.draws)]
         return options
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:

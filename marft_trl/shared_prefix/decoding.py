@@ -202,11 +202,11 @@ def _choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token for each row. Returns the tokens and their log-probabilities, each `(B,)`."""
     logps = scores.log_softmax(dim=-1)
-    chosen = _draw(logps.exp(), draws) if do_sample else scores.argmax(dim=-1, keepdim=True)
+    chosen = draw(logps.exp(), draws) if do_sample else scores.argmax(dim=-1, keepdim=True)
     return chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
 
 
-def _draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
+def draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """
     Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with the numbers
     `draws` `(B, 1)`, or with numbers of torch's generator. It needs one random

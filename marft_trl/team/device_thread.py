@@ -107,7 +107,12 @@ class DeviceThread(Generator):
                     waiting.append(self._jobs.get_nowait())
             jobs = [job for job in waiting if job is not None]
             while jobs:
-                batch = self._next_batch(jobs)
+                try:
+                    batch = self._next_batch(jobs)
+                except Exception as error:
+                    for job in jobs:
+                        job.settle(error)
+                    break
                 jobs = [job for job in jobs if job not in batch]
                 self._sample(batch)
             if None in waiting:

@@ -63,6 +63,7 @@ class LiveTeam:
 
     def __init__(self, runner: EpisodeRunner, generator: Generator):
         self._runner, self._generator = runner, generator
+        self.running = 0  # number of asks under way
         self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]
         self._connections = weakref.WeakKeyDictionary()
 
@@ -101,10 +102,12 @@ class LiveTeam:
         with runner.seeded(ask.seed):
             key = runner.next_key(0)
         async with self.connected() as within:
+            self.running += 1
             try:
                 with within():
                     return await runner.collect(ask.rows, key)
             finally:
+                self.running -= 1
                 narrator.leave()
 
     async def stream(self, ask: Ask) -> AsyncIterator[Event]:

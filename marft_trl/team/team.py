@@ -265,10 +265,10 @@ class Team:
         size, episodes = batch_size or self._episodes_that_fit(rows), []
         with (
             tqdm(total=len(rows), desc="episodes", disable=True if len(rows) <= _WITH_BAR else None) as bar,
-            self._running(options, seed),
+            self._running(options, seed) as runner,
         ):
             for start in range(0, len(rows), size):
-                done = self._runner.run(rows[start : start + size])
+                done = runner.run(rows[start : start + size])
                 episodes += [dataclasses.replace(episode, index=start + episode.index) for episode in done]
                 bar.update(len(done))
         return episodes
@@ -285,10 +285,6 @@ class Team:
         Like [`Team.run`], awaited. Several may run at the same time, e.g. in handlers of a web service: their turns
         are sampled together. With a seed, an answer does not depend on what else runs, but it is another one than that
         of [`Team.run`]; greedy answers are the same.
-
-        ```python
-        one, other = await asyncio.gather(team.arun([question]), team.arun(["How many pears?"], num_samples=4))
-        ```
 
         Args:
             prompts (`Sequence`): as in [`Team.run`].
@@ -423,7 +419,8 @@ class Team:
         copy; the base takes no further memory. Of a team without adapters it is the one policy of all agents.
         """
         adapter = self._agent(agent).adapter
-        return alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
+        with self._acting():
+            return alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
 
     def merge(self, agent: str) -> PreTrainedModel:
         """
@@ -431,7 +428,8 @@ class Team:
         not in it: they stand in `team.agents`.
         """
         adapter = self._agent(agent).adapter
-        return merged(self.model, adapter) if isinstance(self.model, PeftModel) else copy.deepcopy(self.model)
+        with self._acting():
+            return merged(self.model, adapter) if isinstance(self.model, PeftModel) else copy.deepcopy(self.model)
 
     def add_agent(
         self,
@@ -471,7 +469,7 @@ class Team:
 
     def rename_agent(self, agent: str, name: str, workflow: Workflow | None = None) -> None:
         """
-        Give an agent of a loaded team another name. Its adapter is renamed with it, unless others share it.
+        Give an agent another name. Its adapter is renamed with it, unless others share it.
 
         Args:
             agent (`str`): its present name.
@@ -491,7 +489,7 @@ class Team:
 
     def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
         """
-        Take an agent out of a loaded team. Its adapter goes with it, unless others share it.
+        Take an agent out. Its adapter goes with it, unless others share it.
 
         Args:
             agent (`str`): its name.
@@ -516,7 +514,8 @@ class Team:
         Args:
             folder (`str` or `os.PathLike`): where to. It is created if need be.
         """
-        self._loaded("save_pretrained").save(Path(folder), self.model)
+        with self._acting():
+            self._loaded("save_pretrained").save(Path(folder), self.model)
 
     def push_to_hub(
         self,
@@ -537,7 +536,8 @@ class Team:
             commit_message (`str`, *optional*, defaults to `"Upload team"`): message of the commit.
         """
         saved = self._loaded("push_to_hub")
-        return saved.push(self.model, HfApi(token=token), repo_id, private, revision, commit_message)
+        with self._acting():
+            return saved.push(self.model, HfApi(token=token), repo_id, private, revision, commit_message)
 
     def _agent(self, name: str) -> AgentSpec:
         found = next((one for one in self.agents if one.name == name), None)
@@ -547,10 +547,10 @@ class Team:
 
     def _loaded(self, method: str) -> SavedTeam:
         if self._saved is None:
-            raise RuntimeError(
-                f"`{method}` is for a loaded team, and this one is in training. Save it with `trainer.save_model()`, "
-                "and load it with `Team.from_pretrained`."
-            )
+            how = "Save it with `trainer.save_model()`, and load it with `Team.from_pretrained`."
+            raise RuntimeError(f"`{method}` is for a loaded team, and this one is in training. {how}")
+        if method.endswith("_agent") and self._live is not None and self._live.running:
+            raise RuntimeError(f"`{method}` would change a team that is answering. Wait until it has answered.")
         return self._saved
 
     def _become(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
@@ -561,10 +561,11 @@ class Team:
         self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None
 
     @contextlib.contextmanager
-    def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[None]:
-        runner, model = self._runner, self.model
+    def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[EpisodeRunner]:
+        model = self.model
         devices = [] if model.device.type == "cpu" else [model.device]
         with self._acting():
+            runner = self._runner  # that of the team as it is now: another thread may have changed it
             before, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
             runner.options = options
             try:
@@ -574,7 +575,7 @@ class Team:
                         runner.randomness = UserRandomness(seed, model.device)
                     runner.generator.publish(alone=True)
                     with runner.seeded(seed or 0):
-                        yield
+                        yield runner
                     self._finish()
             finally:
                 runner.options, runner.randomness, runner.dropped_turns = before, randomness, dropped
