@@ -190,6 +190,10 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
         (["vllm-command", "empty-folder"], "There is no marft_team.json"),
         (["init", "trio"], "invalid choice: 'trio'"),
         (["init"], "There is a file team.py already"),
+        (["train", "--max_steps", "1", "team.py"], "The file comes first: `marft train team.py"),
+        (["train", "--config"], "`--config` needs the name"),
+        (["plan", "settings.py"], "`SETTINGS` has 'learnin_rate'"),
+        (["plan", "--model", "nowhere"], "`--model`.*MARFT_TRACEBACK=1"),
         (["train", "no-agents.yaml"], "needs `agents`"),
         (["train", "no-model.yaml"], "`model_name_or_path` is missing"),
         (["train", "bad-agent.yaml"], "Agent 1 of the YAML file: .*sytem_prompt"),
@@ -203,6 +207,7 @@ def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
     Path("empty.py").write_text("x = 1\n")
     Path("clash.py").write_text("def make(args, seed=1): ...\n")
     Path("needs.py").write_text("def make(args, data): ...\n")
+    Path("settings.py").write_text("SETTINGS = {'learnin_rate': 1}\ndef make(args): ...\n")
     Path("returns.py").write_text("def make(args): ...\n")
     good = {"agents": ["a", {"name": "b"}], "reward_funcs": ["accuracy_reward"], "output_dir": "x"}
     Path("no-agents.yaml").write_text(yaml.safe_dump({**good, "agents": []}))
@@ -246,8 +251,8 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert main(["transcripts", "out", "--step", "1", "--open"]) == 0 and opened[0].endswith("transcripts_00001.html")
     assert main(["transcripts", "out", "--step", "7"]) == 2 and "those of 0, 1" in capsys.readouterr().err
     question = "Ann has 7 apples, finds 7 and loses 1. How many are left?"
-    asked = ["chat", "out", "--model", model_folder, "--greedy", "--question", question]
-    assert main(asked) == 0
+    Path("chat.yaml").write_text(yaml.safe_dump({"question": "another one", "greedy": True, "model": model_folder}))
+    assert main(["chat", "out", "--config", "chat.yaml", "--question", question]) == 0
     (episode,) = Team.from_pretrained("out", model=model_folder).run([question], greedy=True)
     assert capsys.readouterr().out == "".join(f"{turn.agent}: {turn.text}\n" for turn in episode.turns)
     assert main(["vllm-command", "out", "--model", model_folder, "--device", "cpu"]) == 0
@@ -266,6 +271,13 @@ def test_scripts_to_begin_with_are_short_and_make_a_trainer(kind, tmp_path, monk
         return
     small = ["--model", model_folder, "--num_generations", "2", "--per_device_train_batch_size", "4"]
     assert main(["train", *small, "--max_steps", "1", "--max_completion_length", "8", "--report_to", "none"]) == 0
+    said = capsys.readouterr().out
+    (chat,) = re.findall(r"^  marft (chat .*)$", said, re.MULTILINE)
+    if kind != "game":  # whose questions are rows with columns
+        assert main([*chat.split(), "--question", "The sea.", "--seed", "1"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        expected = {"duo": 2, "debate": 7, "app": 3}[kind]  # of a debate, the answer of the majority, too
+        assert len([line for line in lines if re.match(r"[a-z]+: |The team answers: ", line)]) >= expected - 1
 
 
 def test_a_team_in_a_yaml_file(script, model_folder, capsys):

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from ..reporting.transcripts import printable
-from ..team import Answer, Team, TextDelta, TurnStarted
+from ..team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from .command import BaseCommand, Parser
 from .teams import add_team_arguments, load_team
 
@@ -24,16 +24,15 @@ class Command(BaseCommand):
         parser.add_argument("--seed", type=int, help="seed of sampling, of the first question")
         parser.add_argument("--question", help="ask this one, and end")
 
-    def run(self, args: argparse.Namespace) -> None:
+    def run(self, args: argparse.Namespace) -> int:
         team, greedy, seed = load_team(args), args.greedy, args.seed
         with team:
             if args.question is not None:
-                _ask(team, args.question, greedy, seed)
-                return
+                return _ask(team, args.question, greedy, seed)
             print(f"{team!r}. Each question stands alone. {_HELP}")
             while (question := _read()) is not None:
                 if question in ("/quit", "/exit"):
-                    return
+                    break
                 if question in ("/greedy", "/sample"):
                     greedy = question == "/greedy"
                 elif question.startswith("/"):
@@ -41,6 +40,7 @@ class Command(BaseCommand):
                 elif question:
                     _ask(team, question, greedy, seed)
                     seed = None if seed is None else seed + 1
+        return 0
 
 
 def _read() -> str | None:
@@ -50,22 +50,38 @@ def _read() -> str | None:
         return None
 
 
-def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> None:
-    """Print turns as they arrive, and the answer at the end if it was not the last of them."""
-    speaks = None
+def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
+    """
+    Print turns as they arrive, one at a time, and the answer at the end if it was not the last of them. Turns that
+    grow beside the one that is being printed wait for its end.
+    """
+    texts: dict[int, str] = {}  # of turns that have not been printed to their ends
+    ended: set[int] = set()
+    speaks: int | None = None
     try:
         for event in team.stream(question, greedy=greedy, seed=seed):
-            if isinstance(event, (TurnStarted, TextDelta)) and event.turn != speaks:
-                print(f"{'' if speaks is None else chr(10)}{event.agent}: ", end="")
-                speaks = event.turn
-            if isinstance(event, TextDelta):
-                print(printable(event.text), end="", flush=True)
-            if isinstance(event, Answer):
+            if isinstance(event, TurnStarted):
+                texts[event.turn] = f"{event.agent}: "
+            elif isinstance(event, TextDelta):
+                texts[event.turn] += printable(event.text)
+            elif isinstance(event, TurnEnded):
+                ended.add(event.turn)
+            while texts:
+                speaks = next(iter(texts)) if speaks is None else speaks
+                print(texts[speaks], end="", flush=True)
+                texts[speaks] = ""
+                if speaks not in ended:
+                    break
                 print()
+                del texts[speaks]
+                speaks = None
+            if isinstance(event, Answer):
                 answer = event.episode.answer
                 if answer is not None and answer is not event.episode.turns[-1]:
                     print(f"The team answers: {printable(event.text)}")
     except KeyboardInterrupt:
         print(" (stopped)")
-    except ValueError as error:  # such as a question that is longer than the window
-        print(f"\n{error}", file=sys.stderr)
+    except Exception as error:  # such as a question that is longer than the window, or a workflow that fails
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0

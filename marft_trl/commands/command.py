@@ -40,9 +40,14 @@ class BaseCommand:
     def __init__(self, name: str, help: str):
         self.name, self.help = name, help
 
+    @property
+    def sentence(self) -> str:
+        """What it does, as a sentence."""
+        return f"{self.help[0].upper()}{self.help[1:]}."
+
     def parser(self) -> Parser:
         """The parser of its options."""
-        parser = Parser(prog=f"marft {self.name}", description=self.help.capitalize() + ".")
+        parser = Parser(prog=f"marft {self.name}", description=self.sentence)
         self.add_arguments(parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with options; those given here win.")
         return parser
@@ -76,6 +81,8 @@ def config_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         UsageError: there is no such file, or it is no mapping.
     """
     rest = list(argv)
+    if rest and rest[-1] == "--config":
+        raise UsageError("`--config` needs the name of a YAML file.")
     for index, token in enumerate(rest):
         name, _, value = token.partition("=")
         if name == "--config":
@@ -98,6 +105,7 @@ def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"`--config {path}` cannot be read: {error}") from error
+    found = {} if found is None else found
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UsageError(f"`--config {path}` must be a mapping of options, got {type(found).__name__}.")
     variables = found.pop("env", None) or {}
@@ -112,6 +120,7 @@ def as_tokens(
     parser: argparse.ArgumentParser,
     line: Iterable[str] = (),
     others: Iterable[str] = (),
+    where: str = "The YAML file",
 ) -> list[str]:
     """
     Options of a file as they would be given on the command line, in front of those that are: of an option that is
@@ -122,6 +131,7 @@ def as_tokens(
         parser (`argparse.ArgumentParser`): knows them.
         line (`Iterable[str]`, *optional*): the command line. What it has is left out, also of options that add up.
         others (`Iterable[str]`, *optional*): names of options that another parser takes, for the error.
+        where (`str`, *optional*, defaults to `"The YAML file"`): where they stand, for the error.
 
     Raises:
         UsageError: a key is no option.
@@ -132,7 +142,7 @@ def as_tokens(
         action = known.get(key.replace("-", "_"))
         if action is None or action.dest in ("help", "config"):
             hint = did_you_mean(key, [*known, *others]) or " `--help` has them."
-            raise UsageError(f"The YAML file has {key!r}, which is no option.{hint}")
+            raise UsageError(f"{where} has {key!r}, which is no option.{hint}")
         if there.isdisjoint(action.option_strings):
             tokens += _tokens(action, value, key, parser)
     return tokens

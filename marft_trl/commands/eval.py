@@ -13,7 +13,7 @@ from .train import TrainerCommand
 class Command(TrainerCommand):
     """Evaluate a team with the weights in its output folder."""
 
-    def on(self, trainer: MARFTTrainer, path: str) -> None:
+    def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> None:
         folder = Path(trainer.args.output_dir or ".")
         if not (folder / MANIFEST_NAME).is_file():
             raise UsageError(f"There is no team in {folder} yet: `marft train {path}` trains it.")

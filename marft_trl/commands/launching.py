@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..seams.arguments import options_of
 from .command import as_tokens
@@ -58,12 +61,23 @@ class Launcher:
                 rest.append(token)
         return mine, rest
 
-    def launch(self, options: Sequence[str], argv: Sequence[str]) -> None:
+    def launch(self, options: Sequence[str], argv: Sequence[str]) -> int:
         """
         Run a command in the processes of `accelerate launch`.
 
         Args:
             options (`Sequence[str]`): of the launcher. Of one that is there twice, the last one counts.
             argv (`Sequence[str]`): the command with its own arguments.
+
+        Returns: the exit status. What has failed was said by the process that failed.
         """
-        launch_command(self._parser.parse_args([*options, "--module", "marft_trl", *argv]))
+        given = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
+        try:
+            launch_command(given)
+        except subprocess.CalledProcessError as error:
+            return error.returncode
+        except ChildFailedError:
+            return 1
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        return 0

@@ -8,5 +8,5 @@ from .train import TrainerCommand
 class Command(TrainerCommand):
     """Print the plan of a run."""
 
-    def on(self, trainer: MARFTTrainer, path: str) -> None:
+    def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> None:
         print(trainer.plan())

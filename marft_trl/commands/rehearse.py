@@ -9,6 +9,6 @@ from .train import TrainerCommand
 class Command(TrainerCommand):
     """Print an episode on the first row of the dataset, in which every turn is made up."""
 
-    def on(self, trainer: MARFTTrainer, path: str) -> None:
+    def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> None:
         row = dict(next(iter(trainer.train_dataset)))
         print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, made-up turns"))

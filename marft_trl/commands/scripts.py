@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ class Recipe:
     def __init__(self, parser: TrlParser, given: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
         self.parser, self.given, self._make = parser, given, make
         self.others: Sequence[str] = ()  # options that the launcher takes
+        self.where = "`SETTINGS`"  # where `given` stands
+        self.code: str | None = None  # the script, if it has what trained teams need
 
     def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
         """
@@ -59,11 +62,30 @@ class Recipe:
         Raises:
             UsageError: an option is unknown.
         """
-        return self._make(self.parse(tokens))
+        parsed = self.parse(tokens)
+        try:
+            return self._make(parsed)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            if isinstance(error, UsageError) or os.environ.get("MARFT_TRACEBACK") or self._is_theirs(error):
+                raise
+            hint = " Is the base a folder here, or on the Hub (`--model`)?" if isinstance(error, OSError) else ""
+            raise UsageError(f"{error}{hint} (`MARFT_TRACEBACK=1` shows where.)") from error
+
+    def _is_theirs(self, error: BaseException) -> bool:
+        """Whether an error was raised in the user's own file."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        mine = Path(__file__).parents[1]
+        return (
+            trace is not None
+            and "site-packages" not in (name := trace.tb_frame.f_code.co_filename)
+            and not (Path(name).is_relative_to(mine))
+        )
 
     def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
         """The options in their dataclasses."""
-        own = as_tokens(self.given, self.parser, tokens, self.others)
+        own = as_tokens(self.given, self.parser, tokens, self.others, self.where)
         *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
         check_unknown(unknown, self.parser, self.others)
         return parsed
@@ -126,7 +148,12 @@ def _of_script(path: str) -> Recipe:
             raise UsageError(f"`make` of {path} must return a `MARFTTrainer`, got {type(made).__name__}.")
         return made
 
-    return Recipe(parser, getattr(module, "SETTINGS", {}), trainer)
+    settings = getattr(module, "SETTINGS", {})
+    if not isinstance(settings, dict):
+        raise UsageError(f"`SETTINGS` of {path} must be a dictionary of settings, got {type(settings).__name__}.")
+    recipe = Recipe(parser, settings, trainer)
+    recipe.code = path if isinstance(getattr(module, "TEAM", None), dict) else None
+    return recipe
 
 
 def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
@@ -207,7 +234,9 @@ def _of_yaml(given: dict[str, Any]) -> Recipe:
             peft_config=get_peft_config(model),
         )
 
-    return Recipe(parser, given, trainer)
+    recipe = Recipe(parser, given, trainer)
+    recipe.where = "The YAML file"
+    return recipe
 
 
 def _agent(given: Any, number: int) -> AgentSpec:

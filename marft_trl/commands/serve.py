@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -18,6 +19,8 @@ class Command(BaseCommand):
     """Serve a team until the process is told to end."""
 
     def add_arguments(self, parser: Parser) -> None:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise UsageError("aiohttp is missing: `pip install 'marft-trl[serve]'`.")
         from ..gateway.settings import GatewaySettings
 
         add_team_arguments(parser)
@@ -32,10 +35,7 @@ class Command(BaseCommand):
             parser.add_argument(f"--{field.name}", type=type(value), default=value, help=f"default: {value}")
 
     def run(self, args: argparse.Namespace) -> None:
-        try:
-            from ..gateway import GatewaySettings, serve
-        except ImportError as error:
-            raise UsageError(f"{error}. Install what it needs: `pip install 'marft-trl[serve]'`.") from error
+        from ..gateway import GatewaySettings, serve
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         limits: dict[str, Any] = {
@@ -47,4 +47,9 @@ class Command(BaseCommand):
         except ValueError as error:
             raise UsageError(str(error)) from error
         with load_team(args) as team:
-            serve(team, settings)
+            try:
+                serve(team, settings)
+            except OSError as error:  # such as a port that is taken
+                raise UsageError(
+                    f"{settings.host}:{settings.port} cannot be listened at: {error.strerror}."
+                ) from error

@@ -28,10 +28,16 @@ class TrainerCommand(BaseCommand):
     def main(self, argv: Sequence[str]) -> int | None:
         rest, is_launched = list(argv), _LAUNCHED in argv
         rest = [token for token in rest if token != _LAUNCHED]
-        path = rest.pop(0) if rest and not rest[0].startswith("-") else "team.py"
-        if path == "team.py" and set(rest) & {"-h", "--help"}:
+        is_named = bool(rest) and not rest[0].startswith("-")
+        path = rest.pop(0) if is_named else "team.py"
+        if not is_named and set(rest) & {"-h", "--help"}:
             print(self._usage())
             return 0
+        late = [
+            one for before, one in zip(["", *rest], rest, strict=False) if one.endswith(".py") and "-" not in before
+        ]
+        if late and not is_named:
+            raise UsageError(f"The file comes first: `marft {self.name} {late[0]} ...`.")
         recipe = Recipe.read(path)
         recipe.parser.prog = f"marft {self.name} {path}"
         given, rest = config_of(rest)
@@ -43,17 +49,16 @@ class TrainerCommand(BaseCommand):
         tokens = [*as_tokens(given, recipe.parser, rest, recipe.others), *rest]
         options = [*in_script, *in_file, *on_line]
         if options and self.launches and not is_launched:
-            launcher.launch(options, [self.name, path, _LAUNCHED, *tokens])
-            return 0
+            return launcher.launch(options, [self.name, path, _LAUNCHED, *tokens])
         if on_line and not is_launched:
             raise UsageError(f"{on_line[0]!r} is an option of the launcher, and this command starts no processes.")
-        return self.on(recipe.trainer(tokens), path)
+        return self.on(recipe.trainer(tokens), path, recipe.code)
 
     def run(self, args: argparse.Namespace) -> int | None:
         raise NotImplementedError
 
-    def on(self, trainer: MARFTTrainer, path: str) -> int | None:
-        """Do the work with a trainer."""
+    def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> int | None:
+        """Do the work with a trainer of a file, which is also `code` if trained teams need it."""
         raise NotImplementedError
 
     def _usage(self) -> str:
@@ -61,7 +66,7 @@ class TrainerCommand(BaseCommand):
             [
                 f"usage: marft {self.name} [team.py | team.yaml] [--config FILE] [options]",
                 "",
-                self.help.capitalize() + ".",
+                self.sentence,
                 "",
                 "A script has a function `make(args)` that returns a `MARFTTrainer`, and may have `SETTINGS`, the",
                 "defaults of its settings. Options are all settings of `MARFTConfig`, further parameters of `make`,",
@@ -76,7 +81,7 @@ class Command(TrainerCommand):
 
     launches = True
 
-    def on(self, trainer: MARFTTrainer, path: str) -> int | None:
+    def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> int | None:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or True)
         trainer.save_model()
         if trainer.args.push_to_hub:
@@ -84,6 +89,7 @@ class Command(TrainerCommand):
         if trainer.accelerator.is_main_process:
             folder, base = trainer.args.output_dir, trainer.manifest()
             local = "" if base.base_model or not base.adapters else f" --model {trainer.model.name_or_path}"
+            local += f" --code {code}" if code else ""
             print(f"\nThe team is in {folder}. Ask it:\n  marft chat {folder}{local}\n  marft serve {folder}{local}")
         trainer.end()
         return 0

@@ -15,7 +15,6 @@ from peft import LoraConfig
 # Settings of MARFTConfig; options of the command line and of a YAML file (--config) take precedence
 SETTINGS = {
     "output_dir": "nim",
-    "max_steps": 100,
     "num_generations": 8,
     "per_device_train_batch_size": 16,
     "max_completion_length": 4,
@@ -44,14 +43,17 @@ class Nim:
         return f"There are {self.stones} stones.", result, self.stones == 0
 
 
-def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):
-    """The trainer. Further parameters, such as `model`, are options of the command line, too."""
+TEAM = {"environment_factory": Nim}  # what `marft serve nim --code team.py` needs
+
+
+def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):  # further parameters are options, too: --model
     play = [{"role": "user", "content": "Play."}]
     rows = [{"prompt": play, "stones": count, "first": name} for count in range(4, 13) for name in OTHER]
     agents = [AgentSpec(name, adapter="player", system_prompt=RULES) for name in OTHER]  # self-play: one adapter
     loop, lora = EnvironmentLoop(Nim, turns="one", horizon=12), LoraConfig(r=16, target_modules="all-linear")
-    data = Dataset.from_list(rows)
-    return MARFTTrainer(model, agents=agents, workflow=loop, args=args, train_dataset=data, peft_config=lora)
+    return MARFTTrainer(
+        model, agents, args=args, train_dataset=Dataset.from_list(rows), workflow=loop, peft_config=lora
+    )
 
 
 if __name__ == "__main__":
