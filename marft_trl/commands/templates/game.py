@@ -13,12 +13,7 @@ from peft import LoraConfig
 
 
 # Settings of MARFTConfig; options of the command line and of a YAML file (--config) take precedence
-SETTINGS = {
-    "output_dir": "nim",
-    "num_generations": 8,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 4,
-}
+SETTINGS = {"output_dir": "nim", "num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 4}
 RULES = "You play Nim: take 1, 2 or 3 stones; whoever takes the last one wins. Answer with the number alone."
 OTHER = {"player": "rival", "rival": "player"}
 
@@ -52,7 +47,7 @@ def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):  # further parameters are op
     agents = [AgentSpec(name, adapter="player", system_prompt=RULES) for name in OTHER]  # self-play: one adapter
     loop, lora = EnvironmentLoop(Nim, turns="one", horizon=12), LoraConfig(r=16, target_modules="all-linear")
     return MARFTTrainer(
-        model, agents, args=args, train_dataset=Dataset.from_list(rows), workflow=loop, peft_config=lora
+        model, agents=agents, args=args, train_dataset=Dataset.from_list(rows), workflow=loop, peft_config=lora
     )
 
 
