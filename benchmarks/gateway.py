@@ -177,7 +177,8 @@ def main() -> None:
                 expected |= alone
                 assert all(expected.setdefault(question, text) == text for question, text in answers.items())
                 ratios.append(many / one)
-                print(f"tokens per second: 1 client {one:.0f}, {options.clients} clients {many:.0f}", flush=True)
+                memory = process.memory_info().rss / 1e6
+                print(f"tokens per second: 1 client {one:.0f}, {options.clients} clients {many:.0f}; {memory:.0f} MB")
                 if options.engine:
                     orders = orders_of(options.engine, team, base, len(QUESTIONS)) * 4
                     direct = asyncio.run(bare(options.engine, orders, options.clients))
@@ -189,8 +190,7 @@ def main() -> None:
             print("every greedy answer was the same alone and among others")
             freed = asyncio.run(seconds_until_free(url))
             print(f"seconds until a place is free: median {statistics.median(freed):.3f}, most {max(freed):.3f}")
-            after = process.memory_info().rss
-            print(f"memory of the gateway: {before / 1e6:.0f} MB before, {after / 1e6:.0f} MB after the load")
+            print(f"memory of the gateway before the load: {before / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
