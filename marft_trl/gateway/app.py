@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from jinja2 import TemplateError
+from yarl import URL
 
 from ..config.sampling import decoding
 from ..episodes.live import LiveEpisode
@@ -159,7 +159,7 @@ class _Gateway:
         if origin is not None and origin.partition("://")[2] != request.host:
             raise RequestError("Pages of other servers may not ask this one.", 403, code="forbidden_origin")
         key = self._settings.api_key
-        if key is None and not is_loopback(urlsplit(f"//{request.host}").hostname):
+        if key is None and not is_loopback(_host_of(request)):
             # A page elsewhere whose name is made to mean this machine (DNS rebinding) has an origin of the same name
             raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
         if key is None or request.path in _OPEN:
@@ -333,6 +333,14 @@ class _Parts:
         text = episode.answer.text if episode.answer is not None else ""
         missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
         return [*missing, *self._chunks.last(episode)]
+
+
+def _host_of(request: web.Request) -> str | None:
+    """The name or address under which a client has asked, without the port."""
+    try:
+        return URL(f"http://{request.host}").host
+    except ValueError:
+        return None
 
 
 def _event(part: Mapping[str, Any]) -> bytes:
