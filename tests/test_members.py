@@ -151,6 +151,12 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, model_folde
         with pytest.raises(error, match=message):
             change()
     assert ids_of(team) == before and len(team.agents) == 2
+    # What fails when all else is done: the adapter is gone, and a second try succeeds
+    with pytest.raises(ValueError, match="tool"):
+        team.add_agent(AgentSpec("new", tools=[lambda x: x]), peft_config=lora())
+    assert ids_of(team) == before and sorted(team.model.peft_config) == ["actor", "reasoner"]
+    team.add_agent(AgentSpec("new"), peft_config=lora())
+    team.drop_agent("new")
     team.drop_agent("reasoner")
     with pytest.raises(ValueError, match="'actor' is the last agent"):
         team.drop_agent("actor")

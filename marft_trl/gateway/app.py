@@ -261,8 +261,12 @@ class _Gateway:
             await asyncio.wait([work])
             if not work.cancelled():
                 work.exception()  # else asyncio logs it
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                await response.write(b"data: [DONE]\n\n")
+                await response.write_eof()
+        except TimeoutError:  # of a client that reads nothing
+            response.force_close()
         return response
 
     async def _write(
@@ -363,7 +367,9 @@ def _described(error: Exception) -> RequestError:
         return RequestError(str(error), 503, code="engine_down")
     if isinstance(error, web.RequestPayloadError):
         return RequestError(f"The body cannot be read: {error}", 400)
-    causes: list[BaseException | None] = [error, error.__cause__]
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
     wrong = next((one for one in causes if isinstance(one, (PromptError, TemplateError))), None)
     if wrong is not None:
         return RequestError(str(wrong), 400, "messages")

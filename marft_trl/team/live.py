@@ -123,6 +123,7 @@ class LiveTeam:
         finally:
             task.cancel()
             await asyncio.wait([task])
+            _ = task.cancelled() or task.exception()  # else asyncio logs it
 
 
 def from_thread(events: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:

@@ -386,7 +386,9 @@ def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
 
 
 # Settings of `generate` that would change the format of its output or override the length limits of agents
-_NOT_OF_A_TEAM = frozenset({"num_return_sequences", "return_dict_in_generate", "max_length", "max_new_tokens"})
+_NOT_OF_A_TEAM = frozenset(
+    {"num_return_sequences", "num_beams", "return_dict_in_generate", "max_length", "max_new_tokens"}
+)
 
 
 def known_settings(inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

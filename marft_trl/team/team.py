@@ -344,11 +344,9 @@ class Team:
     def live(self) -> LiveTeam:
         """Runs episodes in event loops."""
         if self._live is None:
-            runner, generator = self._runner, self._runner.generator
-            if generator.batches:
-                most = functools.partial(turns_that_fit, self.model)
-                generator = DeviceThread(generator, self._acting, most)
-            self._live = LiveTeam(runner, generator)
+            generator, most = self._runner.generator, functools.partial(turns_that_fit, self.model)
+            generator = DeviceThread(generator, self._acting, most) if generator.batches else generator
+            self._live = LiveTeam(self._runner, generator)
         return self._live
 
     def _ask(self, prompts, num_samples, greedy, seed, sampling) -> Ask:
@@ -463,9 +461,15 @@ class Team:
         workflow = workflow or self.workflow
         workflow.check([one.name for one in agents])
         with self._acting():
-            if isinstance(self.model, PeftModel) and agent.has_policy:
+            known = set(self.model.peft_config) if isinstance(self.model, PeftModel) else set()
+            if known and agent.has_policy:
                 add_adapter(self.model, agent, weights, peft_config)
-            self._become(agents, workflow, saved.of(agents, workflow, {}))
+            try:
+                self._become(agents, workflow, saved.of(agents, workflow, {}))
+            except Exception:  # such as a tool that cannot be shown
+                for name in set(getattr(self.model, "peft_config", ())) - known:
+                    self.model.delete_adapter(name)
+                raise
 
     def rename_agent(self, agent: str, name: str, workflow: Workflow | None = None) -> None:
         """
@@ -554,9 +558,8 @@ class Team:
         return self._saved
 
     def _become(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
-        before = self._runner
+        before, self._runner = self._runner, saved.runner(agents, workflow, self.model)
         before.generator.close()
-        self._runner = saved.runner(agents, workflow, self.model)
         self._runner.device = before.device  # is held now
         self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None
 
