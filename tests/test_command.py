@@ -197,6 +197,7 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
         (["train", "no-agents.yaml"], "needs `agents`"),
         (["train", "no-model.yaml"], "`model_name_or_path` is missing"),
         (["train", "bad-agent.yaml"], "Agent 1 of the YAML file: .*sytem_prompt"),
+        (["train", "bad-workflow.yaml"], "the class 'Sequentail', which is none. Did you mean 'Sequential'"),
         (["train", "bad-reward.yaml"], "no reward function 'acuracy_reward'. Did you mean 'accuracy_reward'"),
     ],
 )
@@ -213,6 +214,7 @@ def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
     Path("no-agents.yaml").write_text(yaml.safe_dump({**good, "agents": []}))
     Path("no-model.yaml").write_text(yaml.safe_dump(good))
     Path("bad-agent.yaml").write_text(yaml.safe_dump({**good, "agents": ["a", {"name": "b", "sytem_prompt": "x"}]}))
+    Path("bad-workflow.yaml").write_text(yaml.safe_dump({**good, "workflow": {"class": "Sequentail"}}))
     Path("bad-reward.yaml").write_text(yaml.safe_dump({**good, "reward_funcs": "acuracy_reward"}))
     assert main(arguments) == 2
     assert re.search(message, capsys.readouterr().err)

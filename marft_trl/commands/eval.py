@@ -21,6 +21,9 @@ class Command(TrainerCommand):
             raise UsageError(f"{path} has no `eval_dataset`. Pass one to the trainer.")
         if not trainer.policies.has_adapters:
             raise UsageError(f"The agents of {path} share one fully trained policy: pass {folder} as its model.")
+        missing = [name for name in trainer.policies.names if not (folder / name).is_dir()]
+        if missing:
+            raise UsageError(f"The team in {folder} is another one: it has no adapter {missing[0]!r}.")
         for name in trainer.policies.names:
             load_adapter_weights(trainer.model, name, folder / name)
         metrics = trainer.evaluate()

@@ -31,3 +31,5 @@ class Command(BaseCommand):
         about = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
         name = "" if path.name == "team.py" and path.parent == Path() else f" {path}"
         print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
+        if args.kind != "duo":
+            print("The model is Qwen2.5-0.5B-Instruct of the Hub; `--model FOLDER` names another one.")

@@ -17,7 +17,7 @@ import trl.rewards
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from .. import rewards
+from .. import rewards, workflows
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
 from ..system.hints import did_you_mean
@@ -254,7 +254,15 @@ def _workflow(given: Any) -> Workflow | None:
     if given is None:
         return None
     if isinstance(given, dict) and isinstance(given.get("class"), str):
-        return rebuild(given)
+        known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
+        known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
+        if given["class"] not in known:
+            hint = did_you_mean(given["class"], known) or f" There are {', '.join(known)}."
+            raise UsageError(f"`workflow` of the YAML file has the class {given['class']!r}, which is none.{hint}")
+        try:
+            return rebuild(given)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"`workflow` of the YAML file: {error}") from error
     if isinstance(given, str) and ":" in given:
         made = _named(given)
         return made() if isinstance(made, type) else made
