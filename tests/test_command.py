@@ -1,6 +1,7 @@
 """The command `marft`: flags win over files for every option, errors say what to write, each command is a process."""
 
 import argparse
+import io
 import json
 import os
 import re
@@ -257,6 +258,10 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert main(["chat", "out", "--config", "chat.yaml", "--question", question]) == 0
     (episode,) = Team.from_pretrained("out", model=model_folder).run([question], greedy=True)
     assert capsys.readouterr().out == "".join(f"{turn.agent}: {turn.text}\n" for turn in episode.turns)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/greedy\n{question}\n\n/help\n/quit\nnever read\n"))
+    assert main(["chat", "out", "--model", model_folder]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:-1] == [f"{turn.agent}: {turn.text}" for turn in episode.turns] and "/quit ends" in said[-1]
     assert main(["vllm-command", "out", "--model", model_folder, "--device", "cpu"]) == 0
     assert "--max-lora-rank 8" in (command := capsys.readouterr().out) and model_folder in command
     assert main(["env"]) == 0 and "transformers" in capsys.readouterr().out

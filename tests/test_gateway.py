@@ -235,7 +235,7 @@ def slow_model(team, seconds):
 
 def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesakes):  # noqa: F811
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
-    fast = slow_model(team, 0.1)
+    fast = slow_model(team, 0.3)
     with serving(team, max_running=2, max_waiting=1) as url:
         host, port = url.removeprefix("http://").split(":")
         ask = {"model": "team", "messages": asked("?")}
@@ -264,8 +264,8 @@ def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesak
 
 def test_a_question_is_given_up_after_its_time(namesakes):  # noqa: F811
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
-    fast = slow_model(team, 0.2)
-    with serving(team, timeout=0.5) as url:
+    fast = slow_model(team, 0.5)
+    with serving(team, timeout=3.0) as url:  # an answer would take 18 seconds, and one without delay far less than 3
         status, _, problem = send(url, {"model": "team", "messages": asked("?")})
         assert status == 504 and problem["error"]["code"] == "timeout"
         with pytest.raises(openai.APIError, match="took too long"):

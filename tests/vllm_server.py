@@ -28,7 +28,7 @@ class FakeServer:
         self.port, self.loaded, self.requests, self.calls = port, {}, [], []
         self.fault, self.delay = lambda body: None, lambda body: 0.0
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
-        self.breaks = lambda count: False
+        self.breaks, self.streams = lambda count: False, 0
         self.hangs = self.takes_adapters = False
         self.takes_adapters = True
         self.running = self.most = 0
@@ -127,12 +127,15 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         (choice,) = whole["choices"]
-        for count, index in enumerate(choice["token_ids"]):
+        self.streams += 1
+        size = self.streams  # of the parts of the first stream 1 token, of the second 2 tokens, ...
+        for count in range(0, len(choice["token_ids"]), size):
             if self.breaks(count):
                 request.transport.abort()
                 return response
-            is_last = count + 1 == len(choice["token_ids"])
-            part = {"token_ids": [index], "logprobs": {"token_logprobs": [-1.0]}}
+            ids = choice["token_ids"][count : count + size]
+            is_last = count + size >= len(choice["token_ids"])
+            part = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
             part["finish_reason"] = choice["finish_reason"] if is_last else None
             await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
         await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
