@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,6 +249,10 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert main(["eval", "--rank", "2"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^eval_reward  +[\d.]+$", printed, re.MULTILINE)
+    shutil.copytree("out", "other")
+    shutil.rmtree("other/actor")
+    assert main(["eval", "--rank", "2", "--output_dir", "other"]) == 2
+    assert "has no adapter 'actor'" in capsys.readouterr().err
     assert main(["transcripts", "out"]) == 0 and "-- reasoner" in capsys.readouterr().out
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)

@@ -1,6 +1,7 @@
 """Episodes that do not wait for one another: the same turns, in the same order, however long servers take."""
 
 import asyncio
+import contextlib
 import random
 import time
 
@@ -30,6 +31,12 @@ ROWS = [{"prompt": f"question {index}", "number": index} for index in range(12)]
 SETTING = Setting(("a", "b", "c"))
 
 
+@contextlib.asynccontextmanager
+async def within(limit):
+    with collector.limited_by(limit):
+        yield
+
+
 def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, seed=0, reruns=None, **options):
     """Runs a workflow with answers that take random times."""
     draw, answer = random.Random(seed), answer or echo()
@@ -41,7 +48,7 @@ def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, se
     options = {"patience": 60, "reruns": reruns, **options}
 
     async def run():
-        async with collector.unblocked(workflow, options["patience"]):
+        async with collector.limiting(workflow, options["patience"]) as limit, within(limit):
             return await collector.collecting(workflow, rows, setting, slowly, **options)
 
     return run_coroutine(run)
@@ -155,7 +162,7 @@ def test_batches_of_one_loop_leave_one_another_alone():
         return [(facts(one), dict(one.counts)) for one in found]
 
     async def beside(other):
-        async with collector.unblocked(Draws(), 60):
+        async with collector.limiting(Draws(), 60) as limit, within(limit):
             others = [batch(0, 0.001)] if other else []
             return (await asyncio.gather(batch(100, 0.05), *others))[0]
 

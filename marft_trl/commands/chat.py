@@ -8,14 +8,14 @@ import sys
 
 from ..reporting.transcripts import printable
 from ..team import Answer, Team, TextDelta, TurnEnded, TurnStarted
-from .command import BaseCommand, Parser
+from .command import OptionsCommand, Parser
 from .teams import add_team_arguments, load_team
 
 
 _HELP = "Write a question. /greedy takes the most likely tokens, /sample samples as in training, /quit ends."
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Ask a team, turn after turn."""
 
     def add_arguments(self, parser: Parser) -> None:

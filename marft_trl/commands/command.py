@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 class BaseCommand:
     """
-    A command. Subclasses add their options and do the work.
+    A command.
 
     Args:
         name (`str`): its name.
@@ -44,6 +44,14 @@ class BaseCommand:
     def sentence(self) -> str:
         """What it does, as a sentence."""
         return f"{self.help[0].upper()}{self.help[1:]}."
+
+    def main(self, argv: Sequence[str]) -> int | None:
+        """Do what the arguments ask for. Returns the exit status, 0 by default."""
+        raise NotImplementedError
+
+
+class OptionsCommand(BaseCommand):
+    """A command with options of its own. Subclasses add them and do the work."""
 
     def parser(self) -> Parser:
         """The parser of its options."""
@@ -61,7 +69,6 @@ class BaseCommand:
         raise NotImplementedError
 
     def main(self, argv: Sequence[str]) -> int | None:
-        """Parse the arguments, and do the work."""
         parser = self.parser()
         given, rest = config_of(argv)
         tokens = as_tokens(given, parser, rest)

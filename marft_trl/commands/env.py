@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform
 
-from .command import BaseCommand, Parser
+from .command import OptionsCommand, Parser
 
 
 _PACKAGES = (
@@ -17,7 +17,7 @@ _PACKAGES = (
 )
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Print versions and devices."""
 
     def add_arguments(self, parser: Parser) -> None:

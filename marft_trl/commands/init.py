@@ -8,13 +8,13 @@ import ast
 from importlib.resources import files
 from pathlib import Path
 
-from .command import BaseCommand, Parser, UsageError
+from .command import OptionsCommand, Parser, UsageError
 
 
 KINDS = ("duo", "debate", "game", "tools", "app")
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Write a script. Nothing is overwritten."""
 
     def add_arguments(self, parser: Parser) -> None:

@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .command import BaseCommand, Parser, UsageError
+from .command import OptionsCommand, Parser, UsageError
 from .teams import add_team_arguments, load_team
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Serve a team until the process is told to end."""
 
     def add_arguments(self, parser: Parser) -> None:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from ..seams.arguments import options_of
 from ..trainer import MARFTTrainer
-from .command import BaseCommand, Parser, UsageError, as_tokens, config_of
+from .command import BaseCommand, UsageError, as_tokens, config_of
 from .launching import Launcher
 from .scripts import Recipe
 
@@ -21,9 +20,6 @@ class TrainerCommand(BaseCommand):
     """A command on the trainer of a script or a YAML file, whose options are those of its training arguments."""
 
     launches = False
-
-    def add_arguments(self, parser: Parser) -> None:
-        raise NotImplementedError  # the options are those of the script
 
     def main(self, argv: Sequence[str]) -> int | None:
         rest, is_launched = list(argv), _LAUNCHED in argv
@@ -53,9 +49,6 @@ class TrainerCommand(BaseCommand):
         if on_line and not is_launched:
             raise UsageError(f"{on_line[0]!r} is an option of the launcher, and this command starts no processes.")
         return self.on(recipe.trainer(tokens), path, recipe.code)
-
-    def run(self, args: argparse.Namespace) -> int | None:
-        raise NotImplementedError
 
     def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> int | None:
         """Do the work with a trainer of a file, which is also `code` if trained teams need it."""

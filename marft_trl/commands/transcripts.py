@@ -10,10 +10,10 @@ import webbrowser
 from pathlib import Path
 
 from ..reporting.transcripts import printable
-from .command import BaseCommand, Parser, UsageError
+from .command import OptionsCommand, Parser, UsageError
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Print the latest page of transcripts, or open it."""
 
     def add_arguments(self, parser: Parser) -> None:

@@ -10,11 +10,11 @@ from peft import PeftConfig
 from ..servers.command import vllm_command
 from ..weights.adapter_files import team_folder
 from ..weights.manifest import TeamManifest
-from .command import BaseCommand, Parser, UsageError
+from .command import OptionsCommand, Parser, UsageError
 from .scripts import base_named
 
 
-class Command(BaseCommand):
+class Command(OptionsCommand):
     """Print the command. Run it where vLLM is installed."""
 
     def add_arguments(self, parser: Parser) -> None:

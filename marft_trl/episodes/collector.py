@@ -157,7 +157,7 @@ async def collecting(
     together: bool = False,
 ) -> list[Episode]:
     """
-    Like [`collect`], within an event loop and [`unblocked`].
+    Like [`collect`], within an event loop and [`limiting`].
 
     Args:
         workflow, rows, setting, reruns, patience, failures: as for [`collect`].
@@ -212,24 +212,14 @@ def run_unblocked(
 
 
 @contextlib.asynccontextmanager
-async def unblocked(workflow: Runs, patience: float | None) -> AsyncIterator[None]:
+async def limiting(workflow: Runs, patience: float | None) -> AsyncIterator[TimeLimit | None]:
     """
-    Asynchronous context manager: within [`collecting`], code that blocks the event loop has a time limit.
+    Asynchronous context manager: within [`collecting`] and [`limited_by`], in any task of the event loop, code that
+    blocks the loop has a time limit. It may be left by another task than it was entered by.
 
     Args:
         workflow ([`Workflow`]): the workflow.
         patience (`float`, *optional*): seconds; `None` for no limit.
-    """
-    async with limiting(workflow, patience) as limit:
-        with limited_by(limit):
-            yield
-
-
-@contextlib.asynccontextmanager
-async def limiting(workflow: Runs, patience: float | None) -> AsyncIterator[TimeLimit | None]:
-    """
-    Like [`unblocked`], for several tasks of the event loop: the limit is that of code within [`limited_by`]. It may be
-    left by another task than it was entered by.
     """
     with _time_limit(workflow, patience) as limit:
         async with _beating(limit):

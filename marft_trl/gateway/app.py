@@ -334,7 +334,7 @@ class _Parts:
 
     def end(self, episode: Episode) -> list[dict[str, Any]]:
         """The last parts."""
-        text = episode.answer.text if episode.answer is not None else ""
+        text = dialect.answer_text(episode)
         missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
         return [*missing, *self._chunks.last(episode)]
 

@@ -258,7 +258,7 @@ def completion(identity: str, request: ChatRequest, episodes: Sequence[Episode])
     """The answer to a request as a whole."""
     choices = []
     for index, episode in enumerate(episodes):
-        message = {"role": "assistant", "content": _answer(episode)}
+        message = {"role": "assistant", "content": answer_text(episode)}
         if request.show_turns and (said := thoughts(episode)):
             message["reasoning_content"] = said
         choice = {"index": index, "message": message, "finish_reason": finish_reason(episode), "logprobs": None}
@@ -307,7 +307,8 @@ def thoughts(episode: Episode) -> str:
     return "".join(heading(turn.agent, not number) + turn.text for number, turn in enumerate(turns))
 
 
-def _answer(episode: Episode) -> str:
+def answer_text(episode: Episode) -> str:
+    """The team's answer; empty if there was no turn."""
     return episode.answer.text if episode.answer is not None else ""
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from typing import Any, Protocol, cast
 
 from ..agents import AgentSpec
-from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked, unblocked
+from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
 from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode, unknown_agent
@@ -219,8 +219,9 @@ class EpisodeRunner:
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
-        async with self._servers(), unblocked(self._workflow, self._limits.patience):
-            yield
+        async with self.open() as within:
+            with within():
+                yield
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
