@@ -363,16 +363,16 @@ def decoding(checks, device, options, folder):
 
 def drawing(checks, device, options, folder):
     """A token of each row: few long rows take the scan over the vocabulary longest."""
-    from marft_trl.shared_prefix.decoding import _draw
+    from marft_trl.shared_prefix.decoding import draw
 
     for rows in (8, 128):
         with checks.row(f"drawing a token for {rows} rows of 152,000", "a figure") as say:
             probabilities = torch.rand(rows, 152_000, device=device.device)
-            _draw(probabilities)
+            draw(probabilities)
             device.synchronize()
             begin = time.perf_counter()
             for _ in range(5):
-                _draw(probabilities)
+                draw(probabilities)
             device.synchronize()
             say(f"{200 * (time.perf_counter() - begin):.2f} ms", "a figure")
 

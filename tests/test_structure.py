@@ -1,6 +1,7 @@
 """The house: imports run one way, the leaves stay light, and rules that a reader cannot see are kept."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -280,6 +281,20 @@ def test_tests_reach_for_no_private_of_the_trainer():
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         if path.name not in ("test_seams.py", "test_structure.py"):
             assert not pattern.findall(path.read_text()), (path, pattern.search(path.read_text()))
+
+
+def test_scripts_import_names_that_are_there():
+    """A benchmark may take many minutes to get to an import in one of its functions; here they all are tried."""
+    missing = []
+    for folder in ("benchmarks", "examples", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "marft_trl":
+                    module = importlib.import_module(node.module)
+                    for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
+                        is_module = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}")
+                        missing += [] if is_module else [f"{path.name}: {node.module}.{name}"]
+    assert not missing
 
 
 # ---- The page of the design ----
