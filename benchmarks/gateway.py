@@ -115,14 +115,14 @@ def orders_of(engine: str, team: str, base: str, count: int) -> list[dict]:
     """The turns of a team as requests to its server, under the names that its adapters have there now."""
     with urllib.request.urlopen(f"{engine}/v1/models", timeout=10) as answer:
         names = [one["id"] for one in json.loads(answer.read())["data"]]
-    episodes = Team.from_pretrained(team, base).run(QUESTIONS[:count], greedy=True)
-    turns = [turn for episode in episodes for turn in episode.turns]
-    limits = {agent.name: agent.max_completion_length for agent in tiny_agents()}
+    loaded = Team.from_pretrained(team, base)
+    turns = [turn for episode in loaded.run(QUESTIONS[:count], greedy=True) for turn in episode.turns]
+    limits = {agent.name: agent.max_completion_length for agent in loaded.agents}
     return [
         {
             "model": next(name for name in names if f"-{turn.agent}-v" in name),
             "prompt": list(turn.prompt_ids),
-            "max_tokens": limits.get(turn.agent, 512),
+            "max_tokens": limits[turn.agent] or 256,
             "temperature": 0,
             "ignore_eos": True,
             "stop_token_ids": [2],
@@ -169,7 +169,7 @@ def main() -> None:
         team = options.team or saved_team(base, Path(folder) / "team")
         with gateway(team, base, options.engine) as (url, process):
             asyncio.run(load(url, 4, 4))
-            expected, ratios, bares = {}, [], []
+            expected, ratios, bares, orders = {}, [], [], []
             before = process.memory_info().rss
             for _ in range(options.rounds):
                 one, alone = asyncio.run(load(url, 1, 2 * options.requests))
@@ -180,8 +180,9 @@ def main() -> None:
                 memory = process.memory_info().rss / 1e6
                 print(f"tokens per second: 1 client {one:.0f}, {options.clients} clients {many:.0f}; {memory:.0f} MB")
                 if options.engine:
-                    orders = orders_of(options.engine, team, base, len(QUESTIONS)) * 4
-                    direct = asyncio.run(bare(options.engine, orders, options.clients))
+                    orders = orders or orders_of(options.engine, team, base, len(QUESTIONS))
+                    repeats = -(-options.clients * options.requests // len(QUESTIONS))
+                    direct = asyncio.run(bare(options.engine, orders * repeats, options.clients))
                     bares.append(many / direct)
                     print(f"  the server alone, {options.clients} clients: {direct:.0f}", flush=True)
             print(f"{options.clients} clients to 1: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")

@@ -137,6 +137,8 @@ def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team
 
 def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, model_folder, team_folder, tmp_path):
     team, before = load(), ids_of(load())
+    undescribed = Sequential()
+    undescribed.functions = [lambda x: x]
     cases = [
         (lambda: team.add_agent(AgentSpec("new")), ValueError, "Where the weights of agent 'new' come from"),
         (lambda: team.add_agent(AgentSpec("actor"), peft_config=lora()), ValueError, "actor"),
@@ -146,6 +148,9 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, model_folde
         (lambda: team.rename_agent("actor", "Not a name"), ValueError, "cannot be the name"),
         (lambda: team.drop_agent("nobody"), KeyError, "nobody"),
         (lambda: load(workflow=Sequential(["reasoner", "actor"])).drop_agent("actor"), ValueError, "actor"),
+        # Found when the changed team is put together
+        (lambda: team.rename_agent("actor", "solver", workflow=undescribed), ValueError, "tool"),
+        (lambda: team.drop_agent("actor", workflow=undescribed), ValueError, "tool"),
     ]
     for change, error, message in cases:
         with pytest.raises(error, match=message):

@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 # Name -> what it does. The module of a command has its name, with `_` for `-`, and a class `Command`
@@ -49,19 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(COMMANDS)}."
         print(f"marft: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
-    from .command import UsageError
-
     try:
-        return module.Command(name, COMMANDS[name]).main(given) or 0
-    except UsageError as error:
-        print(f"marft {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
+        return _run(module.Command(name, COMMANDS[name]), given)
+    except KeyboardInterrupt:  # imports take seconds, too
         return 130
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(command: Any, given: Sequence[str]) -> int:
+    from .command import UsageError
+
+    try:
+        return command.main(given) or 0
+    except UsageError as error:
+        print(f"marft {command.name}: {error}", file=sys.stderr)
+        return 2
 
 
 def _usage() -> str:

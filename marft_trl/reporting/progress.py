@@ -117,6 +117,7 @@ class TeamProgressCallback(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self._has_bars:
             super().on_train_begin(args, state, control, **kwargs)
+        _say_going_on(state)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._has_bars:
@@ -151,6 +152,9 @@ class TeamPrinterCallback(PrinterCallback):
     def __init__(self, agents: Sequence[str] = ()):
         self._line = LogLine(agents)
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        _say_going_on(state)
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = self._line(logs or {}, state.global_step, state.max_steps)
         if state.is_local_process_zero and line is not None:
@@ -165,6 +169,13 @@ def say(line: str) -> None:
         Console(soft_wrap=True, markup=False, emoji=False).print(line)
     else:
         print(line)
+
+
+def _say_going_on(state) -> None:
+    """Say from where a resumed run goes on, and that one that has ended has nothing left."""
+    if state.is_world_process_zero and state.global_step:
+        left = state.max_steps - state.global_step
+        say(f"Going on after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing is left"))
 
 
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from ..rollout.runner import EpisodeRunner
 from ..rollout.views import View, team_view
 from ..system.randomness import UserRandomness
 from ..weights.adapter_files import put_on, team_folder
-from ..weights.editing import add_adapter, alone, drop_adapters, has_own_adapter, merged, rename_adapter, replaced
+from ..weights.editing import add_adapter, alone, drop_adapters, has_own_adapter, merged, renaming, replaced
 from ..weights.manifest import TeamManifest
 from ..workflows import Workflow, rebuild
 from .as_dataset import to_dataset
@@ -486,9 +486,7 @@ class Team:
         agents = check_team(replaced(self.agents, old, new))
         workflow = workflow or self.workflow
         workflow.check([one.name for one in agents])
-        with self._acting():
-            if has_its_own:
-                rename_adapter(self.model, str(old.adapter), name)
+        with self._acting(), renaming(self.model, str(old.adapter), name if has_its_own else str(old.adapter)):
             self._become(agents, workflow, saved.of(agents, workflow, {name: agent}))
 
     def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
@@ -506,9 +504,9 @@ class Team:
         agents, workflow = check_team(agents), workflow or self.workflow
         workflow.check([one.name for one in agents])
         with self._acting():
+            self._become(agents, workflow, saved.of(agents, workflow, {}))
             if isinstance(self.model, PeftModel):
                 drop_adapters(self.model, agents)
-            self._become(agents, workflow, saved.of(agents, workflow, {}))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -104,6 +105,19 @@ def rename_adapter(model: PeftModel, old: str, new: str) -> None:
         mine.data = theirs.data
         mine.requires_grad_(False)
     model.delete_adapter(old)
+
+
+@contextlib.contextmanager
+def renaming(model: PeftModel, old: str, new: str) -> Iterator[None]:
+    """Context manager: an adapter has another name from now on, unless what is done within fails."""
+    if old != new:
+        rename_adapter(model, old, new)
+    try:
+        yield
+    except BaseException:
+        if old != new:
+            rename_adapter(model, new, old)
+        raise
 
 
 def drop_adapters(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
