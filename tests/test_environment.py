@@ -2,8 +2,8 @@
 
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, LiveEpisode, joint_steps
+from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.live import Setting
 from marft_trl.rewards import environment_reward
 from marft_trl.rollout.views import said_by
 from marft_trl.workflows import EnvironmentLoop, rehearse

@@ -13,8 +13,8 @@ from pathlib import Path
 from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
+from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.live import Setting
 from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure

@@ -19,7 +19,19 @@ SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
 # Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
 PACKAGES = [
-    *("seams", "functional", "system", "episodes", "agents", "workflows", "weights", "shared_prefix", "rewards"),
+    *(
+        "seams",
+        "functional",
+        "system",
+        "episodes",
+        "agents",
+        "dialects",
+        "applications",
+        "workflows",
+        "weights",
+        "shared_prefix",
+        "rewards",
+    ),
     # What a user chooses by name, and the configuration, which checks it
     *("rules", "config", "configs"),
     *("sharding", "metrics", "rollout", "advantages", "learning", "servers", "reporting", "runs", "tiny"),

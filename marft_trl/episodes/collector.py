@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from ..system.event_loop import Around, Result, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
+from .asks import Ask, Function, Given, Setting
 from .guard import EpisodeError, Guard, Runs, Watch, brief
-from .live import Ask, LiveEpisode, Setting
+from .live import LiveEpisode
 from .records import Completion, EndOfEpisode, Episode, Seen, Turn
 from .rerun import Found, Rerun
 
@@ -73,8 +74,12 @@ class Request:
         return self.ask.after
 
     @property
-    def functions(self) -> tuple[Callable, ...]:
+    def functions(self) -> tuple[Function, ...]:
         return self.ask.functions
+
+    @property
+    def given(self) -> Given | None:
+        return self.ask.given
 
     def completed(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
         """
@@ -440,6 +445,7 @@ class _Collection:
             earlier[index] += 1
         asked = [request for request, known in zip(batch, found, strict=True) if known is None]
         answers = iter(await self._answer(asked)) if asked else iter(())
+        await asyncio.sleep(0)  # what others have cancelled meanwhile is not noted
         for request, known in zip(batch, found, strict=True):
             if known is None or self._reruns is None:
                 completion = next(answers)

@@ -10,75 +10,23 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..system.event_loop import Around, in_thread, one_at_a_time
+from .asks import Ask, Call, Given, Setting
 from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
-from .tools import ToolLimits, call_tools, tool_name
+from .tools import call_tools, tool_name
 
 
 # Rounds of the event loop in which a task that was cancelled comes to an end
 _LAST_ROUNDS = 20
 
 
-class Ask(NamedTuple):
-    """
-    A turn that a workflow asks for.
-
-    Args:
-        agent (`str`): name of the agent.
-        seen (`tuple[Turn | Feedback, ...]`): turns and feedback to show it.
-        functions (`tuple[Callable, ...]`): functions that it may call.
-        after ([`Turn`], *optional*): the turn of the same agent that called functions and that it goes on from.
-        order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
-        is_final (`bool`): whether it is the agent's last turn of the request; calls of functions in it are ignored.
-    """
-
-    agent: str
-    seen: tuple[Seen, ...]
-    functions: tuple[Callable, ...] = ()
-    after: Turn | None = None
-    order: int = 0
-    is_final: bool = True
-
-
 class Speak(Protocol):
     """Takes a turn for a running episode. The collector supplies it."""
 
     async def __call__(self, episode: LiveEpisode, ask: Ask) -> Turn: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A function that an episode waits for."""
-
-    name: str
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """
-    What all episodes of a team have in common.
-
-    Args:
-        agents (`tuple[str, ...]`): names of the agents, in order.
-        tools (`Mapping[str, Sequence[Callable]]`): functions that each agent may call in its turns.
-        limits ([`ToolLimits`]): limits of calls of tools.
-        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
-        max_turns (`int`, *optional*): largest number of turns of an episode.
-        scripts (`Mapping[str, Script]`): for agents whose turns a function writes, what completes their requests.
-        draw (`Callable`): `draw(index)` returns the past copies that agents act with in an episode.
-    """
-
-    agents: tuple[str, ...]
-    tools: Mapping[str, Sequence[Callable]] = dataclasses.field(default_factory=dict)
-    limits: ToolLimits = dataclasses.field(default_factory=ToolLimits)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    max_turns: int | None = None
-    scripts: Mapping[str, Callable[..., Awaitable[Any]]] = dataclasses.field(default_factory=dict)
-    draw: Callable[[int], Mapping[str, int]] = lambda index: {}
 
 
 class LiveEpisode:
@@ -105,6 +53,7 @@ class LiveEpisode:
         feedback (`list[Feedback]`): texts of environments and tools so far.
         history (`list[Turn | Feedback]`): turns and feedback together, in the order in which they came.
         limits ([`ToolLimits`]): limits of calls of tools.
+        trains (`bool`): whether its turns are to be trained on.
         environment (`Any`): the environment that it is played in, which reward functions get. Set by the workflow.
         copies (`Mapping[str, int]`): for agents that act with a past copy of an adapter, the step that it is from.
         overflowed (`bool`): whether it is ended because the model's window is full.
@@ -134,7 +83,7 @@ class LiveEpisode:
         self.calling: list[Call] = []
         self.answered_calls = 0
         self.around: Around = contextlib.nullcontext
-        self.limits, self._max_turns = setting.limits, setting.max_turns
+        self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
         self._requested: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
@@ -212,10 +161,34 @@ class LiveEpisode:
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
             RuntimeError: The episode has `max_episode_turns` turns already.
         """
+        return self._request(agent, self._take_turn(agent, sees, tools, rounds))
+
+    def turn_on(self, agent: str, given: Given, sees: Sequence[Seen] | None = None) -> Coroutine[Any, Any, Turn]:
+        """
+        Request a turn from an agent on messages that are not made by its view, and wait for it. Calls of tools in it
+        are for the caller to answer, with the results in the messages of a further request.
+
+        Args:
+            agent (`str`):
+                Name of the agent.
+            given ([`Given`]):
+                The messages, and how the agent is asked.
+            sees (`Sequence[Turn]`, *optional*):
+                Earlier turns that the messages depend on. Defaults to all turns and feedback so far.
+
+        Raises:
+            ValueError: The agent is not in the team or has tools of its own, or an item of `sees` belongs to another
+                episode.
+            RuntimeError: The episode has `max_episode_turns` turns already.
+            EndOfEpisode: The messages cannot be shown to the agent. The episode goes on if this is caught.
+        """
+        return self._request(agent, self._take_given(agent, given, sees))
+
+    def _request(self, agent: str, requested: Coroutine[Any, Any, Turn]) -> Coroutine[Any, Any, Turn]:
         if self.has_ended and not self.overflowed:
             self.num_late += 1
+            requested.close()
             raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
-        requested = self._take_turn(agent, sees, tools, rounds)
         waiting = [one for one in self._requested if inspect.getcoroutinestate(one) != inspect.CORO_CLOSED]
         self._requested = [*waiting, requested]
         return requested
@@ -237,11 +210,7 @@ class LiveEpisode:
     async def _take_turn(
         self, agent: str, sees: Sequence[Seen] | None, tools: Sequence[Callable] | None, rounds: int | None
     ) -> Turn:
-        if self._max_turns is not None and len(self.turns) >= self._max_turns:
-            raise RuntimeError(
-                f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
-                "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
-            )
+        self._check_room(agent)
         seen = tuple(self._seen(agent, sees, "turn"))
         self._horizons = ()  # the episode continues after `cut`
         of_environment = list(tools or ()) if agent not in self._scripts else []  # a script calls what it likes
@@ -250,16 +219,37 @@ class LiveEpisode:
         ask = Ask(agent, seen, functions, order=self._orders)
         if not functions:
             return await self._speak(self, ask)
-        return await self._with_tools(ask, of_environment, rounds)
+        return await self._with_tools(ask, functions, of_environment, rounds)
 
-    async def _with_tools(self, ask: Ask, of_environment: list[Callable], rounds: int | None) -> Turn:
+    async def _take_given(self, agent: str, given: Given, sees: Sequence[Seen] | None) -> Turn:
+        self._check_room(agent)
+        seen = tuple(self._seen(agent, sees, "turn_on"))
+        if self._tools.get(agent):
+            raise ValueError(
+                f"Agent {agent!r} has tools of its own, and is asked on messages that are written elsewhere, so "
+                "nobody would call them. Leave `tools` out of its spec, and send them with the request."
+            )
+        self._horizons = ()
+        self._orders += 1
+        return await self._speak(self, Ask(agent, seen, tuple(given.tools), order=self._orders, given=given))
+
+    def _check_room(self, agent: str) -> None:
+        if self._max_turns is not None and len(self.turns) >= self._max_turns:
+            raise RuntimeError(
+                f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
+                "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
+            )
+
+    async def _with_tools(
+        self, ask: Ask, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
+    ) -> Turn:
         """Request turns from an agent until one calls no tool or a limit is reached. Returns the final turn."""
         most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
         left, number, called, was_refused = self.limits.calls, 0, [], False
         turn = await self._speak(self, ask._replace(is_final=number >= most))
         while turn.audience is not None:  # it calls functions and may go on from their results
             was_refused = left <= 0
-            said = await self._call_tools(turn, ask.functions, of_environment, max(left, 0), ask.order)
+            said = await self._call_tools(turn, functions, of_environment, max(left, 0), ask.order)
             called.append(turn.index)
             left, number = left - len(turn.tool_calls), number + 1
             # Once told that no calls are left, an agent speaks for the last time
@@ -376,10 +366,16 @@ class LiveEpisode:
 
     async def _called(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
-        call = Call(_name_of(function))
+        with self.waiting_for(_name_of(function)):
+            return await outcome
+
+    @contextlib.contextmanager
+    def waiting_for(self, name: str) -> Iterator[None]:
+        """Context manager: the episode waits for something of this name, which a time limit can name."""
+        call = Call(name)
         self.calling.append(call)
         try:
-            return await outcome
+            yield
         finally:
             self.calling.remove(call)
             self.answered_calls += 1

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from .asks import Setting
 from .collector import Request, collect
 from .guard import EpisodeError, Runs
-from .live import Setting
 from .records import Completion, EndOfEpisode, Episode, Messages, Seen
 from .tools import ToolCall
 

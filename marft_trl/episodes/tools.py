@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,10 @@ class ToolCall:
     name: str
     arguments: Any = field(default_factory=dict)
     problem: str | None = None
+
+
+# Stands for a call that cannot be parsed
+MALFORMED = ToolCall("unknown", {}, problem="malformed")
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,10 @@ async def call_tools(
     return [*results, *refused]
 
 
-def tool_name(function: Callable) -> str:
-    """Return the name by which agents call a function."""
+def tool_name(function: Callable | Mapping[str, Any]) -> str:
+    """Return the name by which agents call a function, which may be given as its JSON schema."""
+    if isinstance(function, Mapping):
+        return str(function["function"]["name"])
     return getattr(function, "__name__", type(function).__name__)
 
 

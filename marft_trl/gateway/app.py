@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from yarl import URL
 
 from ..config.sampling import decoding
+from ..dialects.fields import RequestError
 from ..episodes.live import LiveEpisode
 from ..episodes.records import Episode
 from ..rollout.chat_template import PromptError
@@ -27,7 +28,7 @@ from ..team.live import Ask
 from ..workflows import Sequential, Workflow
 from . import dialect
 from .desk import Counts, Desk, FullError
-from .dialect import ChatRequest, Chunks, RequestError
+from .dialect import ChatRequest, Chunks
 from .settings import GatewaySettings, is_loopback
 
 

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..dialects.fields import RequestError, flag, model_of, read_object, sampling_of, text_of, whole
 from ..episodes.records import Episode
 from ..system.hints import did_you_mean
 
 
 # Largest number of answers to one request
 _MOST_ANSWERS = 16
-# Temperatures below it are greedy decoding
-_COLDEST = 1e-4
 # Fields that say nothing about the answer, or that ask for what is the case anyway
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
@@ -46,27 +44,6 @@ _READ = (
     *("max_tokens", "max_completion_tokens", "row", "show_turns"),
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-
-class RequestError(ValueError):
-    """
-    A request that cannot be answered.
-
-    Args:
-        message (`str`): why, and what to change.
-        status (`int`, *optional*, defaults to `400`): HTTP status.
-        field (`str`, *optional*): the field of the request.
-        code (`str`, *optional*): OpenAI's code of the error.
-    """
-
-    def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.field, self.code = status, field, code
-
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -109,15 +86,10 @@ class ChatRequest:
         Raises:
             RequestError: the message names the field, what it got and what it needs.
         """
-        given = _json(body)
+        given = read_object(body)
         _check_fields(given)
-        model = given.get("model")
-        if not isinstance(model, str) or model not in models:
-            known = ", ".join(map(repr, models))
-            hint = did_you_mean(model, models) if isinstance(model, str) else ""
-            shown = json.dumps(model)[:80]
-            raise RequestError(f"`model` must be one of {known}, got {shown}.{hint}", 404, "model", "model_not_found")
-        stream, count = _flag(given, "stream", False), _whole(given, "n", 1, _MOST_ANSWERS) or 1
+        model = model_of(given, models)
+        stream, count = flag(given, "stream", False), whole(given, "n", 1, _MOST_ANSWERS) or 1
         if stream and count > 1:
             raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
         options = given.get("stream_options") or {}
@@ -129,32 +101,18 @@ class ChatRequest:
                 "`row` must be an object with the further columns of a dataset row; its `prompt` is `messages`.",
                 field="row",
             )
-        lengths = [_whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens")]
+        lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens")]
         return cls(
             model=model,
             row={**row, "prompt": _messages(given.get("messages"))},
             count=count,
             stream=stream,
-            with_usage=_flag(options, "include_usage", False),
-            seed=_whole(given, "seed", -(2**63), 2**63 - 1),
-            sampling=_sampling(given),
+            with_usage=flag(options, "include_usage", False),
+            seed=whole(given, "seed", -(2**63), 2**63 - 1),
+            sampling=sampling_of(given),
             max_tokens=min((length for length in lengths if length is not None), default=None),
-            show_turns=_flag(given, "show_turns", show_turns) and show_turns,
+            show_turns=flag(given, "show_turns", show_turns) and show_turns,
         )
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
-
-    try:
-        given = json.loads(body.decode("utf-8"), parse_constant=refuse)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
-    if not isinstance(given, dict):
-        raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
-    return given
 
 
 def _check_fields(given: Mapping[str, Any]) -> None:
@@ -187,58 +145,10 @@ def _message(message: Any, where: str, form: str) -> dict[str, str]:
             "tools are the team's own, and are not passed.",
             field=f"{where}.role",
         )
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"`{where}.content` may have parts of type 'text' alone.", field=f"{where}.content")
-        content = "".join(parts)  # type: ignore[arg-type]
-    if not isinstance(content, str):
-        raise RequestError(f"`{where}.content` must be a text.", field=f"{where}.content")
+    content = text_of(content, f"{where}.content")
     if not content.strip() and role == "user":
         raise RequestError(f"`{where}.content` is empty, so there is nothing to answer.", field=f"{where}.content")
     return {"role": _ROLES[role], "content": content}
-
-
-def _sampling(given: Mapping[str, Any]) -> dict[str, float]:
-    ranges: dict[str, tuple[float, float, str]] = {
-        "temperature": (0.0, 2.0, "from 0 to 2"),
-        "top_p": (0.0, 1.0, "above 0 and at most 1"),
-        "min_p": (0.0, 1.0, "from 0 to 1"),
-    }
-    found: dict[str, float] = {}
-    for name, (low, high, text) in ranges.items():
-        value = given.get(name)
-        if value is None:
-            continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
-            raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
-        # What is nearly 0 is meant as 0, and would overflow
-        found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
-    if (top_k := _whole(given, "top_k", -1, 2**31)) is not None:
-        found["top_k"] = max(top_k, 0)
-    return found
-
-
-def _whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"`{name}` must be an integer {limits}, got {json.dumps(value)[:80]}.", field=name)
-    return value
-
-
-def _flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise RequestError(f"`{name}` must be true or false, got {json.dumps(value)[:80]}.", field=name)
-    return value
 
 
 # ---- Answers ----

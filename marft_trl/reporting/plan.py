@@ -280,6 +280,8 @@ class Planner:
         """Number of tokens of an observation that do not depend on turns of teammates."""
         if not any(isinstance(item, Turn) for item in observation.seen):
             return len(observation.ids) - 1
+        if request.given is not None:  # another program has written it
+            return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         query = Query(self._spec_of(request.agent), request.episode.prompt, others, request.functions)
         (other,) = self._runner.observe([query])

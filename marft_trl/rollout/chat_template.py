@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ..config.dataset_checks import has_other_content
+from ..episodes.asks import Function
 from ..episodes.records import Messages
 
 
@@ -48,7 +49,7 @@ class ChatTemplate:
             self._ids[piece] = ids
         return self._ids[piece]
 
-    def pieces(self, messages: Messages, functions: Sequence[Callable] = ()) -> list[str]:
+    def pieces(self, messages: Messages, functions: Sequence[Function] = ()) -> list[str]:
         """
         Render the template and split it at the contents: template text, message number, template text, ...
 
@@ -65,7 +66,7 @@ class ChatTemplate:
             )
         return pieces
 
-    def pieces_after_call(self, results: Messages, functions: Sequence[Callable]) -> list[str]:
+    def pieces_after_call(self, results: Messages, functions: Sequence[Function]) -> list[str]:
         """
         As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
 
@@ -89,7 +90,7 @@ class ChatTemplate:
         return pieces
 
     def render(
-        self, messages: Messages, functions: Sequence[Callable] = (), add_generation_prompt: bool = True
+        self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation."""
         schemas = self.schemas(functions) or None
@@ -103,9 +104,9 @@ class ChatTemplate:
                 **self.options,
             )
 
-    def schemas(self, functions: Sequence[Callable]) -> list[dict[str, Any]]:
+    def schemas(self, functions: Sequence[Function]) -> list[dict[str, Any]]:
         """The JSON schemas of functions, which the model is shown."""
-        return [self._schema(function) for function in functions]
+        return [function if isinstance(function, dict) else self._schema(function) for function in functions]
 
     def _schema(self, function: Callable) -> dict[str, Any]:
         key = unbound(function)

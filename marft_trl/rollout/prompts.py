@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
+from ..episodes.asks import Function
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
+from ..episodes.tools import tool_name
 from ..workflows.anonymity import renamed
 from .chat_template import ChatTemplate, PromptError, naming_templates, unbound
 from .encoding import PlainEncoder
@@ -54,13 +56,15 @@ class Query(NamedTuple):
         seen (`Sequence[Turn]`): turns and feedback to show to the agent.
         functions (`tuple[Callable, ...]`): functions that the agent may call.
         after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
+        messages (`list[dict]`, *optional*): what the agent is shown in place of its view, see [`Given`].
     """
 
     agent: AgentSpec
     prompt: str | Messages
     seen: Sequence[Seen] = ()
-    functions: tuple[Callable, ...] = ()
+    functions: tuple[Function, ...] = ()
     after: Turn | None = None
+    messages: Messages | None = None
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,15 @@ class PromptBuilder:
             ValueError: The chat template cannot render the messages, or they do not fit the model's window.
         """
         asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
-        contents = [self._observe(query) for query in asked]
+        built = {index: self._given(query) for index, query in enumerate(asked) if query.messages is not None}
+        contents = ["" if index in built else self._observe(query) for index, query in enumerate(asked)]
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
         for index, query in enumerate(asked):
+            if index in built:
+                continue
             if not query.seen and self._view_of(query.agent) is team_view and self._is_safe(contents[index]):
-                kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))
+                kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
             functions = asked[indices[0]].functions
@@ -170,14 +177,60 @@ class PromptBuilder:
             with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
             ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
-        built = []
         for index, query in enumerate(asked):
+            if index in built:
+                continue
             if query.after is not None:
                 own = self._go_on(query, query.after)
             else:
                 own = ids[index] if index in ids else self._join(contents[index], query.functions)
-            built.append(self._fit(query, Observation(contents[index], own, list(query.seen))))
-        return built
+            built[index] = self._fit(query, Observation(contents[index], own, list(query.seen)))
+        return [built[index] for index in range(len(asked))]
+
+    def _given(self, query: Query) -> Observation:
+        """The observation of messages that another program has written. What is wrong with them is its `problem`."""
+        agent, given = query.agent, [dict(message) for message in query.messages or ()]
+        if agent.system_prompt is not None and all(message["role"] != "system" for message in given):
+            given.insert(0, {"role": "system", "content": agent.system_prompt})
+        turns = [message["content"] if isinstance(message["content"], Turn) else None for message in given]
+        shown = [one | {"content": self._said(turn)} if turn else one for one, turn in zip(given, turns, strict=True)]
+        observation = Observation(shown, [], list(query.seen))
+        try:
+            self._check(shown)
+            for schema in query.functions:
+                if self._encode.spells_control_token(_spelled(schema)):
+                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
+            if not self.template.renders_results:
+                shown = _without_roles(shown, self.template.renders_called_results)
+            if self._folds_system:
+                shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
+            pieces = self.template.pieces(shown, query.functions)
+        except ValueError as error:
+            observation.problem = str(error)
+            return observation
+        own = {i: self._sampled(turn) for i, turn in enumerate(turns) if turn is not None}
+        observation.content, observation.ids = shown, self._spell(pieces, shown, own)
+        if not self._fits(agent, observation.ids):
+            observation.problem = (
+                f"The messages have {len(observation.ids)} tokens and {agent.name!r} may generate "
+                f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
+            )
+        return observation
+
+    def _fits(self, agent: AgentSpec, ids: Sequence[int]) -> bool:
+        if self.window is None or agent.name in self._unread:
+            return True
+        return len(ids) + self._reserved.get(agent.name, 0) <= self.window
+
+    def _said(self, turn: Turn) -> str:
+        return turn.raw_text if self._reasoning is None else self._reasoning.answer(turn.raw_text)
+
+    def _sampled(self, turn: Turn) -> list[int]:
+        """The tokens of a turn as the content of a message: as sampled, unless the template shows a part of it."""
+        if self._said(turn) != turn.raw_text:
+            return self._encode(self._said(turn))
+        ids = list(turn.completion_ids)
+        return ids[:-1] if ids and ids[-1] in self._ends else ids
 
     def written(self, agent: str, text: str) -> tuple[list[int], bool]:
         """
@@ -225,7 +278,7 @@ class PromptBuilder:
                 "...`)."
             )
         reserved = self._reserved.get(agent.name, 0)
-        if self.window is None or agent.name in self._unread or len(observation.ids) + reserved <= self.window:
+        if self._fits(agent, observation.ids):
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
@@ -323,18 +376,25 @@ class PromptBuilder:
         said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
         return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(said)]
 
-    def _join(self, observation: str | Messages, functions: Sequence[Callable] = ()) -> list[int]:
+    def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:
         if isinstance(observation, str):
             head = self.tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
         return self._spell(self.template.pieces(observation, functions), observation)
 
-    def _spell(self, pieces: Sequence[str], messages: Messages) -> list[int]:
-        """Return token ids of `pieces`, which alternate between template text and the number of a message."""
+    def _spell(
+        self, pieces: Sequence[str], messages: Messages, own: Mapping[int, list[int]] | None = None
+    ) -> list[int]:
+        """
+        Return token ids of `pieces`, which alternate between template text and the number of a message. `own`: tokens
+        of contents that are known.
+        """
         ids: list[int] = []
         for text, content in zip(pieces[::2], [*pieces[1::2], None], strict=True):
             ids += self.template.encode(text)
-            ids += self._encode(messages[int(content)].get("content") or "") if content is not None else []
+            if content is not None:
+                known = (own or {}).get(int(content))
+                ids += self._encode(messages[int(content)].get("content") or "") if known is None else known
         return ids
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from typing import Any, Protocol, cast
 
 from ..agents import AgentSpec
+from ..config.sampling import decoding
+from ..episodes.asks import Setting
 from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
-from ..episodes.live import Setting
 from ..episodes.records import Completion, EndOfEpisode, Episode, unknown_agent
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
@@ -102,6 +103,7 @@ class EpisodeRunner:
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
         self.options: dict[str, Any] = {}  # further options of the generator
+        self.trains = False  # whether turns are to be trained on
         self._silent: frozenset[str] = frozenset()
         self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
         self._runs, self._rehearses, self._trains_beside = 0, False, False
@@ -208,6 +210,7 @@ class EpisodeRunner:
         vars(other).update(
             dropped_turns=0,
             _trains_beside=True,
+            trains=False,
             generator=generator,
             options=dict(options),
             _follower=follower,
@@ -271,7 +274,8 @@ class EpisodeRunner:
         scripts = {} if self._rehearses else {name: self._write for name, one in self._specs.items() if one.reply}
         limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._drawn, key)
-        return Setting(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw)
+        trains = self.trains and not self._rehearses
+        return Setting(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
 
     def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
         """The past copies that agents act with in an episode of a run."""
@@ -319,7 +323,8 @@ class EpisodeRunner:
     def query(self, request: Request) -> Query:
         """Return the inputs of the observation of a request."""
         agent = self._specs[request.agent]
-        return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after)
+        messages = request.given.messages if request.given is not None else None
+        return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after, messages)
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         """
@@ -361,9 +366,16 @@ class EpisodeRunner:
             for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
             if observation.problem is None
         }
-        sampled = await self.generator.generate(list(asked.values()), **self.options) if asked else []
-        check_sampled(sampled, [one.agent for one in asked.values()], self._limits.vocabulary)
-        found = dict(zip(asked, sampled, strict=True))
+        found: dict[int, Sampled] = {}
+        kinds: dict[tuple, list[int]] = {}  # other programs may ask for settings of their own, but not in training
+        for index in asked:
+            given = requests[index].given
+            kinds.setdefault(tuple(given.sampling.items()) if given and not self.trains else (), []).append(index)
+        for kind, indices in kinds.items():
+            options, some = {**self.options, **decoding(dict(kind))}, [asked[index] for index in indices]
+            sampled = await self.generator.generate(some, **options)
+            check_sampled(sampled, [one.agent for one in some], self._limits.vocabulary)
+            found |= zip(indices, sampled, strict=True)
         return [found.get(index, Sampled([])) for index in range(len(requests))]
 
     @contextlib.contextmanager

@@ -17,15 +17,11 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from ..episodes.tools import ToolCall, tool_name
+from ..episodes.tools import MALFORMED, ToolCall, tool_name
 
 
 # Minimum length of the opening of a call. Shorter texts may also occur in turns without calls
 _SHORTEST_OPENING = 4
-
-
-# Stands for a call that cannot be parsed
-MALFORMED = ToolCall("unknown", {}, problem="malformed")
 
 
 def parse_calls(

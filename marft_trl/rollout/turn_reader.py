@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode
-from ..episodes.tools import ToolCall, as_plain
+from ..episodes.tools import MALFORMED, ToolCall, as_plain
 from .chat_template import ChatTemplate
 from .generator import Generator, Sampled
 from .prompts import Observation
-from .tool_calls import MALFORMED, call_pattern, parse_calls
+from .tool_calls import call_pattern, parse_calls
 
 
 class TurnReader:
@@ -57,6 +58,7 @@ class TurnReader:
             completions (`Sequence[Sampled]`): what was sampled.
             generator ([`Generator`]): knows the stop texts of agents.
         """
+        completions = [self._cut(*pair) for pair in zip(requests, completions, strict=True)]
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         return [
             EndOfEpisode(observation.problem)
@@ -70,6 +72,7 @@ class TurnReader:
     ) -> Completion:
         ids, logps, sampled_by = sampled
         has_end = bool(ids) and ids[-1] in (*self._ends, self._tokenizer.pad_token_id)
+        has_end = has_end or any(stop in text for stop in (request.given.stop if request.given else ()))
         is_cut = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
         return request.completed(
             text,
@@ -84,6 +87,21 @@ class TurnReader:
             logps=logps,
             sampled_by=sampled_by,
         )
+
+    def _cut(self, request: Request, sampled: Sampled) -> Sampled:
+        """A completion up to the limit of its request, and to the first of its stop texts."""
+        given, ids = request.given, sampled.ids
+        if given is None:
+            return sampled
+        count = len(ids) if given.max_tokens is None or request.episode.trains else min(len(ids), given.max_tokens)
+
+        def stops(length: int) -> bool:
+            text = self._tokenizer.decode(ids[:length], skip_special_tokens=True)
+            return any(stop in text for stop in given.stop)
+
+        if given.stop and stops(count):
+            count = bisect.bisect_left(range(count), True, key=stops)
+        return sampled._replace(ids=ids[:count], logps=None if sampled.logps is None else sampled.logps[:count])
 
     def written(self, request: Request, observation: Observation, text: str, ids: list[int], is_cut: bool):
         """The completion of a request by a text, as `ids`, of which `is_cut` says whether they are all of it."""

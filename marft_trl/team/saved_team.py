@@ -219,7 +219,7 @@ class SavedTeam:
     def runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
         """What runs episodes of these agents, who act with the adapters of a model."""
         inference, tokenizer = self.inference, self.tokenizer
-        uses_tools = bool(workflow.functions) or any(agent.tools for agent in agents)
+        uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
         chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)

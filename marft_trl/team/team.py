@@ -568,7 +568,7 @@ class Team:
         with self._acting():
             runner = self._runner  # that of the team as it is now: another thread may have changed it
             before, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
-            runner.options = options
+            trains, runner.trains, runner.options = runner.trains, False, options
             try:
                 with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
                     if seed is not None:
@@ -580,6 +580,7 @@ class Team:
                     self._finish()
             finally:
                 runner.options, runner.randomness, runner.dropped_turns = before, randomness, dropped
+                runner.trains = trains
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:

@@ -108,12 +108,12 @@ class Evaluations:
         """Context manager around an evaluation: turns are sampled with its settings."""
         # An evaluation that failed before its end has left its episodes behind
         self._reporter.begin_evaluation()
-        kept = self._runner.options
-        self._runner.options = {**kept, **decoding(self._sampling)}
+        kept = self._runner.options, self._runner.trains
+        self._runner.options, self._runner.trains = {**kept[0], **decoding(self._sampling)}, False
         try:
             yield
         finally:
-            self._runner.options = kept
+            self._runner.options, self._runner.trains = kept
 
     def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
         """

@@ -316,7 +316,7 @@ def _acting_parts(
     engine: Engine | None,
 ) -> _Acting:
     args, tokenizer, trl = run.args, trainer.processing_class, TrlPrompts(trainer)
-    uses_tools = bool(team.workflow.functions) or any(agent.tools for agent in team.agents)
+    uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
     if uses_tools:
         trainer.chat_template = preparing.prepare_tools(tokenizer, team.agents, team.workflow)
     # Places of copies are filled now, so that the first batch has opponents
@@ -352,6 +352,7 @@ def _acting_parts(
     runner = EpisodeRunner(
         team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies
     )
+    runner.trains = True
     return _Acting(runner, randomness, users, copies)
 
 

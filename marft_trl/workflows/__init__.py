@@ -3,6 +3,7 @@ from ..episodes.rehearsal import rehearse
 from .base import Workflow, rebuild, together
 from .by_column import ByColumn
 from .environment import Environment, EnvironmentLoop
+from .external_app import ExternalApp
 from .graph import Graph
 from .orchestrated import Orchestrated
 from .ready_made import Debate, MixtureOfAgents, UntilApproved
@@ -14,6 +15,7 @@ __all__ = [
     "Debate",
     "Environment",
     "EnvironmentLoop",
+    "ExternalApp",
     "Graph",
     "MixtureOfAgents",
     "Orchestrated",

@@ -60,6 +60,11 @@ class Workflow(ABC):
     earns: bool = False
     functions: Sequence[Callable] = ()
 
+    @property
+    def uses_tools(self) -> bool:
+        """Whether agents are given tools besides those of their specs."""
+        return bool(self.functions)
+
     @abstractmethod
     async def run(self, episode: LiveEpisode) -> None:
         """

@@ -35,6 +35,10 @@ class ByColumn(Workflow):
         self.functions = [function for one in self.workflows.values() for function in one.functions]
         self.earns = any(one.earns for one in self.workflows.values())
 
+    @property
+    def uses_tools(self) -> bool:
+        return any(one.uses_tools for one in self.workflows.values())
+
     async def run(self, episode: LiveEpisode) -> None:
         await self.of(episode.row.get(self.column)).run(episode)
 

@@ -1,0 +1,189 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Applications that are programs: started for an episode, listened to, and ended with all that they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .session import AppEndpoint
+
+
+# Characters that are kept of what a program writes, the last ones
+_KEPT = 20_000
+# Seconds that a program has to end when it is told to, and that its output may come after its end
+_GRACE, _LATE = 2.0, 0.2
+# Variables of the processes of a launcher, which an application is none of
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@dataclass(frozen=True)
+class AppResult:
+    """
+    What has become of an application in an episode.
+
+    Args:
+        output (`str`): the end of its standard output.
+        errors (`str`): the end of its standard error.
+        status (`int`, *optional*): exit status; negative for the signal that has ended it. `None` for a function.
+        value (`Any`): what a function returned.
+        left (`int`): number of processes that it had left behind, which were ended.
+    """
+
+    output: str = ""
+    errors: str = ""
+    status: int | None = None
+    value: Any = None
+    left: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Why the episode has failed, if it has."""
+        if not self.status:
+            return None
+        name = signal.Signals(-self.status).name if self.status < 0 else ""
+        how = f"was ended by {name}" if self.status < 0 else f"ended with status {self.status}"
+        said = (self.errors or self.output).strip()[-2000:]
+        return f"the application {how}" + (f". It said: {said}" if said else " and said nothing")
+
+
+def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
+    """
+    A command for a dataset row. No shell reads it: a value of the row is one argument or a part of one, whatever
+    characters it has.
+
+    Args:
+        command (`str` or `Sequence[str]`): with `{column}` for values of the row, `{base_url}` and `{api_key}`.
+        row (`Mapping[str, Any]`): the row.
+        endpoint ([`AppEndpoint`]): where the application asks the agents.
+
+    Raises:
+        ValueError: the row has no such column.
+    """
+    parts = shlex.split(command) if isinstance(command, str) else list(command)
+    values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
+    texts = {name: _as_text(name, value) for name, value in values.items()}
+    try:
+        return [_Plain().vformat(part, (), texts) for part in parts]
+    except KeyError as error:
+        known = ", ".join(map(repr, values))
+        raise ValueError(f"The command has {{{error.args[0]}}}, and the row has {known}.") from error
+
+
+class _Plain(string.Formatter):
+    """Fields are names alone: `{prompt}`, not `{prompt.attribute}`."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return kwargs[field_name], field_name
+
+
+async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
+    """
+    Run a program to its end. It finds the row as JSON on its standard input. If the caller is cancelled, it is ended.
+
+    Args:
+        arguments (`Sequence[str]`): program and arguments.
+        row (`Mapping[str, Any]`): the row.
+        endpoint ([`AppEndpoint`]): where it asks the agents.
+        cwd (`str`): its folder.
+    """
+    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    process = await asyncio.create_subprocess_exec(
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**variables, **endpoint.variables},
+        cwd=cwd,
+        start_new_session=True,
+    )
+    output, errors = _Tail(process.stdout), _Tail(process.stderr)
+    readers = [asyncio.ensure_future(one.read()) for one in (output, errors)]
+    readers.append(asyncio.ensure_future(_write(process.stdin, row)))
+    try:
+        status = await process.wait()
+        await asyncio.wait(readers, timeout=_LATE)
+    finally:
+        for one in readers:
+            one.cancel()
+        left = await _end(process, endpoint.api_key)
+    return AppResult(output.text, errors.text, status, left=left)
+
+
+class _Tail:
+    """The end of a stream."""
+
+    def __init__(self, stream: asyncio.StreamReader | None):
+        self._stream, self._kept = stream, b""
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")[-_KEPT:]
+
+    async def read(self) -> None:
+        while self._stream is not None and (some := await self._stream.read(65536)):
+            self._kept = (self._kept + some)[-4 * _KEPT :]
+
+
+async def _write(stream: asyncio.StreamWriter | None, row: Mapping[str, Any]) -> None:
+    assert stream is not None  # noqa: S101 - a pipe
+    with contextlib.suppress(ConnectionError):  # a program need not read it
+        stream.write(json.dumps(row, default=str).encode())
+        await stream.drain()
+        stream.close()
+
+
+async def _end(process: asyncio.subprocess.Process, secret: str) -> int:
+    """
+    End a program, and what it has started, also outside of its group: all of it has the key of the episode.
+
+    Returns: the number of processes that were left when the program itself had ended.
+    """
+    was_running = process.returncode is None
+    others = await asyncio.to_thread(_with_secret, secret)
+    left = [one for one in others if one.pid != process.pid]
+    for one in others:
+        with contextlib.suppress(psutil.Error):
+            one.terminate()
+    if others:
+        _, stubborn = await asyncio.to_thread(psutil.wait_procs, others, _GRACE)
+        for one in stubborn:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+    if was_running:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    return 0 if was_running else len(left)
+
+
+def _with_secret(secret: str) -> list[psutil.Process]:
+    found, me = [], os.getuid()
+    for one in psutil.process_iter(["uids"]):
+        with contextlib.suppress(psutil.Error, OSError):
+            if one.info["uids"] is not None and one.info["uids"].real == me and one.pid != os.getpid():
+                variables = Path(f"/proc/{one.pid}/environ")
+                is_its = (
+                    secret.encode() in variables.read_bytes()
+                    if variables.exists()
+                    else one.environ().get("OPENAI_API_KEY") == secret
+                )
+                if is_its and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one)
+    return found
+
+
+def _as_text(name: str, value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.replace("\0", "") if isinstance(text, str) else str(text)

@@ -1,0 +1,193 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The endpoint of a process: one server on the loopback device, in a thread of its own, for all of its episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..dialects import RequestError, chat, responses
+from ..dialects.fields import read_object
+from .session import AppEndpoint, Session
+
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+# Largest number of bytes of a request, and of seconds in which it has to arrive
+_MAX_BODY, _SECONDS = 16 << 20, 60.0
+_BACKLOG = 1024
+
+
+class Endpoint:
+    """
+    The server. Episodes are told apart by their keys; a request without the key of an episode that is running is
+    refused before anything of it is read.
+    """
+
+    _of_process: ClassVar[tuple[int, Endpoint] | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of_process(cls) -> Endpoint:
+        """The endpoint of this process, started when it is first used."""
+        with cls._lock:
+            if cls._of_process is None or cls._of_process[0] != os.getpid():  # a fork has no threads
+                cls._of_process = (os.getpid(), cls())
+            return cls._of_process[1]
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._loop = asyncio.new_event_loop()
+        started: Future[int] = Future()
+        threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
+        self.base_url = f"http://127.0.0.1:{started.result()}/v1"
+
+    @contextlib.contextmanager
+    def open(self, session: Session) -> Iterator[AppEndpoint]:
+        """Context manager: the key of a session is known."""
+        self._sessions[session.secret] = session
+        try:
+            yield AppEndpoint(self.base_url, session.secret)
+        finally:
+            del self._sessions[session.secret]
+
+    def run(self, job: Coroutine[Any, Any, Any]) -> Future:
+        """Run a coroutine in the event loop of the server, which nothing blocks."""
+        return asyncio.run_coroutine_threadsafe(job, self._loop)
+
+    def _work(self, started: Future[int]) -> None:
+        from aiohttp import web
+
+        async def start() -> int:
+            runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
+            return runner.addresses[0][1]
+
+        asyncio.set_event_loop(self._loop)
+        try:
+            started.set_result(self._loop.run_until_complete(start()))
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        self._loop.run_forever()
+
+    def _application(self) -> web.Application:
+        from aiohttp import web
+
+        async def around(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+            session = None
+            try:
+                session = self._session_of(request)
+                return await handler(request)
+            except RequestError as error:
+                wrong = error
+            except web.HTTPException as error:
+                there = " There are /v1/models, /v1/chat/completions, /v1/responses and /v1/reward."
+                wrong = RequestError(f"{error.reason}.{there if error.status == 404 else ''}", error.status)
+            except TimeoutError:
+                wrong = RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408)
+            if session is not None:
+                session.refuse(wrong)
+            return web.json_response(wrong.body(), status=wrong.status)
+
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(around)])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/reward", self._reward)
+        return app
+
+    # ---- Requests ----
+
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise RequestError(
+                "The key is that of no running episode. It is in the environment variable OPENAI_API_KEY of the "
+                "application, and ends with the episode.",
+                401,
+                code="invalid_api_key",
+            )
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        models = [_model(name) for name in self._session_of(request).agents]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        name, agents = request.match_info["name"], self._session_of(request).agents
+        if name not in agents:
+            known = ", ".join(map(repr, agents))
+            raise RequestError(f"There is no {name[:80]!r}; there are {known}.", 404, "model", "model_not_found")
+        return web.json_response(_model(name))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, chat)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, responses)
+
+    async def _answered(self, request: web.Request, dialect: Any) -> web.StreamResponse:
+        from aiohttp import web
+
+        session, body = self._session_of(request), await _body_of(request)
+        asked = dialect.read(body, session.agents)
+        is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+        said = await session.ask(asked, body, is_again)
+        identity = secrets.token_hex(12)
+        try:
+            if not asked.stream:
+                response = web.json_response(dialect.answer(identity, asked, said))
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+            return await _streamed(request, dialect.events(identity, asked, said), dialect is chat)
+        except (ConnectionError, asyncio.CancelledError):
+            session.undelivered(body)
+            raise
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        given = read_object(await _body_of(request))
+        self._session_of(request).reward(given.get("reward"))
+        return web.json_response({"status": "ok"})
+
+
+async def _body_of(request: web.Request) -> bytes:
+    async with asyncio.timeout(_SECONDS):
+        return await request.read()
+
+
+async def _streamed(request: web.Request, events: list[dict[str, Any]], is_chat: bool) -> web.StreamResponse:
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        head = "" if is_chat else f"event: {event['type']}\n"
+        await response.write(f"{head}data: {json.dumps(event)}\n\n".encode())
+    if is_chat:
+        await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}

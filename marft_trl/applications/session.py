@@ -1,0 +1,202 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The requests of one episode of an application. Its key is a secret, which is all that tells episodes apart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..dialects import Asked, RequestError, Said
+from ..episodes.records import Turn
+
+
+# Largest number of requests of an episode that are not answered yet
+_MOST_WAITING = 512
+
+
+class AppEndpoint(NamedTuple):
+    """
+    Where an application asks the agents in one episode.
+
+    Args:
+        base_url (`str`): base URL of the API, ending in `/v1`.
+        api_key (`str`): key of the episode.
+    """
+
+    base_url: str
+    api_key: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that OpenAI's clients read."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+
+class Waiting:
+    """
+    A request that waits for a turn. `gone`, `settle` and `answer` belong to the thread of the endpoint, the rest to
+    the event loop of the episode.
+
+    Args:
+        asked ([`Asked`]): the request.
+        seen (`tuple[Turn, ...]`): turns that were answered before it came.
+    """
+
+    def __init__(self, asked: Asked, seen: tuple[Turn, ...]):
+        self.asked, self.seen = asked, seen
+        self.answer: asyncio.Future[tuple[Said, Turn]] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+        self.clients = 0
+        self.is_gone = False
+        self.task: asyncio.Task | None = None
+
+    @property
+    def order(self) -> str:
+        """Requests that come at the same time are taken in this order, whichever was the first."""
+        asked = self.asked
+        return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
+
+    def settle(self, result: tuple[Said, Turn] | BaseException) -> None:
+        """Answer the request, from the event loop of the episode."""
+        self.loop.call_soon_threadsafe(_settle, self.answer, result)
+
+
+class Session:
+    """
+    An episode as its endpoint knows it. Made in the event loop of the episode.
+
+    Args:
+        agents (`Sequence[str]`): names that may be asked for.
+        takes_tools (`bool`): whether requests may bring tools.
+        earns (`bool`): whether rewards may be posted.
+
+    Attributes:
+        inbox (`asyncio.Queue`): requests, in the event loop of the episode.
+        counts (`Counter`): of requests by what became of them.
+        refused (`str`, *optional*): why the latest refused request was.
+        rewards (`list`): posted rewards, each with the last turn that was answered before.
+    """
+
+    def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):
+        self.agents, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
+        self.secret = secrets.token_urlsafe(32)
+        self.loop = asyncio.get_running_loop()
+        self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.counts: Counter[str] = Counter()
+        self.refused: str | None = None
+        self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
+        self._answered: list[Turn] = []
+        self._latest: dict[str, Waiting] = {}  # by body
+        self._num_waiting = 0
+
+    # ---- In the thread of the endpoint ----
+
+    async def ask(self, asked: Asked, body: bytes, is_again: bool) -> Said:
+        """
+        The answer to a request. If the caller is cancelled, it is given up.
+
+        Args:
+            asked ([`Asked`]): the request.
+            body (`bytes`): its body, by which a client's further try is known.
+            is_again (`bool`): whether the client says that it has tried before.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        self._check(asked)
+        key = hashlib.sha256(body).hexdigest()
+        waiting = self._latest.get(key)
+        if waiting is not None and (is_again or not waiting.clients) and not waiting.is_gone:
+            self.counts["retried"] += 1
+        else:
+            if self._num_waiting >= _MOST_WAITING:
+                raise RequestError(f"{_MOST_WAITING} requests of this episode wait already.", 429)
+            waiting = self._latest[key] = Waiting(asked, tuple(self._answered))
+            self.counts["requests"] += 1
+            self._call(self.inbox.put_nowait, waiting)
+        waiting.clients += 1
+        self._num_waiting += 1
+        is_answered = False
+        try:
+            said, turn = await asyncio.shield(waiting.answer)
+            is_answered = True
+        finally:
+            self._num_waiting -= 1
+            if not is_answered:
+                waiting.clients -= 1
+            if not waiting.clients and not waiting.answer.done():
+                self._give_up(waiting)
+        if turn not in self._answered:
+            self._answered.append(turn)
+        return said
+
+    def undelivered(self, body: bytes) -> None:
+        """The answer to a request did not reach its client, who may ask again."""
+        waiting = self._latest.get(hashlib.sha256(body).hexdigest())
+        if waiting is not None:
+            waiting.clients -= 1
+
+    def refuse(self, error: RequestError) -> None:
+        """Note that a request was refused."""
+        self.counts["refused"] += 1
+        self.refused = str(error)
+
+    def reward(self, given: Any) -> None:
+        """
+        Note a reward: a number for the team, or numbers by the names of agents.
+
+        Raises:
+            RequestError: rewards are not asked for, or it is none.
+        """
+        if not self.earns:
+            raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.", 409)
+        by_name = given if isinstance(given, dict) else {"": given}
+        for name, value in by_name.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+            if not is_number or (isinstance(given, dict) and name not in self.agents):
+                raise RequestError(
+                    f"`reward` must be a number, or an object of numbers by names of agents "
+                    f"({', '.join(map(repr, self.agents))}), got {json.dumps(given)[:80]}.",
+                    field="reward",
+                )
+        self.rewards.append((given, self._answered[-1] if self._answered else None))
+
+    def _check(self, asked: Asked) -> None:
+        if asked.tools and not self.takes_tools:
+            raise RequestError(
+                "The request has `tools`, for which the chat template was not prepared. Set `ExternalApp(..., "
+                "tools=True)`.",
+                field="tools",
+                code="unsupported_parameter",
+            )
+
+    def _give_up(self, waiting: Waiting) -> None:
+        waiting.is_gone = True
+        self.counts["abandoned"] += 1
+        self._call(_cancel, waiting)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:  # the loop is closed: the run has ended
+            raise RequestError("The episode of this key has ended.", 401, code="invalid_api_key") from error
+
+
+def _cancel(waiting: Waiting) -> None:
+    if waiting.task is not None:
+        waiting.task.cancel()
+
+
+def _settle(future: asyncio.Future, result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+        future.exception()  # nobody may wait for it any more
+    else:
+        future.set_result(result)

@@ -1,0 +1,339 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""An application as it is: its requests to an OpenAI-compatible endpoint are the turns of the team."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from ..applications.program import AppResult, arguments_of, run_program
+from ..applications.session import AppEndpoint, Session, Waiting
+from ..dialects import Asked, RequestError, Said, SaidCall
+from ..episodes.asks import Given
+from ..episodes.live import LiveEpisode
+from ..episodes.records import EndOfEpisode, Turn
+from ..episodes.tools import MALFORMED
+from .base import Workflow, callable_name
+
+
+logger = logging.getLogger(__name__)
+
+# Characters of the output of an application that are kept in the transcript
+_SHOWN = 2000
+
+
+class ExternalApp(Workflow):
+    """
+    Runs an application that talks to models through an OpenAI client. Each request for the model name of an agent is a
+    turn of that agent; the application decides who is asked, with which messages, and when the episode ends. It needs
+    no change but the base URL and the key, which it finds in `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+
+    ```python
+    trainer = MARFTTrainer(
+        model="Qwen/Qwen2.5-1.5B-Instruct",
+        agents=[AgentSpec("planner"), AgentSpec("solver")],  # the model names that the application asks for
+        workflow=ExternalApp("python my_app.py --question {prompt}"),
+        reward_funcs=score,
+        ...
+    )
+    ```
+
+    An episode ends when the program or function does. A program that ends with another status than 0, or a function
+    that raises, is a failed episode (`on_episode_error`); one that does not ask for `workflow_timeout` seconds, too.
+
+    Args:
+        app (`str`, `Sequence[str]` or `Callable`):
+            A command, or a function `app(row, endpoint)` of the dataset row and the [`AppEndpoint`]. In a command,
+            `{column}` is a value of the row, and `{base_url}` and `{api_key}` are those of the endpoint; no shell
+            reads it. A program finds the row as JSON on its standard input. A function may be `async`; others run in a
+            thread of their own for each episode.
+        answer (`str`, *optional*):
+            Name of the agent whose last turn is the team's answer. Defaults to whoever speaks last.
+        tools (`bool`, *optional*, defaults to `False`):
+            Whether requests bring tools. The chat template has to support them.
+        earns (`bool`, *optional*, defaults to `False`):
+            Whether the application rewards itself: it posts `{"reward": 1.0}`, or numbers by names of agents, to
+            `{base_url}/reward`, or a function returns them.
+        together (`float`, *optional*, defaults to `0.02`):
+            Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
+            sampled together.
+        cwd (`str`, *optional*):
+            Folder in which a program runs. Defaults to the present one.
+    """
+
+    def __init__(
+        self,
+        app: str | Sequence[str] | Callable | None,
+        answer: str | None = None,
+        tools: bool = False,
+        earns: bool = False,
+        together: float = 0.02,
+        cwd: str | os.PathLike | None = None,
+    ):
+        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(one, str) for one in app))
+        if app is not None and not callable(app) and not (is_command and app):
+            raise TypeError(
+                "`app` must be a command such as 'python my_app.py --question {prompt}', or a function `app(row, "
+                f"endpoint)`, got {app!r}."
+            )
+        if not together >= 0:
+            raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
+        self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
+
+    @property
+    def uses_tools(self) -> bool:
+        return self.takes_tools
+
+    def check(self, agents: Sequence[str]) -> None:
+        if self.answer is not None and self.answer not in agents:
+            known = ", ".join(map(repr, agents))
+            raise ValueError(f"`answer` of `ExternalApp` is {self.answer!r}, but the team has {known}.")
+
+    def named_agents(self) -> list[str]:
+        return [] if self.answer is None else [self.answer]
+
+    def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
+        return []  # the application is not started for a picture
+
+    def describe(self) -> dict:
+        """What to run is not stored: a team that is loaded from elsewhere would run it."""
+        return {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
+
+    @classmethod
+    def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
+        return super().from_description({"app": None, **arguments}, environment_factory)
+
+    async def run(self, episode: LiveEpisode) -> None:
+        if self.app is None:
+            raise ValueError(
+                "The application of the team is not stored with it: pass `workflow=ExternalApp(...)`, or ask its "
+                "agents by name, as with `marft serve`."
+            )
+        from ..applications.server import Endpoint  # aiohttp is loaded when it is used
+
+        server = Endpoint.of_process()
+        session = Session(episode.agents, self.takes_tools, self.earns)
+        with server.open(session) as endpoint:
+            running = asyncio.ensure_future(self._result(episode, endpoint, server))
+            conversation = _Conversation(self, episode, session)
+            try:
+                await conversation.hold(running)
+            except BaseException:
+                running.cancel()
+                await asyncio.wait([running])
+                raise
+        self._finish(episode, session, conversation, running.result())
+
+    async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
+        row = dict(episode.row)
+        if not callable(self.app):
+            arguments = arguments_of(cast(Any, self.app), row, endpoint)
+            job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
+            return await asyncio.wrap_future(job)
+        if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
+            return AppResult(value=await self.app(row, endpoint))
+        value = await _in_own_thread(functools.partial(self.app, row, endpoint))
+        return AppResult(value=await value if inspect.isawaitable(value) else value)
+
+    def _finish(self, episode: LiveEpisode, session: Session, conversation: _Conversation, result: AppResult) -> None:
+        for name, number in session.counts.items():
+            episode.count(f"app/{name}", number)
+        if result.problem is not None:
+            raise RuntimeError(result.problem)
+        if not episode.turns:
+            why = f" Its last request was refused: {session.refused}" if session.refused else ""
+            why = why or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
+            said = (result.errors or result.output).strip()[-_SHOWN:]
+            raise RuntimeError(
+                f"The application has ended without a turn.{why}" + (f" It said: {said}" if said else "")
+            )
+        if result.left:
+            episode.count("app/left_behind", result.left)
+            _say_once(
+                f"The application {self.name} has left {result.left} processes behind, which were ended. Wait for "
+                "them in it."
+            )
+        episode.environment = result
+        its = [turn for turn in episode.turns if turn.agent == self.answer]
+        if its:
+            episode.answer = its[-1]
+        for reward, turn in session.rewards:
+            episode.earn(turn or episode.turns[-1], reward)
+        if result.value is not None:
+            self._take_value(episode, result.value)
+        said = (result.output + result.errors).strip()
+        if said:
+            episode.observe(said[-_SHOWN:], source="application")
+
+    def _take_value(self, episode: LiveEpisode, value: Any) -> None:
+        is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
+        if self.earns and not is_reward:
+            raise TypeError(f"With `earns=True`, {self.name} must return a reward or nothing, got {value!r}.")
+        if self.earns:
+            episode.earn(episode.turns[-1], value)
+
+    @property
+    def name(self) -> str:
+        """The application, as messages name it."""
+        if callable(self.app):
+            return f"`{callable_name(self.app)}`"
+        return f"`{self.app if isinstance(self.app, str) else ' '.join(cast(Sequence[str], self.app))}`"
+
+
+class _Conversation:
+    """
+    The requests of one episode as they become turns.
+
+    Args:
+        app ([`ExternalApp`]): the workflow.
+        episode ([`LiveEpisode`]): the episode.
+        session ([`Session`]): where requests come from.
+    """
+
+    def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
+        self._app, self._episode, self._session = app, episode, session
+        self._said: list[tuple[Turn, Said]] = []
+        self._tasks: set[asyncio.Task] = set()
+
+    async def hold(self, running: asyncio.Future) -> None:
+        """Answer requests until the application has ended."""
+        arrival = asyncio.ensure_future(self._session.inbox.get())
+        try:
+            while not running.done():
+                with self._waiting():
+                    await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+                if not arrival.done():
+                    continue
+                batch = [arrival.result()]
+                if self._app.together:
+                    await asyncio.sleep(self._app.together)
+                while not self._session.inbox.empty():
+                    batch.append(self._session.inbox.get_nowait())
+                arrival = asyncio.ensure_future(self._session.inbox.get())
+                for waiting in sorted(batch, key=lambda one: one.order):
+                    if not waiting.is_gone:
+                        waiting.task = asyncio.ensure_future(self._answer(waiting))
+                        self._tasks.add(waiting.task)
+                        waiting.task.add_done_callback(self._tasks.discard)
+        finally:
+            tasks = [arrival, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While no agent is asked, the episode waits for the application, which a time limit is to name."""
+        with contextlib.nullcontext() if self._tasks else self._episode.waiting_for(self._app.name.strip("`")):
+            yield
+
+    async def _answer(self, waiting: Waiting) -> None:
+        try:
+            turn = await self._turn(waiting.asked, waiting.seen)
+            said = self._as_said(turn, waiting.asked)
+            self._said.append((turn, said))
+            waiting.settle((said, turn))
+        except asyncio.CancelledError:
+            waiting.settle(RequestError("The episode has ended.", 409))
+            raise
+        except EndOfEpisode as end:
+            waiting.settle(RequestError(str(end), code="context_length_exceeded"))
+        except (RuntimeError, ValueError) as error:
+            waiting.settle(RequestError(str(error)))
+        except BaseException as error:
+            waiting.settle(RequestError(f"{type(error).__name__}: {error}", 500))
+            raise
+
+    async def _turn(self, asked: Asked, seen: tuple[Turn, ...]) -> Turn:
+        episode = self._episode
+        settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
+        ignored = [*asked.others, *(settings if episode.trains else ())]
+        for name in ignored:
+            _say_once(
+                f"The application sends `{name}`, which is not obeyed"
+                + (" in training, where agents sample with their own settings." if name in settings else ".")
+            )
+        given = Given(
+            self._with_turns(asked.model, asked.messages),
+            asked.tools,
+            asked.stop,
+            {} if episode.trains else asked.sampling,
+            asked.max_tokens,
+        )
+        return await episode.turn_on(asked.model, given, sees=seen)
+
+    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
+        found = []
+        for message in messages:
+            turn = self._turn_of(agent, message) if message["role"] == "assistant" else None
+            found.append(message if turn is None else {"role": "assistant", "content": turn})
+        return found
+
+    def _turn_of(self, agent: str, message: Mapping[str, Any]) -> Turn | None:
+        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
+        for turn, said in reversed(self._said):
+            if turn.agent == agent and said.text == message["content"] and _calls_of(turn) == calls:
+                is_whole = calls or said.text == turn.text
+                return turn if is_whole else None
+        return None
+
+    def _as_said(self, turn: Turn, asked: Asked) -> Said:
+        text, calls = turn.text, turn.tool_calls
+        if MALFORMED in calls:
+            calls = ()
+        if calls:
+            text = turn.without_calls or ""
+        for stop in asked.stop:
+            text = text.partition(stop)[0]
+        ids = [SaidCall(f"call_{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)]
+        return Said(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
+
+
+def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
+    return [(call.name, call.arguments) for call in turn.tool_calls if call is not MALFORMED]
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+async def _in_own_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns. Other episodes go on meanwhile, whose functions have threads of their own."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        try:
+            value, error = context.run(function), None
+        except BaseException as caught:
+            value, error = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_settle, outcome, value, error)
+
+    threading.Thread(target=work, name="marft-app", daemon=True).start()
+    return await outcome
+
+
+def _settle(outcome: asyncio.Future, value: Any, error: Exception | None) -> None:
+    if outcome.done():
+        return
+    if error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(value)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
