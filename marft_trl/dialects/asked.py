@@ -122,13 +122,13 @@ def schema_of(tool: Any, where: str) -> dict[str, Any]:
         tool (`Any`): an object with a `name`.
         where (`str`): its field.
     """
-    function = object_of(tool, where)
-    schema: dict[str, Any] = {"name": name_of(function.get("name"), f"{where}.name")}
+    function = {key: value for key, value in object_of(tool, where).items() if key not in ("type", "strict")}
+    name_of(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description"), str | None):
         raise RequestError(f"`{where}.description` must be a text.", field=f"{where}.description")
-    schema["description"] = function.get("description") or ""
-    schema["parameters"] = object_of(function.get("parameters") or {}, f"{where}.parameters")
-    schema["parameters"] = {"type": "object", "properties": {}, **schema["parameters"]}
+    parameters = object_of(function.get("parameters") or {}, f"{where}.parameters")
+    schema = {**function, "description": function.get("description") or "", "parameters": parameters}
+    schema["parameters"] = parameters if "type" in parameters else {"type": "object", "properties": {}, **parameters}
     return {"type": "function", "function": schema}
 
 

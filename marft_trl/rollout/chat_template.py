@@ -66,25 +66,28 @@ class ChatTemplate:
             )
         return pieces
 
-    def pieces_after_call(self, results: Messages, functions: Sequence[Function]) -> list[str]:
+    def pieces_after(self, messages: Messages, functions: Sequence[Function]) -> list[str]:
         """
-        As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
+        As `pieces`, for messages that follow a turn, such as results of the tools that it called: what comes after the
+        turn's end.
 
         Raises:
-            ValueError: The template rewrites what stands before the results.
+            ValueError: The template rewrites what stands before the messages.
         """
-        calling = _calling(results[0]["name"])
-        mark, hollow = _hollow(results)
-        before = self.render(calling, functions, add_generation_prompt=False)
-        whole = self.render([*calling, *hollow], functions)
+        is_called = messages[0]["role"] == "tool"
+        turn = _calling(messages[0]["name"]) if is_called else _saying()
+        mark, hollow = _hollow(messages)
+        before = self.render(turn, functions, add_generation_prompt=False)
+        whole = self.render([*turn, *hollow], functions)
         end = self._tokenizer.eos_token or ""
         if end and end in before:  # templates add a line break after it, which was not sampled
             before = before[: before.rindex(end) + len(end)]
         pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
-        if not whole.startswith(before) or not _are_whole(pieces, results, mark):
+        if not whole.startswith(before) or not _are_whole(pieces, messages, mark):
+            what = f"its call of {messages[0]['name']!r}" if is_called else "its turn"
             raise ValueError(
-                "The chat template of the tokenizer rewrites what stands before the results of tools, so an agent "
-                f"cannot go on from its call of {results[0]['name']!r}. Use a template that keeps earlier messages as "
+                "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
+                f"cannot go on from {what}. Use a template that keeps earlier messages as "
                 "they are (see `trl.chat_template_utils.get_training_chat_template`)."
             )
         return pieces
@@ -162,7 +165,7 @@ class ChatTemplate:
         if results:
             with contextlib.suppress(Exception):  # templates can raise any error
                 said: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
-                openings += self.pieces_after_call(said, [])[:-1:2]
+                openings += self.pieces_after(said, [])[:-1:2]
         return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
 
     def _is_plain(self, piece: str) -> bool:
@@ -209,6 +212,11 @@ def _calling(name: str = "x") -> Messages:
     """A conversation that ends with the call of a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def _saying() -> Messages:
+    """A conversation that ends with a turn."""
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages]:

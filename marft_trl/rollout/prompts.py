@@ -204,18 +204,40 @@ class PromptBuilder:
                 shown = _without_roles(shown, self.template.renders_called_results)
             if self._folds_system:
                 shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
-            pieces = self.template.pieces(shown, query.functions)
+            observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
         except ValueError as error:
             observation.problem = str(error)
             return observation
-        own = {i: self._sampled(turn) for i, turn in enumerate(turns) if turn is not None}
-        observation.content, observation.ids = shown, self._spell(pieces, shown, own)
         if not self._fits(agent, observation.ids):
             observation.problem = (
                 f"The messages have {len(observation.ids)} tokens and {agent.name!r} may generate "
                 f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
             )
         return observation
+
+    def _spelled_given(
+        self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
+    ) -> list[int]:
+        """
+        Token ids of messages, of which some are turns. If a conversation goes on from a turn, its prompt and the turn
+        stand as they were, whatever the template makes of earlier messages.
+        """
+        last = max((index for index, turn in enumerate(turns) if turn is not None), default=0)
+        turn, rest = turns[last], messages[last + 1 :]
+        cuts = self._reasoning is not None and self._reasoning.is_cut and any(one["role"] == "user" for one in rest)
+        if turn is not None and last and rest and not cuts:
+            with contextlib.suppress(ValueError):  # the template rewrites earlier messages
+                suffix = self._spell(self.template.pieces_after(rest, functions), rest)
+                if self._spelled_given(messages[:last], turns[:last], functions) == list(turn.prompt_ids):
+                    return [*turn.prompt_ids, *self._closed(turn), *suffix]
+        own = {i: self._sampled(turn) for i, turn in enumerate(turns) if turn is not None}
+        return self._spell(self.template.pieces(messages, functions), messages, own)
+
+    def _closed(self, turn: Turn) -> list[int]:
+        """The tokens of a turn with that which ends it: a turn that ended at a stop text has none."""
+        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
+        ending = self.tokenizer.eos_token_id
+        return [*turn.completion_ids, *([] if closed or ending is None else [ending])]
 
     def _fits(self, agent: AgentSpec, ids: Sequence[int]) -> bool:
         if self.window is None or agent.name in self._unread:
@@ -400,12 +422,8 @@ class PromptBuilder:
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
         _, *said = self._own_messages(query, turn)
-        pieces = self.template.pieces_after_call(said, query.functions)
-        # A turn that ended at a stop text has no end-of-turn token
-        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
-        ending = self.tokenizer.eos_token_id
-        closing = [] if closed or ending is None else [ending]
-        return [*turn.prompt_ids, *turn.completion_ids, *closing, *self._spell(pieces, said)]
+        pieces = self.template.pieces_after(said, query.functions)
+        return [*turn.prompt_ids, *self._closed(turn), *self._spell(pieces, said)]
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
