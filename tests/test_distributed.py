@@ -53,6 +53,7 @@ def launch(
         pytest.param("candidates", "grpo", marks=pytest.mark.slow),
         pytest.param("tools", "dapo", marks=pytest.mark.slow),
         pytest.param("opponents", "dapo", marks=pytest.mark.slow),
+        pytest.param("application", "dapo", marks=pytest.mark.slow),
         pytest.param("dynamic", "dapo", marks=pytest.mark.slow),
     ],
 )

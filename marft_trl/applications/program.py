@@ -24,6 +24,8 @@ from .session import AppEndpoint
 _KEPT = 20_000
 # Seconds that a program has to end when it is told to, and that its output may come after its end
 _GRACE, _LATE = 2.0, 0.2
+# Seconds between two looks whether a program has ended
+_POLL = 0.01
 # Variables of the processes of a launcher, which an application is none of
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -112,13 +114,20 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     readers = [asyncio.ensure_future(one.read()) for one in (output, errors)]
     readers.append(asyncio.ensure_future(_write(process.stdin, row)))
     try:
-        status = await process.wait()
+        status = await _exit_status(process)
         await asyncio.wait(readers, timeout=_LATE)
     finally:
         for one in readers:
             one.cancel()
         left = await _end(process, endpoint.api_key)
     return AppResult(output.text, errors.text, status, left=left)
+
+
+async def _exit_status(process: asyncio.subprocess.Process) -> int:
+    """Not `process.wait()`, which waits for all who have inherited the output, too."""
+    while process.returncode is None:
+        await asyncio.sleep(_POLL)
+    return process.returncode
 
 
 class _Tail:
@@ -164,7 +173,7 @@ async def _end(process: asyncio.subprocess.Process, secret: str) -> int:
     if was_running:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await _exit_status(process)
     return 0 if was_running else len(left)
 
 

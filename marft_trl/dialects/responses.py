@@ -84,6 +84,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":  # of other models
             raise RequestError(f"`{where}.type` {str(kind)[:80]!r} is not supported.", field=f"{where}.type")
+    if not messages:
+        raise RequestError("`input` has nothing to answer.", field="input")
     return with_names(messages, "input")
 
 

@@ -292,7 +292,7 @@ class Planner:
         """Pairs of agents of which the second sees the first: as the workflow says, or as in a rehearsal."""
         with self._runner.rehearsing():
             pairs = self._workflow.links([agent.name for agent in self._agents])
-        if pairs or len(self._agents) == 1:
+        if pairs or len(self._agents) == 1 or (rehearsal is None and self._workflow.acts_outside):
             return pairs
         try:
             return turn_links((rehearsal or self.rehearse(next(iter(self._dataset())))).episode.turns)

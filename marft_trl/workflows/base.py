@@ -51,6 +51,9 @@ class Workflow(ABC):
         earns (`bool`, defaults to `False`):
             `True` if turns earn rewards during an episode, through `episode.observe(..., reward=...)` or
             `episode.earn`. The trainer reports them as the reward function `environment_reward`.
+        acts_outside (`bool`, defaults to `False`):
+            `True` if an episode does something outside of this process. Such a workflow is not run for a picture of
+            it in cards and checkpoints, but when a plan or a rehearsal is asked for.
         functions (`Sequence[Callable]`):
             Functions that the workflow passes as `episode.turn(..., tools=...)`, taken from an example episode. Before
             training, the trainer checks that they can be described to a model.
@@ -58,6 +61,7 @@ class Workflow(ABC):
 
     reward_funcs: Callable | Sequence[Callable] | None = None
     earns: bool = False
+    acts_outside: bool = False
     functions: Sequence[Callable] = ()
 
     @property

@@ -70,6 +70,8 @@ class ExternalApp(Workflow):
             Folder in which a program runs. Defaults to the present one.
     """
 
+    acts_outside = True
+
     def __init__(
         self,
         app: str | Sequence[str] | Callable | None,
@@ -88,6 +90,7 @@ class ExternalApp(Workflow):
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self._told: set[str] = set()
         self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
 
     @property
@@ -159,7 +162,7 @@ class ExternalApp(Workflow):
             )
         if result.left:
             episode.count("app/left_behind", result.left)
-            _say_once(
+            self.say_once(
                 f"The application {self.name} has left {result.left} processes behind, which were ended. Wait for "
                 "them in it."
             )
@@ -181,6 +184,12 @@ class ExternalApp(Workflow):
             raise TypeError(f"With `earns=True`, {self.name} must return a reward or nothing, got {value!r}.")
         if self.earns:
             episode.earn(episode.turns[-1], value)
+
+    def say_once(self, text: str) -> None:
+        """Warn of something, once."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
 
     @property
     def name(self) -> str:
@@ -259,7 +268,7 @@ class _Conversation:
         settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
         ignored = [*asked.others, *(settings if episode.trains else ())]
         for name in ignored:
-            _say_once(
+            self._app.say_once(
                 f"The application sends `{name}`, which is not obeyed"
                 + (" in training, where agents sample with their own settings." if name in settings else ".")
             )
@@ -332,8 +341,3 @@ def _settle(outcome: asyncio.Future, value: Any, error: Exception | None) -> Non
         outcome.set_exception(error)
     else:
         outcome.set_result(value)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)

@@ -1,5 +1,6 @@
 """Trains a team on episodes that depend on the prompts alone, and saves its weights: one process or several."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -10,10 +11,11 @@ from collections import Counter
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
-from marft_trl.workflows import Orchestrated
+from marft_trl.workflows import ExternalApp, Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import add, lora, team_trainer, varied_reward
 
+import aiohttp
 import torch
 from safetensors.torch import save_file
 from trl.chat_template_utils import qwen3_chat_template
@@ -58,6 +60,22 @@ def canned(trainer, kind):
     return generate
 
 
+async def application(row, endpoint):
+    """Three requests to two agents, two of them at the same time, some of a third."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+
+    async def ask(agent, text):
+        body = {"model": agent, "messages": [{"role": "user", "content": text}]}
+        async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as answer:
+            return (await answer.json())["choices"][0]["message"]["content"]
+
+    async with aiohttp.ClientSession(headers=headers) as session:
+        said = await ask("reasoner", row["prompt"])
+        both = await asyncio.gather(ask("actor", said), ask("reasoner", f"again {said}"))
+        if len(both[0]) % 2:
+            await ask("actor", "".join(both))
+
+
 PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
 LEARNING = {
     "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 4},
@@ -73,6 +91,7 @@ LEARNING = {
 WORKFLOWS = {
     **{"chain": None, "full": None, "tools": None, "dynamic": None},
     "opponents": Sequential(["reasoner", "rival", "judge", "actor"]),
+    "application": ExternalApp(application, together=0.25),
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
 
