@@ -16,6 +16,7 @@ from .seams.bitsandbytes import load_bitsandbytes_when_used
 
 if TYPE_CHECKING:
     from .agents import AgentSpec
+    from .applications.client import endpoint_reply
     from .config.marft_config import MARFTConfig
     from .episodes import Episode, LiveEpisode, Turn
     from .team import Team
@@ -31,6 +32,7 @@ _MODULES = {
     "LiveEpisode": "episodes",
     "MARFTConfig": "configs",
     "MARFTTrainer": "trainer",
+    "endpoint_reply": "applications.client",
     "Sequential": "workflows",
     "Team": "team",
     "TeamManifest": "weights.manifest",
@@ -49,6 +51,7 @@ __all__ = [
     "TeamManifest",
     "Turn",
     "Workflow",
+    "endpoint_reply",
     "load_adapters",
 ]
 

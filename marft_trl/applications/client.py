@@ -1,0 +1,153 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A model behind an OpenAI-compatible endpoint, as a function of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+
+# Statuses after which a request is tried again: too many requests, conflicts, and faults of the server
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+# Longest wait in seconds before a further try
+_LONGEST_WAIT = 30.0
+
+
+class EndpointError(RuntimeError):
+    """An endpoint did not answer, or not with a text."""
+
+
+class EndpointReply:
+    """
+    Asks a model for the next message of a conversation; made by [`endpoint_reply`].
+
+    Args:
+        base_url (`str`): base URL of the API, such as `"http://127.0.0.1:8000/v1"`.
+        model (`str`): name of the model.
+        api_key (`str`, *optional*): key. Defaults to the environment variable `OPENAI_API_KEY` when it is asked.
+        timeout (`float`): seconds of a try.
+        tries (`int`): number of tries.
+        at_once (`int`): largest number of requests at a time.
+        settings (`dict`): further fields of requests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None,
+        timeout: float,
+        tries: int,
+        at_once: int,
+        settings: dict[str, Any],
+    ):
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"`base_url` must begin with http:// or https://, got {base_url!r}.")
+        if tries < 1 or at_once < 1 or not timeout > 0:
+            raise ValueError(f"`tries`, `at_once` and `timeout` must be above 0, got {tries}, {at_once}, {timeout}.")
+        self.base_url, self.model = base_url.rstrip("/"), model
+        self._key, self._timeout, self._tries, self._settings = api_key, timeout, tries, settings
+        self._at_once = at_once
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._places = weakref.WeakKeyDictionary()
+        self.__name__ = "endpoint_reply"
+
+    def __repr__(self) -> str:
+        return f"endpoint_reply({self.base_url!r}, {self.model!r})"
+
+    def __deepcopy__(self, memo: dict) -> EndpointReply:
+        return self  # it has no state but connections
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_places": None, "_key": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _places=weakref.WeakKeyDictionary())
+
+    async def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
+        """
+        The text of the next message.
+
+        Args:
+            messages (`Sequence[dict]`): the conversation.
+
+        Raises:
+            EndpointError: no try had an answer, or the request is refused.
+        """
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        key = self._key or os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"model": self.model, "messages": list(messages), **self._settings}
+        limit, why = aiohttp.ClientTimeout(total=self._timeout), ""
+        async with self._places.setdefault(loop, asyncio.Semaphore(self._at_once)):
+            for number in range(self._tries):
+                wait = min(0.5 * 2**number, _LONGEST_WAIT)
+                try:
+                    async with (
+                        aiohttp.ClientSession(headers=headers, timeout=limit) as session,
+                        session.post(f"{self.base_url}/chat/completions", json=body) as response,
+                    ):
+                        if response.status == 200:
+                            return _text_of(await response.json(), self)
+                        why = f"status {response.status}: {(await response.text())[:300]}"
+                        if response.status not in _AGAIN:
+                            break
+                        wait = _seconds(response.headers.get("Retry-After"), wait)
+                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                    why = f"{type(error).__name__}: {error}".rstrip(": ")
+                if number + 1 < self._tries:
+                    await asyncio.sleep(wait)
+        raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {why}.")
+
+
+def endpoint_reply(
+    base_url: str,
+    model: str,
+    api_key: str | None = None,
+    timeout: float = 120.0,
+    tries: int = 4,
+    at_once: int = 16,
+    **settings: Any,
+) -> EndpointReply:
+    """
+    A function that writes turns with a model behind an OpenAI-compatible endpoint, for `AgentSpec(reply=...)`: a
+    frozen teammate, an opponent or a judge on another server.
+
+    ```python
+    AgentSpec("critic", reply=endpoint_reply("http://127.0.0.1:8000/v1", "Qwen/Qwen2.5-7B-Instruct", temperature=0))
+    ```
+
+    Args:
+        base_url (`str`): base URL of the API, ending in `/v1` with most servers.
+        model (`str`): name of the model.
+        api_key (`str`, *optional*): key. Defaults to the environment variable `OPENAI_API_KEY`. It is neither saved
+            nor logged.
+        timeout (`float`, *optional*, defaults to `120.0`): seconds of a try.
+        tries (`int`, *optional*, defaults to `4`): number of tries, with waits that double, or as long as the server
+            asks for (`Retry-After`).
+        at_once (`int`, *optional*, defaults to `16`): largest number of requests at a time.
+        settings: further fields of requests, such as `temperature` and `max_tokens`.
+    """
+    return EndpointReply(base_url, model, api_key, timeout, tries, at_once, settings)
+
+
+def _text_of(answer: Any, whose: EndpointReply) -> str:
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise EndpointError(f"{whose!r} answered without a message: {str(answer)[:300]}") from error
+    if not isinstance(text, str):
+        raise EndpointError(f"{whose!r} answered with {text!r} in place of a text.")
+    return text
+
+
+def _seconds(header: str | None, otherwise: float) -> float:
+    try:
+        return min(max(float(header or ""), 0.0), _LONGEST_WAIT)
+    except ValueError:
+        return otherwise
