@@ -10,10 +10,11 @@ import threading
 import time
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
+from marft_trl.applications import AppEndpoint
 from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.tiny import tiny_dataset
+from marft_trl.tiny import tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
 
 import aiohttp
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
 from .helpers import StopAt, add, began_at, collect, moved, team_trainer, varied_reward, weights
-from .test_gateway import JSON, MESSAGES
+from .test_gateway import JSON, MESSAGES, send, serving
 from .test_served import served, server  # noqa: F401
 from .test_tools import ROWS, canned, tool_tokenizer
 
@@ -739,3 +740,45 @@ def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, s
     first = trained("first")
     server.delay = lambda body: 0.01 * (body["seed"] % 5)
     assert not moved(first, trained("second"))
+
+
+# ---- Served ----
+
+
+@pytest.mark.parametrize("tools", [[], [SCHEMA]], ids=["texts", "tools"])
+def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_path):
+    """Messages and tools are shown to the agents as in training, so that greedy answers are the same."""
+    said, tokenizer = [], tool_tokenizer() if tools else tiny_tokenizer()
+
+    async def app(row, endpoint):
+        ask = Client(endpoint, temperature=0, max_tokens=9)
+        plan = await ask("reasoner", user(question_of(row)))
+        answer = await ask("actor", {"role": "system", "content": "Be brief."}, user(plan.content), stop=["9"])
+        last = await ask("critic", user(plan.content), **({"tools": tools} if tools else {}))
+        said.append((plan.content, answer.content, last.content))
+
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        workflow=ExternalApp(app, tools=bool(tools)),
+        processing_class=tokenizer,
+        agents=AGENTS,
+        settings={"max_steps": 1},
+    )
+    trainer.train()
+    said.clear()
+    rows = [{"prompt": row["prompt"]} for row in tiny_dataset(4, seed=3)]
+    trainer.team.run(rows)
+    expected = sorted(said)
+    trainer.save_model()
+    said.clear()
+    team = Team.from_pretrained(tmp_path, model_folder, processing_class=tokenizer)
+    with serving(team) as url:
+        for row in rows:
+            asyncio.run(app(row, AppEndpoint(f"{url}/v1", "none")))
+        assert send(url, None, "/v1/models/team", "GET")[0] == 404  # the application is not stored
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        parts = client.responses.create(model="actor", input="1 + 1 = ?", stream=True, temperature=0)
+        *_, last = parts
+        assert last.response.output_text and last.response.usage.output_tokens
+    assert sorted(said) == expected and (tools or len(set(said)) > 1)

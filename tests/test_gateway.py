@@ -388,3 +388,17 @@ def test_a_key_is_demanded_where_others_can_reach_the_address(namesakes):  # noq
         assert send(url, None, "/v1/models", "GET")[0] == send(url, None, "/metrics", "GET")[0] == 401
         assert send(url, GOOD, Authorization="Bearer secret")[0] == 200
         assert send(url, None, "/health", "GET")[0] == 200
+
+
+def test_responses_are_the_answers_of_chat_completions(named):
+    client = openai.OpenAI(base_url=f"{named}/v1", api_key="none")
+    for name in ("ann", "finn", "team"):
+        text = client.chat.completions.create(model=name, messages=GOOD["messages"], temperature=0)
+        text = text.choices[0].message.content
+        answer = client.responses.create(model=name, input=GOOD["messages"], temperature=0)
+        assert answer.output_text == text and answer.usage.output_tokens > 0
+        *_, last = client.responses.create(model=name, input=GOOD["messages"], temperature=0, stream=True)
+        assert last.type == f"response.{answer.status}" and last.response.output_text == text
+    for wrong in ({"previous_response_id": "x"}, {"tools": [{"type": "function", "name": "f", "parameters": {}}]}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(model="ann", input="x", **wrong)

@@ -157,7 +157,7 @@ class Endpoint:
                 await response.prepare(request)
                 await response.write_eof()
                 return response
-            return await _streamed(request, dialect.events(identity, asked, said), dialect is chat)
+            return await streamed(request, dialect.events(identity, asked, said), dialect is chat)
         except (ConnectionError, asyncio.CancelledError):
             session.undelivered(body)
             raise
@@ -175,7 +175,15 @@ async def _body_of(request: web.Request) -> bytes:
         return await request.read()
 
 
-async def _streamed(request: web.Request, events: list[dict[str, Any]], is_chat: bool) -> web.StreamResponse:
+async def streamed(request: web.Request, events: list[dict[str, Any]], is_chat: bool) -> web.StreamResponse:
+    """
+    An answer as server-sent events.
+
+    Args:
+        request (`web.Request`): the request.
+        events (`list[dict]`): the events.
+        is_chat (`bool`): whether they are those of chat completions, which have no names and an end.
+    """
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..episodes.records import Turn
+from ..episodes.tools import MALFORMED
 from .fields import RequestError, name_of, object_of
 
 
@@ -78,6 +80,26 @@ class Said:
     is_cut: bool = False
     read: int = 0
     written: int = 0
+
+    @classmethod
+    def of(cls, turn: Turn, stop: Sequence[str] = ()) -> Said:
+        """
+        A turn as a message.
+
+        Args:
+            turn ([`Turn`]): the turn.
+            stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
+        """
+        calls = () if MALFORMED in turn.tool_calls else turn.tool_calls
+        text = (turn.without_calls or "") if calls else turn.text
+        for one in stop:
+            text = text.partition(one)[0]
+        ids = [SaidCall(f"call_{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)]
+        return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def stops_of(value: Any) -> tuple[str, ...]:

@@ -17,15 +17,18 @@ from aiohttp import web
 from jinja2 import TemplateError
 from yarl import URL
 
+from ..applications.server import streamed
 from ..config.sampling import decoding
-from ..dialects.fields import RequestError
+from ..dialects import Asked, RequestError, Said, chat, responses
+from ..dialects.fields import read_object
+from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
-from ..episodes.records import Episode
+from ..episodes.records import EndOfEpisode, Episode
 from ..rollout.chat_template import PromptError
 from ..servers.server import EngineDownError
 from ..team import Event, Team, TextDelta
 from ..team.live import Ask
-from ..workflows import Sequential, Workflow
+from ..workflows import ExternalApp, Sequential, Workflow
 from . import dialect
 from .desk import Counts, Desk, FullError
 from .dialect import ChatRequest, Chunks
@@ -88,6 +91,20 @@ class _Alone(Workflow):
         await episode.turn(self.agent)
 
 
+class _OnMessages(Workflow):
+    """An agent is asked on the messages of a request."""
+
+    def __init__(self, asked: Asked):
+        self._asked = asked
+
+    async def run(self, episode: LiveEpisode) -> None:
+        asked = self._asked
+        try:
+            await episode.turn_on(asked.model, Given(asked.messages, asked.tools, asked.stop))
+        except EndOfEpisode as end:
+            raise PromptError(str(end)) from end
+
+
 class _Gateway:
     """
     Args:
@@ -107,7 +124,15 @@ class _Gateway:
     @property
     def _workflows(self) -> dict[str, Workflow | None]:
         """What may be asked: the team, by its own workflow, and each of its present agents."""
-        return {self._settings.name: None, **{agent.name: _Alone(agent.name) for agent in self._team.agents}}
+        agents: dict[str, Workflow | None] = {agent.name: _Alone(agent.name) for agent in self._team.agents}
+        workflow = self._team.workflow
+        if isinstance(workflow, ExternalApp) and workflow.app is None:  # nobody knows whom to ask in which order
+            return agents
+        return {self._settings.name: None, **agents}
+
+    def _is_direct(self, model: Any) -> bool:
+        """Whether an agent is asked as in its training: on the messages that an application has written."""
+        return isinstance(self._team.workflow, ExternalApp) and model in [one.name for one in self._team.agents]
 
     def application(self) -> web.Application:
         """The application."""
@@ -118,6 +143,7 @@ class _Gateway:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._model)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
         app.cleanup_ctx.append(self._connected)
         app.on_shutdown.append(self._end)
         return app
@@ -148,7 +174,7 @@ class _Gateway:
             status = response.status
             return response
         finally:
-            if request.path.startswith("/v1/chat"):
+            if request.method == "POST":
                 self._counts.request(request.get(_MODEL, ""), status, time.monotonic() - start)
 
     def _check(self, request: web.Request) -> None:
@@ -202,7 +228,10 @@ class _Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
             raise RequestError("`Content-Type` must be `application/json`.", 415)
-        asked = ChatRequest.read(await request.read(), list(self._workflows), self._settings.show_turns)
+        body = await request.read()
+        if self._is_direct(read_object(body).get("model")):
+            return await self._message(request, body, chat)
+        asked = ChatRequest.read(body, list(self._workflows), self._settings.show_turns)
         request[_MODEL] = asked.model
         identity = f"chatcmpl-{secrets.token_hex(12)}"
         if asked.stream:
@@ -210,6 +239,39 @@ class _Gateway:
         async with asyncio.timeout(self._settings.timeout):
             episodes = await self._episodes(asked)
         return web.json_response(dialect.completion(identity, asked, episodes))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        if request.content_type != "application/json":
+            raise RequestError("`Content-Type` must be `application/json`.", 415)
+        return await self._message(request, await request.read(), responses)
+
+    async def _message(self, request: web.Request, body: bytes, form: Any) -> web.StreamResponse:
+        """
+        One message: of an agent of an application, on the messages as they are, or the answer of the team or of
+        another agent. A stream begins when it is there.
+        """
+        asked = form.read(body, list(self._workflows))
+        request[_MODEL], is_direct = asked.model, self._is_direct(asked.model)
+        if not is_direct and (asked.tools or asked.stop or any(one["role"] == "tool" for one in asked.messages)):
+            raise RequestError("A team has the tools and the stop texts of its training.", field="tools")
+        if asked.tools and not self._team.workflow.uses_tools:
+            raise RequestError("The team was not trained with `tools` in requests.", field="tools")
+        ask = Ask(
+            [{"prompt": asked.messages}],
+            secrets.randbits(62),
+            decoding(asked.sampling),
+            _OnMessages(asked) if is_direct else self._workflows[asked.model],
+            asked.max_tokens,
+            self._settings.max_turns,
+        )
+        async with asyncio.timeout(self._settings.timeout), self._desk.place():
+            (episode,) = await self._team.live.run(ask)
+        self._counts.episodes([episode])
+        identity = secrets.token_hex(12)
+        said = Said.of(episode.answer, asked.stop) if episode.answer is not None else Said("")
+        if asked.stream:
+            return await streamed(request, form.events(identity, asked, said), form is chat)
+        return web.json_response(form.answer(identity, asked, said))
 
     # ---- Answers ----
 

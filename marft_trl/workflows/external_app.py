@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import json
 import logging
 import os
 import threading
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 from ..applications.program import AppResult, arguments_of, run_program
 from ..applications.session import AppEndpoint, Session, Waiting
-from ..dialects import Asked, RequestError, Said, SaidCall
+from ..dialects import Asked, RequestError, Said
 from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Turn
@@ -249,7 +248,7 @@ class _Conversation:
     async def _answer(self, waiting: Waiting) -> None:
         try:
             turn = await self._turn(waiting.asked, waiting.seen)
-            said = self._as_said(turn, waiting.asked)
+            said = Said.of(turn, waiting.asked.stop)
             self._said.append((turn, said))
             waiting.settle((said, turn))
         except asyncio.CancelledError:
@@ -297,24 +296,9 @@ class _Conversation:
                 return turn if is_whole else None
         return None
 
-    def _as_said(self, turn: Turn, asked: Asked) -> Said:
-        text, calls = turn.text, turn.tool_calls
-        if MALFORMED in calls:
-            calls = ()
-        if calls:
-            text = turn.without_calls or ""
-        for stop in asked.stop:
-            text = text.partition(stop)[0]
-        ids = [SaidCall(f"call_{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)]
-        return Said(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
-
 
 def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
     return [(call.name, call.arguments) for call in turn.tool_calls if call is not MALFORMED]
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
