@@ -14,7 +14,7 @@ from marft_trl.applications import AppEndpoint
 from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.tiny import tiny_dataset, tiny_tokenizer
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
 
 import aiohttp
@@ -749,10 +749,11 @@ def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, s
 def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_path):
     """Messages and tools are shown to the agents as in training, so that greedy answers are the same."""
     said, tokenizer = [], tool_tokenizer() if tools else tiny_tokenizer()
+    system = tiny_agents()[0].system_prompt
 
     async def app(row, endpoint):
         ask = Client(endpoint, temperature=0, max_tokens=9)
-        plan = await ask("reasoner", user(question_of(row)))
+        plan = await ask("reasoner", {"role": "system", "content": system}, user(question_of(row)))
         answer = await ask("actor", {"role": "system", "content": "Be brief."}, user(plan.content), stop=["9"])
         last = await ask("critic", user(plan.content), **({"tools": tools} if tools else {}))
         said.append((plan.content, answer.content, last.content))
