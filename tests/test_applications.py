@@ -782,4 +782,4 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
         parts = client.responses.create(model="actor", input="1 + 1 = ?", stream=True, temperature=0)
         *_, last = parts
         assert last.response.output_text and last.response.usage.output_tokens
-    assert sorted(said) == expected and (tools or len(set(said)) > 1)
+    assert sorted(said) == expected and len(set(said[0])) > 1  # whoever is asked
