@@ -28,6 +28,8 @@ ROOMS = {
     "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
     "commands": ["command"],
     "config": ["settings"],
+    "applications": ["applications", "examples"],
+    "dialects": ["applications", "gateway"],
     "episodes": ["failures", "tools", "orchestrated"],
     "functional": ["unbiased", "central_critic"],
     "gateway": ["gateway", "page", "command"],

@@ -1,12 +1,13 @@
 """
-An application whose own code decides who is asked: a writer drafts, a critic reviews, and the writer redrafts.
+An application that talks to models through OpenAI's client. It is trained as it is: each request is a turn of an agent.
 
-    marft rehearse team.py                    # the code once, without a model
+    marft rehearse team.py                    # the application once, without a model (`pip install openai`)
     marft train team.py --model path/to/a/model
-    marft serve app --code team.py
+    marft serve app --code team.py            # then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
 """
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Workflow
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.workflows import ExternalApp
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -16,43 +17,42 @@ from peft import LoraConfig
 SETTINGS = {
     "output_dir": "app",
     "max_steps": 100,
-    "num_generations": 8,
     "per_device_train_batch_size": 16,
     "max_completion_length": 96,
 }
 
 
-class App(Workflow):
-    """Plain Python. `await episode.call(function, ...)` calls your services; `episode.row` has the columns."""
+async def answer(subject, client):
+    """Your application. It asks for models by name, `writer` and `critic`, and needs no change to be trained."""
 
-    async def run(self, episode):
-        draft = await episode.turn("writer")
-        review = await episode.turn("critic", sees=[draft])
-        if "OK" not in review.text:
-            draft = await episode.turn("writer", sees=[draft, review])
-        episode.answer = draft
+    async def ask(model, task, text):
+        messages = [{"role": "system", "content": task}, {"role": "user", "content": text}]
+        return (await client.chat.completions.create(model=model, messages=messages)).choices[0].message.content
 
-
-# A trained team is loaded with its own code: `marft serve app --code team.py`
-TEAM = {"workflow": App()}
-AGENTS = [
-    AgentSpec("writer", system_prompt="Write one sentence about the subject, with at most ten words."),
-    AgentSpec("critic", system_prompt="Say OK if the sentence is good; otherwise say in a few words what to change."),
-]
+    draft = await ask("writer", "Write one sentence about the subject, with at most ten words.", subject)
+    review = await ask("critic", "Say OK if the sentence is good; otherwise say what to change.", draft)
+    return draft if "OK" in review else await ask("writer", "Improve the sentence as told.", f"{draft}\n{review}")
 
 
-def brief(completions, subject, **kwargs):
-    """1 if the answer has at most ten words and names the subject."""
-    texts = [one[-1]["content"] for one in completions]
-    return [float(len(t.split()) <= 10 and s in t.lower()) for t, s in zip(texts, subject, strict=True)]
+async def app(row, endpoint):
+    from openai import AsyncOpenAI
+
+    subject = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]  # served: messages
+    await answer(subject, AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key))
+
+
+TEAM = {"workflow": ExternalApp(app, answer="writer")}  # or a program: "python my_app.py --question {prompt}"
 
 
 def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):
     """The trainer. Further parameters, such as `model`, are options of the command line, too."""
-    subjects = ("sea", "moon", "bread", "rain")
-    rows = [{"prompt": [{"role": "user", "content": f"The {one}."}], "subject": one} for one in subjects]
-    team = {"agents": AGENTS, "workflow": App(), "reward_funcs": brief, "peft_config": LoraConfig(r=16)}
-    return MARFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows), **team)
+
+    def brief(completions, **kwargs):  # 1 if the writer's last sentence has at most ten words
+        return [float(len(text.split()) <= 10) for text in completions]
+
+    rows = Dataset.from_dict({"prompt": [f"The {one}." for one in ("sea", "moon", "bread", "rain")]})
+    team = {"agents": [AgentSpec("writer"), AgentSpec("critic")], "reward_funcs": brief, **TEAM}
+    return MARFTTrainer(model, args=args, train_dataset=rows, peft_config=LoraConfig(r=16), **team)
 
 
 if __name__ == "__main__":
