@@ -6,7 +6,7 @@ Train the agents of an application that exists already, without a change to it: 
     python examples/train_application.py --app agents_sdk                    # on the OpenAI Agents SDK
 
 The applications in `examples/applications` ask two models, `reasoner` and `actor`, for the steps of a small sum and
-for its answer. Each request is a turn of the agent of that name. The embedded model is what both agents begin with; see
+for its answer. Each request is a turn of the agent of that name. Both agents begin with the embedded model; see
 `quickstart.py` for it. `pip install openai langgraph langchain-openai openai-agents`, as far as they are used.
 """
 

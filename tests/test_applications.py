@@ -712,8 +712,10 @@ def test_frozen_and_scripted_agents_are_served_and_not_trained(model_folder, tmp
 
 
 def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp("rm -rf /tmp/nothing", answer="actor"))
-    trainer.save_model()
+    ran = tmp_path / "ran"
+    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(f"touch {ran} # rm -rf", answer="actor"))
+    trainer.save_model()  # with a card, which has a picture of other workflows
+    assert not ran.exists()
     assert "rm -rf" not in (tmp_path / "marft_team.json").read_text() + (tmp_path / "README.md").read_text()
     team = Team.from_pretrained(tmp_path, model_folder)
     assert team.workflow.answer == "actor"

@@ -16,12 +16,13 @@ from pathlib import Path
 from marft_trl import TeamManifest, Turn
 from marft_trl.reporting.transcripts import format_turns
 from marft_trl.tiny import _demonstrations, questions
+from marft_trl.workflows import ExternalApp
 
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from .helpers import SIZES, pooled
+from .helpers import SIZES, moved, pooled, team_trainer, weights
 from .test_distributed import launch
 
 
@@ -115,6 +116,38 @@ def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_
     assert "step 1/1  reward " in output and "reward" in metrics
     assert not any(name.startswith("critic/") or name == "own_reward" for name in metrics)
     assert not (tmp_path / "out" / "_critic").exists()
+
+
+@pytest.mark.slow
+def test_the_same_application_is_trained_on_three_clients(model_folder, tmp_path):
+    """They send the same messages, in two forms of the API, so all three are the same run."""
+    code = (
+        "import sys, marft_trl.tiny\n"
+        f"marft_trl.tiny.tiny_team_model = lambda: {model_folder!r}\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "sys.argv = ['x.py', '--app', sys.argv[1], '--max_steps', '2', '--questions', '8']\n"
+        "import train_application as made; made.tiny_team_model = marft_trl.tiny.tiny_team_model; made.main()\n"
+    )
+    outputs = [run(["-c", code, app], tmp_path) for app in ("plain", "langgraph", "agents_sdk")]
+    first, second, third = ([line for line in one.splitlines() if "reward" in line or "%" in line] for one in outputs)
+    told = [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in first]
+    assert len(told) >= 5 and "team: right answers" in told[-3]
+    for other in (second, third):
+        assert [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in other] == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["plain", "on_langgraph", "on_agents_sdk"])
+def test_an_application_runs_as_a_program_unmodified(script, model_folder, tmp_path):
+    command = f"{sys.executable} {ROOT / 'examples' / 'applications' / script}.py {{prompt}}"
+    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(command), settings={"max_steps": 1})
+    before = weights(trainer)
+    trainer.team.run(["1 + 1 = ?"])
+    (episode,) = trainer.team.run(["1 + 1 = ?"])
+    assert [turn.agent for turn in episode.turns] == ["reasoner", "actor"] and episode.environment.status == 0
+    assert episode.environment.output.strip() == episode.turns[1].text.strip()
+    trainer.train()
+    assert {name.split(".")[-2] for name in moved(before, weights(trainer))} == {"reasoner", "actor"}
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from marft_trl.servers.server import AnswerError, Order, RefusedError
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.team import TextDelta
 from marft_trl.tiny import exact_answer, questions, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.workflows import ExternalApp
 
 import openai
 import pytest
@@ -34,7 +35,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from .helpers import lora, team_trainer, weights
+from .helpers import lora, moved, team_trainer, weights
 from .test_distributed import launch
 from .test_gateway import serving
 
@@ -248,6 +249,32 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
 def names_on(server):
     with urllib.request.urlopen(server.url + "/v1/models", timeout=20) as answer:
         return [one["id"] for one in json.loads(answer.read())["data"]]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_application_trains_on_the_server(model_folder, tmp_path, server, staleness):
+    """Its turns are compared with the trainer's model, as all are; twice the same run."""
+
+    async def app(row, endpoint):
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+        async def ask(model, text):
+            answer = await client.responses.create(model=model, input=text)
+            return answer.output_text
+
+        steps = await ask("reasoner", row["prompt"])
+        await asyncio.gather(ask("actor", steps), ask("actor", f"again {steps}"))
+
+    def trained(name):
+        settings = {"max_steps": 2, "max_staleness": staleness}
+        workflow = ExternalApp(app, together=0.25)
+        trainer = served(model_folder, tmp_path / name, server, settings=settings, workflow=workflow)
+        before = weights(trainer)
+        trainer.train()
+        assert {one.split(".")[-2] for one in moved(before, weights(trainer))} == {"reasoner", "actor"}
+        return weights(trainer)
+
+    assert not moved(trained("one"), trained("two"))
 
 
 def test_stop_texts_and_counterfactuals_and_candidates(model_folder, tmp_path, server):

@@ -101,8 +101,11 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def answer(identity: str, asked: Asked, said: Said) -> dict[str, Any]:
-    """The answer to a request."""
-    return _response(identity, asked, "incomplete" if said.is_cut else "completed", _output(identity, said), said)
+    """
+    The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
+    clients take an incomplete response for an error, and turns of training are cut now and then.
+    """
+    return _response(identity, asked, "completed", _output(identity, said), said)
 
 
 def events(identity: str, asked: Asked, said: Said) -> list[dict[str, Any]]:
@@ -162,7 +165,7 @@ class Events:
                 )
             found.append(self._event("response.output_item.done", output_index=index, item=item))
         whole_answer = answer(self._identity, self._asked, said)
-        return [*found, self._event(f"response.{whole_answer['status']}", response=whole_answer)]
+        return [*found, self._event("response.completed", response=whole_answer)]
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._count += 1
@@ -172,7 +175,7 @@ class Events:
 def _response(
     identity: str, asked: Asked, status: str, output: list[dict[str, Any]], said: Said | None = None
 ) -> dict[str, Any]:
-    is_cut = status == "incomplete"
+    is_cut = said is not None and said.is_cut
     return {
         "id": f"resp_{identity}",
         "object": "response",

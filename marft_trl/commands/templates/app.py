@@ -1,5 +1,5 @@
 """
-An application that talks to models through OpenAI's client. It is trained as it is: each request is a turn of an agent.
+An application that talks to models by OpenAI's client, trained as it is: each request is a turn of an agent.
 
     marft rehearse team.py                    # the application once, without a model (`pip install openai`)
     marft train team.py --model path/to/a/model
