@@ -276,6 +276,7 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     found = {}
 
     async def app(row, endpoint):
+        found["endpoint"] = endpoint
         async with raw(endpoint) as send:
             found["models"] = await send("models", method="GET")
             found["nobody"] = await send("chat/completions", chat("anne", "x"))
@@ -307,6 +308,9 @@ def test_what_an_application_can_ask_and_what_it_is_told():
         range(len(events))
     )
     assert [turn.text for turn in episode.turns] == ["ann: hello", "ben: hi"]
+    # The key has ended with its episode
+    endpoint = found["endpoint"]
+    assert status_of(endpoint, "chat/completions", json.dumps(chat("ann", "x")).encode()) == 401
     assert episode.counts["app/requests"] == 2 and episode.counts["app/refused"] == 8
 
 
@@ -713,10 +717,10 @@ def test_frozen_and_scripted_agents_are_served_and_not_trained(model_folder, tmp
 
 def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
     ran = tmp_path / "ran"
-    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(f"touch {ran} # rm -rf", answer="actor"))
+    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(f"touch {ran}", answer="actor"))
     trainer.save_model()  # with a card, which has a picture of other workflows
     assert not ran.exists()
-    assert "rm -rf" not in (tmp_path / "marft_team.json").read_text() + (tmp_path / "README.md").read_text()
+    assert "touch" not in (tmp_path / "marft_team.json").read_text() + (tmp_path / "README.md").read_text()
     team = Team.from_pretrained(tmp_path, model_folder)
     assert team.workflow.answer == "actor"
     with pytest.raises(EpisodeError, match="pass `workflow=ExternalApp"):

@@ -275,7 +275,7 @@ class _Conversation:
             self._with_turns(asked.model, asked.messages),
             asked.tools,
             asked.stop,
-            {} if episode.trains else asked.sampling,
+            asked.sampling,
             asked.max_tokens,
         )
         return await episode.turn_on(asked.model, given, sees=seen)
