@@ -286,6 +286,7 @@ def test_what_an_application_can_ask_and_what_it_is_told():
                 path = "responses" if name == "previous_response_id" else "chat/completions"
                 body = {"model": "ann", "input": "x"} if path == "responses" else chat("ann", "x")
                 found[name] = await send(path, {**body, name: value})
+            found["stop"] = await send("chat/completions", chat("ann", "hello", stop=["hel", "x"]))
             found["tools"] = await send("chat/completions", chat("ann", "x", tools=[SCHEMA]))
             found["elsewhere"] = await send("embeddings", {})
             found["stream"] = await send("responses", {"model": "ben", "input": "hi", "stream": True})
@@ -303,15 +304,16 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     assert found["key"][0] == 401 and "OPENAI_API_KEY" in found["key"][1]
     answer = json.loads(found["turn"][1])
     assert answer["choices"][0]["message"]["content"] == "ann: hello" and answer["usage"]["completion_tokens"] == 0
+    assert json.loads(found["stop"][1])["choices"][0]["message"]["content"] == "ann: "
     events = [json.loads(line[6:]) for line in found["stream"][1].splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] == "response.completed" and [one["sequence_number"] for one in events] == list(
         range(len(events))
     )
-    assert [turn.text for turn in episode.turns] == ["ann: hello", "ben: hi"]
+    assert [turn.text for turn in episode.turns] == ["ann: hello", "ann: hello", "ben: hi"]
     # The key has ended with its episode
     endpoint = found["endpoint"]
     assert status_of(endpoint, "chat/completions", json.dumps(chat("ann", "x")).encode()) == 401
-    assert episode.counts["app/requests"] == 2 and episode.counts["app/refused"] == 8
+    assert episode.counts["app/requests"] == 3 and episode.counts["app/refused"] == 8
 
 
 PROGRAM = """
@@ -676,10 +678,11 @@ def test_a_run_with_an_application_resumes_with_the_same_bits(model_folder, tmp_
 
 
 def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_folder, tmp_path, caplog):
-    lengths = []
+    lengths, said = [], []
 
-    def noting(completions, turns, **kwargs):
+    def noting(completions, turns, prompts, **kwargs):
         lengths.append([len(turn.completion_ids) for its in turns for turn in its])
+        said.append({(str(prompt), its[0].text) for prompt, its in zip(prompts, turns, strict=True)})
         return varied_reward(completions)
 
     trainer = team_trainer(
@@ -691,6 +694,7 @@ def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_fol
         settings={"max_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 8},
     )
     trainer.train()
+    assert len(said.pop()) > 3  # of two prompts, with temperature 0
     assert max(lengths.pop()) > 3 and "`temperature`, which is not obeyed in training" in caplog.text
     trainer.evaluate()
     assert max(lengths.pop()) == 3
