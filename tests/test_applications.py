@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +15,7 @@ from marft_trl.applications import AppEndpoint
 from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
 
@@ -347,7 +349,7 @@ def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
     assert episode.turns[0].text == f"ann: {nasty}" and not (tmp_path / "stolen").exists()
     assert episode.environment.output == f"ann: {nasty} 7 n=7\n" and episode.environment.status == 0
     assert episode.feedback[0].text == f"ann: {nasty} 7 n=7"
-    with pytest.raises(EpisodeError, match="the row has 'prompt', 'number'"):
+    with pytest.raises(EpisodeError, match="columns of the row are 'prompt', 'number'"):
         played([*command, "{question}"])
 
 
@@ -512,6 +514,7 @@ def two_endpoints():
         asyncio.run(first(endpoint))
         ready.wait(30)
         over.wait(600)
+        return 0.0
 
     async def first(endpoint):
         async with raw(endpoint) as send:
@@ -793,3 +796,162 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
         *_, last = parts
         assert last.response.output_text and last.response.usage.output_tokens
     assert sorted(said) == expected and len(set(said[0])) > 1  # whoever is asked
+
+
+# ---- What strangers write ----
+
+
+def test_requests_that_no_reader_survives_are_failures_of_their_own_episode():
+    """Half a character in the arguments of a call, values that are nested without end, in one episode of three."""
+    half = '{"emoji": "\\ud83d"}'
+    deep = "[" * 700 + "]" * 700
+    statuses = []
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            assert (await send("chat/completions", chat("ann", "x")))[0] == 200
+            for arguments in (half, deep) if row["number"] == 1 else ():
+                call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+                messages = [user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("y")]
+                statuses.append((await send("chat/completions", {"model": "ann", "messages": messages}))[0])
+            if row["number"] == 1:
+                tool = json.loads('{"a":' * 100 + "1" + "}" * 100)
+                body = chat("ann", "x", tools=[{"type": "function", "function": {"name": "f", "parameters": tool}}])
+                statuses.append((await send("chat/completions", body))[0])
+
+    episodes = played(app, rows=3, tools=True)
+    assert statuses == [200, 200, 400] and [len(one.turns) for one in episodes] == [1, 3, 1]
+    assert all(isinstance(one.counts, dict) for one in episodes)
+
+
+def test_episodes_share_threads_and_limits_without_waiting_for_one_another_for_good(caplog):
+    def ask(endpoint, text):
+        body = json.dumps(chat("ann", text)).encode()
+        assert status_of(endpoint, "chat/completions", body) == 200
+
+    async def in_threads(row, endpoint):
+        for number in range(2):
+            await asyncio.to_thread(ask, endpoint, str(number))
+
+    assert [len(one.turns) for one in played(in_threads, rows=48)] == [2] * 48 and not caplog.text
+    limit = []
+
+    async def limited(row, endpoint):
+        limit[:] = limit or [asyncio.Semaphore(3)]
+        async with limit[0], raw(endpoint) as send:
+            await send("chat/completions", chat("ann", "x"))
+
+    assert [len(one.turns) for one in played(limited, rows=8, holds_up=0.2)] == [1] * 8
+    assert "go on without it" in caplog.text
+
+
+def test_of_turns_that_say_the_same_each_stands_where_it_was(model_folder, tmp_path):
+    """And a conversation goes on from the very tokens, also of a template that ends turns with another token."""
+    asked = []
+
+    async def app(row, endpoint):
+        ask, messages = Client(endpoint), []
+        for number in range(3):
+            messages.append(user(f"again {number}"))
+            messages.append({"role": "assistant", "content": (await ask("solo", *messages)).content})
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=[AgentSpec("solo")], workflow=ExternalApp(app), processing_class=tokenizer
+    )
+    said = [[5, 6, end], [7, 8], [5, 6, end]]  # the second one was cut
+
+    async def generate(observed, **options):
+        asked.append(list(observed[0].ids))
+        return [Sampled(said[len(asked) - 1])]
+
+    trainer.parts.runner.generator.generate = generate
+    trainer.team.run(["x"])
+    text = tokenizer.decode(asked[2])
+    first, second = tokenizer.decode([5, 6]), tokenizer.decode([7, 8])
+    assert asked[1][: len(asked[0]) + 3] == [*asked[0], *said[0]]
+    assert asked[2][: len(asked[1]) + 2] == [*asked[1], *said[1]]
+    spoken = [f"[user]again {number}<|im_end|>\n[assistant]{said}" for number, said in enumerate([first, second, ""])]
+    assert text == "<|im_end|>\n".join(spoken)
+
+
+def test_of_the_same_answers_each_is_the_turn_of_its_place():
+    turns = []
+
+    def answer(requests):
+        turns.extend(requests)
+        return [one.completed("ok") for one in requests]
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            messages = []
+            for number in range(3):
+                messages += [user(f"q{number}")]
+                await send("chat/completions", {"model": "ann", "messages": messages})
+                messages += [{"role": "assistant", "content": "ok"}]
+
+    (episode,) = played(app, answer)
+    shown = [one["content"] for one in turns[2].given.messages if one["role"] == "assistant"]
+    assert [turn.index for turn in shown] == [0, 1] and shown == list(episode.turns[:2])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("python app.py {promp", "cannot be read"),
+        ("python 'app.py", "cannot be read"),
+        ("python app.py | tee log", r"'\|' would be an argument"),
+        ("python app.py $PROMPT", r"'\$PROMPT' would be an argument"),
+        ("", "`app` must be"),
+        (["python", 3], "`app` must be"),
+    ],
+)
+def test_commands_that_cannot_be_meant_are_refused_at_once(command, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ExternalApp(command)
+
+
+def test_what_was_refused_is_told_with_what_failed(program):
+    with pytest.raises(
+        EpisodeError, match="(?s)status 1.*HTTP Error 404.*last request was refused: `model` must be one"
+    ):
+        played(program("ask('gpt-4o', 'x')"))
+    with pytest.raises(EpisodeError, match="told no reward, with `earns=True`"):
+        played(program("ask('ann', 'x')"), earns=True)
+    with pytest.raises(EpisodeError, match="(?s)said: the reason.*a warning"):
+        played(program("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)"))
+
+
+def test_a_program_is_ended_with_a_run_that_ends(program, tmp_path):
+    """It heeds no signal, and a child of it has another environment."""
+    command = program(
+        """
+        import signal, subprocess, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], env={})
+        open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid}')
+        ask('ann', 'x')
+        time.sleep(600)
+        """
+    )
+    script = (
+        "from tests.test_applications import *\n"
+        f"app = ExternalApp({[*command, str(tmp_path / 'pids')]!r})\n"
+        "collect(app, [{'prompt': 'x'}], ['ann'], said_to, patience=1)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert "EpisodeError" in done.stderr, done.stderr[-2000:]
+    pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
+    end = time.monotonic() + 20
+    while any(_runs(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -22,10 +23,16 @@ from .session import AppEndpoint
 
 # Characters that are kept of what a program writes, the last ones
 _KEPT = 20_000
+# Characters of a stream that messages have
+_TOLD = 1500
+# What a shell reads, and nobody else
+_OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
 # Seconds that a program has to end when it is told to, and that its output may come after its end
 _GRACE, _LATE = 2.0, 0.2
 # Seconds between two looks whether a program has ended
 _POLL = 0.01
+# Groups of programs that are running
+_RUNNING: set[int] = set()
 # Variables of the processes of a launcher, which an application is none of
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -56,8 +63,12 @@ class AppResult:
             return None
         name = signal.Signals(-self.status).name if self.status < 0 else ""
         how = f"was ended by {name}" if self.status < 0 else f"ended with status {self.status}"
-        said = (self.errors or self.output).strip()[-2000:]
-        return f"the application {how}" + (f". It said: {said}" if said else " and said nothing")
+        return f"the application {how}" + (f". It said: {self.said}" if self.said else " and said nothing")
+
+    @property
+    def said(self) -> str:
+        """The end of what it wrote, of both streams."""
+        return "\n".join(filter(None, (text.strip()[-_TOLD:] for text in (self.output, self.errors))))
 
 
 def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
@@ -73,14 +84,47 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
     Raises:
         ValueError: the row has no such column.
     """
-    parts = shlex.split(command) if isinstance(command, str) else list(command)
+    parts = parts_of(command)
+    row = {**row, "prompt": _last_text(row["prompt"])}
     values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
     texts = {name: _as_text(name, value) for name, value in values.items()}
     try:
         return [_Plain().vformat(part, (), texts) for part in parts]
     except KeyError as error:
-        known = ", ".join(map(repr, values))
-        raise ValueError(f"The command has {{{error.args[0]}}}, and the row has {known}.") from error
+        known = ", ".join(map(repr, row))
+        raise ValueError(
+            f"The command has {{{error.args[0]}}}, and the columns of the row are {known}. Name one of these, "
+            "`base_url` or `api_key`, or write `{{` and `}}` for braces."
+        ) from error
+
+
+def parts_of(command: str | Sequence[str]) -> list[str]:
+    """
+    The parts of a command.
+
+    Raises:
+        ValueError: it cannot be split, has fields that are none, or was written for a shell.
+    """
+    try:
+        parts = shlex.split(command) if isinstance(command, str) else list(command)
+        for part in parts:
+            list(string.Formatter().parse(part))
+    except ValueError as error:
+        raise ValueError(f"The command {command!r} cannot be read: {error}.") from error
+    shells = [one for one in parts if one in _OF_SHELLS or one.startswith("$")] if isinstance(command, str) else []
+    if shells or not parts:
+        what = f"{shells[0]!r} would be an argument" if shells else "it is empty"
+        raise ValueError(
+            f"The command {command!r} is read by no shell: {what}. Name a program and its arguments, or "
+            "`['bash', '-c', '...']`, which reads what is in a row as code."
+        )
+    return parts
+
+
+def _last_text(prompt: Any) -> Any:
+    """A prompt of messages as a question: the text of the last message."""
+    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict)
+    return prompt[-1].get("content") if is_conversation else prompt
 
 
 class _Plain(string.Formatter):
@@ -110,6 +154,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
         cwd=cwd,
         start_new_session=True,
     )
+    _RUNNING.add(process.pid)
     output, errors = _Tail(process.stdout), _Tail(process.stderr)
     readers = [asyncio.ensure_future(one.read()) for one in (output, errors)]
     readers.append(asyncio.ensure_future(_write(process.stdin, row)))
@@ -160,35 +205,54 @@ async def _end(process: asyncio.subprocess.Process, secret: str) -> int:
     Returns: the number of processes that were left when the program itself had ended.
     """
     was_running = process.returncode is None
-    others = await asyncio.to_thread(_with_secret, secret)
-    left = [one for one in others if one.pid != process.pid]
-    for one in others:
+    left = await asyncio.to_thread(_started_by, process.pid, secret)
+    if was_running:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    for one in left:
         with contextlib.suppress(psutil.Error):
             one.terminate()
-    if others:
-        _, stubborn = await asyncio.to_thread(psutil.wait_procs, others, _GRACE)
+    if left:
+        _, stubborn = await asyncio.to_thread(psutil.wait_procs, left, _GRACE)
         for one in stubborn:
             with contextlib.suppress(psutil.Error):
                 one.kill()
     if was_running:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await _exit_status(process)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_exit_status(process), _GRACE)
+    _kill_group(process.pid)
+    await _exit_status(process)
+    _RUNNING.discard(process.pid)
+    vars(process)["_transport"].close()  # those who have its output may be gone or not
     return 0 if was_running else len(left)
 
 
-def _with_secret(secret: str) -> list[psutil.Process]:
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Programs of a run that ends now end with it: the thread that would end them does not go on."""
+    for pid in list(_RUNNING):
+        _kill_group(pid)
+
+
+def _started_by(pid: int, secret: str) -> list[psutil.Process]:
+    """Processes of the group of a program, and all that have the key in their environment, but for the program."""
     found, me = [], os.getuid()
     for one in psutil.process_iter(["uids"]):
         with contextlib.suppress(psutil.Error, OSError):
-            if one.info["uids"] is not None and one.info["uids"].real == me and one.pid != os.getpid():
+            is_mine = one.info["uids"] is not None and one.info["uids"].real == me
+            if is_mine and one.pid not in (os.getpid(), pid):
                 variables = Path(f"/proc/{one.pid}/environ")
                 is_its = (
                     secret.encode() in variables.read_bytes()
                     if variables.exists()
                     else one.environ().get("OPENAI_API_KEY") == secret
                 )
-                if is_its and one.status() != psutil.STATUS_ZOMBIE:
+                if (is_its or os.getpgid(one.pid) == pid) and one.status() != psutil.STATUS_ZOMBIE:
                     found.append(one)
     return found
 

@@ -45,6 +45,7 @@ class Endpoint:
             return cls._of_process[1]
 
     def __init__(self) -> None:
+        _go_directly()
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -59,6 +60,7 @@ class Endpoint:
             yield AppEndpoint(self.base_url, session.secret)
         finally:
             del self._sessions[session.secret]
+            self._loop.call_soon_threadsafe(_close, session)
 
     def run(self, job: Coroutine[Any, Any, Any]) -> Future:
         """Run a coroutine in the event loop of the server, which nothing blocks."""
@@ -120,6 +122,8 @@ class Endpoint:
                 401,
                 code="invalid_api_key",
             )
+        if request.transport is not None:
+            session.transports.add(request.transport)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -149,7 +153,7 @@ class Endpoint:
         session, body = self._session_of(request), await _body_of(request)
         asked = dialect.read(body, session.agents)
         is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
-        said = await session.ask(asked, body, is_again)
+        said, waiting = await session.ask(asked, body, is_again)
         identity = secrets.token_hex(12)
         try:
             if not asked.stream:
@@ -159,15 +163,33 @@ class Endpoint:
                 return response
             return await streamed(request, dialect.events(identity, asked, said), dialect is chat)
         except (ConnectionError, asyncio.CancelledError):
-            session.undelivered(body)
+            session.lost(waiting)
             raise
 
     async def _reward(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         given = read_object(await _body_of(request))
-        self._session_of(request).reward(given.get("reward"))
+        if set(given) != {"reward"}:
+            raise RequestError(
+                'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
+            )
+        self._session_of(request).reward(given["reward"])
         return web.json_response({"status": "ok"})
+
+
+def _go_directly() -> None:
+    """Requests to this machine go to no proxy, of functions and of programs."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = os.environ.get(name, "")
+        if "127.0.0.1" not in known.split(","):
+            os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
+
+
+def _close(session: Session) -> None:
+    """Close the connections of an episode that has ended, which clients of its process may have forgotten."""
+    for transport in list(session.transports):
+        transport.close()
 
 
 async def _body_of(request: web.Request) -> bytes:

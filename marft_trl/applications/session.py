@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ class Waiting:
         self.answer: asyncio.Future[tuple[Said, Turn]] = asyncio.get_running_loop().create_future()
         self.loop = asyncio.get_running_loop()
         self.clients = 0
-        self.is_gone = False
+        self.is_gone = self.is_settled = False
         self.task: asyncio.Task | None = None
 
     @property
@@ -62,7 +63,10 @@ class Waiting:
         return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
 
     def settle(self, result: tuple[Said, Turn] | BaseException) -> None:
-        """Answer the request, from the event loop of the episode."""
+        """Answer the request, from the event loop of the episode, unless it is answered."""
+        if self.is_settled:
+            return
+        self.is_settled = True
         self.loop.call_soon_threadsafe(_settle, self.answer, result)
 
 
@@ -90,15 +94,17 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.refused: str | None = None
         self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
+        self.transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         self._answered: list[Turn] = []
-        self._latest: dict[str, Waiting] = {}  # by body
+        self._by_body: dict[str, list[Waiting]] = {}
         self._num_waiting = 0
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: Asked, body: bytes, is_again: bool) -> Said:
+    async def ask(self, asked: Asked, body: bytes, is_again: bool) -> tuple[Said, Waiting]:
         """
-        The answer to a request. If the caller is cancelled, it is given up.
+        The answer to a request, and what `lost` is told if it cannot be sent. If the caller is cancelled, the request
+        is given up.
 
         Args:
             asked ([`Asked`]): the request.
@@ -109,37 +115,45 @@ class Session:
             RequestError: it cannot be answered.
         """
         self._check(asked)
-        key = hashlib.sha256(body).hexdigest()
-        waiting = self._latest.get(key)
-        if waiting is not None and (is_again or not waiting.clients) and not waiting.is_gone:
+        same = self._by_body.setdefault(hashlib.sha256(body).hexdigest(), [])
+        waiting = self._earlier(same, is_again)
+        if waiting is not None:
             self.counts["retried"] += 1
         else:
             if self._num_waiting >= _MOST_WAITING:
                 raise RequestError(f"{_MOST_WAITING} requests of this episode wait already.", 429)
-            waiting = self._latest[key] = Waiting(asked, tuple(self._answered))
+            waiting = Waiting(asked, tuple(self._answered))
+            same.append(waiting)
             self.counts["requests"] += 1
             self._call(self.inbox.put_nowait, waiting)
         waiting.clients += 1
         self._num_waiting += 1
-        is_answered = False
         try:
             said, turn = await asyncio.shield(waiting.answer)
-            is_answered = True
+        except asyncio.CancelledError:
+            self.lost(waiting)
+            raise
+        except RequestError:
+            same.remove(waiting)  # so that it may be asked again
+            raise
         finally:
             self._num_waiting -= 1
-            if not is_answered:
-                waiting.clients -= 1
-            if not waiting.clients and not waiting.answer.done():
-                self._give_up(waiting)
         if turn not in self._answered:
             self._answered.append(turn)
-        return said
+        return said, waiting
 
-    def undelivered(self, body: bytes) -> None:
-        """The answer to a request did not reach its client, who may ask again."""
-        waiting = self._latest.get(hashlib.sha256(body).hexdigest())
-        if waiting is not None:
-            waiting.clients -= 1
+    def lost(self, waiting: Waiting) -> None:
+        """The client of a request is gone, before the answer or while it was sent. It may ask again."""
+        waiting.clients -= 1
+        if not waiting.clients and not waiting.answer.done():
+            self._call(self._give_up, waiting)
+
+    @staticmethod
+    def _earlier(same: Sequence[Waiting], is_again: bool) -> Waiting | None:
+        """The request that a further try is of: one whose client is gone, else the latest if the client says so."""
+        there = [one for one in same if not one.is_gone]
+        left = [one for one in there if not one.clients]
+        return left[0] if left else there[-1] if there and is_again else None
 
     def refuse(self, error: RequestError) -> None:
         """Note that a request was refused."""
@@ -176,20 +190,19 @@ class Session:
             )
 
     def _give_up(self, waiting: Waiting) -> None:
+        """In the event loop of the episode: a turn that is there already is kept for a further try."""
+        if waiting.clients or waiting.is_settled:
+            return
         waiting.is_gone = True
         self.counts["abandoned"] += 1
-        self._call(_cancel, waiting)
+        if waiting.task is not None:
+            waiting.task.cancel()
 
     def _call(self, function: Any, *arguments: Any) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError as error:  # the loop is closed: the run has ended
             raise RequestError("The episode of this key has ended.", 401, code="invalid_api_key") from error
-
-
-def _cancel(waiting: Waiting) -> None:
-    if waiting.task is not None:
-        waiting.task.cancel()
 
 
 def _settle(future: asyncio.Future, result: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..episodes.records import Turn
 from ..episodes.tools import MALFORMED
-from .fields import RequestError, name_of, object_of
+from .fields import RequestError, check_depth, name_of, object_of
 
 
 # Largest number of stop texts, as OpenAI has it
@@ -82,19 +82,22 @@ class Said:
     written: int = 0
 
     @classmethod
-    def of(cls, turn: Turn, stop: Sequence[str] = ()) -> Said:
+    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> Said:
         """
         A turn as a message.
 
         Args:
             turn ([`Turn`]): the turn.
             stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
+            mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
         """
         calls = () if MALFORMED in turn.tool_calls else turn.tool_calls
         text = (turn.without_calls or "") if calls else turn.text
         for one in stop:
             text = text.partition(one)[0]
-        ids = [SaidCall(f"call_{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)]
+        ids = [
+            SaidCall(f"call_{mark}{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)
+        ]
         return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
 
 
@@ -179,8 +182,10 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
     """A call within a message, as chat templates take it."""
     try:
         known = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:  # what a model wrote need not be JSON
-        known = arguments
+        json.dumps(known, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(known)
+    except (ValueError, RecursionError):  # what a model wrote need not be JSON
+        known = str(arguments)
     function = {"name": name_of(name, f"{where}.name"), "arguments": known}
     return {"id": name_of(identity, f"{where}.id"), "type": "function", "function": function}
 

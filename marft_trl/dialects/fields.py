@@ -11,6 +11,8 @@ from typing import Any
 from ..system.hints import did_you_mean
 
 
+# Largest depth of the values of a request
+_DEEPEST = 64
 # Temperatures below it are greedy decoding
 _COLDEST = 1e-4
 
@@ -45,11 +47,22 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body.decode("utf-8"), parse_constant=refuse)
         json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(given)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
     if not isinstance(given, dict):
         raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
     return given
+
+
+def check_depth(value: Any) -> None:
+    """Raise unless a value is nested as deep as programs nest them, and no deeper: later code goes through it."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for some in inner for one in some]
+    if level:
+        raise ValueError(f"values are nested more than {_DEEPEST} deep")
 
 
 def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -404,13 +405,14 @@ class _Collection:
 
     async def _settle(self, group: Sequence[int], watch: Watch) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
-        quiet, pause = 0, _SHORTEST_PAUSE
+        quiet, pause, changed = 0, _SHORTEST_PAUSE, time.monotonic()
         watch.begin()
         while True:
             known = self._state_of(group)
             await asyncio.sleep(0)
             # A function that has just come back takes some rounds until its branch requests a turn
             quiet = quiet + 1 if self._state_of(group) == known else 0
+            changed = changed if quiet else time.monotonic()
             if quiet < _QUIET_ROUNDS:
                 continue
             # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
@@ -423,10 +425,24 @@ class _Collection:
             if not elsewhere or fails:
                 return
             watch.look(self._episodes, elsewhere)
+            if self._are_held_up(group, time.monotonic() - changed):
+                return
             # A workflow awaits something else, such as a web service: check again after a short pause.
             running = [self._tasks[index] for index in elsewhere]
             await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
+
+    def _are_held_up(self, group: Sequence[int], seconds: float) -> bool:
+        """Whether requests have waited for other episodes for as long as they may."""
+        most = self._guard.holds_up
+        if most is None or seconds <= most or not any(self._waiting[index] for index in group):
+            return False
+        _say_once(
+            f"Episodes of `{self._guard.name}` have waited for another one for {most:g} seconds, and go on without it, "
+            "so results depend on how long it takes. Do they wait for one another, for a pool of threads or a limit that "
+            "they share? Else `holds_up` sets how long they wait."
+        )
+        return True
 
     def _state_of(self, group: Sequence[int]) -> tuple[int, int]:
         """Numbers of requests that wait, and of functions that are running."""

@@ -66,6 +66,11 @@ class Guard:
         return self._failures is not None
 
     @property
+    def holds_up(self) -> float | None:
+        """Seconds that an episode may hold up the requests of others."""
+        return getattr(self._workflow, "holds_up", None)
+
+    @property
     def failed(self) -> Mapping[int, EpisodeError]:
         """Errors by the positions of the episodes that failed."""
         return self._failures or {}

@@ -268,7 +268,7 @@ class _Gateway:
             (episode,) = await self._team.live.run(ask)
         self._counts.episodes([episode])
         identity = secrets.token_hex(12)
-        said = Said.of(episode.answer, asked.stop) if episode.answer is not None else Said("")
+        said = Said.of(episode.answer, asked.stop, f"{identity}_") if episode.answer is not None else Said("")
         if asked.stream:
             return await streamed(request, form.events(identity, asked, said), form is chat)
         return web.json_response(form.answer(identity, asked, said))

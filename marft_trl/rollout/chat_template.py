@@ -18,6 +18,10 @@ from ..episodes.asks import Function
 from ..episodes.records import Messages
 
 
+# Number of pieces of templates whose tokens are kept
+_MOST_PIECES = 10_000
+
+
 class PromptError(ValueError):
     """What an agent is to be shown cannot be rendered, or does not fit the model's window."""
 
@@ -45,6 +49,8 @@ class ChatTemplate:
     def encode(self, piece: str) -> list[int]:
         """Token ids of template text, with its control tokens."""
         if piece not in self._ids:  # cached, since all observations consist of the same few pieces
+            if len(self._ids) >= _MOST_PIECES:  # but for what other programs send
+                self._ids.clear()
             ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
             self._ids[piece] = ids
         return self._ids[piece]
@@ -66,16 +72,41 @@ class ChatTemplate:
             )
         return pieces
 
+    def pieces_after_text(self, messages: Messages, ending: str) -> list[str]:
+        """
+        As `pieces`, for messages that follow a turn of text: what comes after the tokens of the turn.
+
+        Args:
+            messages (`list[dict]`): the messages.
+            ending (`str`): the token that has ended the turn; empty if none has.
+
+        Raises:
+            ValueError: The template ends turns in another way, or rewrites contents.
+        """
+        own = f"@@{secrets.token_hex(8)}@@"
+        mark, hollow = _hollow(messages)
+        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": own}]
+        _, found, after = self.render([*turn, *hollow]).partition(own)
+        pieces = re.split(f"{mark}(\\d+){mark}", after.removeprefix(ending))
+        if not found or not after.startswith(ending) or not _are_whole(pieces, messages, mark):
+            raise ValueError("The chat template of the tokenizer does not end turns as they end.")
+        return pieces
+
+    @functools.cached_property
+    def ends_with_eos(self) -> bool:
+        """`True` if the template ends turns with the end-of-sequence token of the tokenizer."""
+        with contextlib.suppress(ValueError):
+            return bool(self.pieces_after_text([{"role": "user", "content": "x"}], self._tokenizer.eos_token or ""))
+        return False
+
     def pieces_after(self, messages: Messages, functions: Sequence[Function]) -> list[str]:
         """
-        As `pieces`, for messages that follow a turn, such as results of the tools that it called: what comes after the
-        turn's end.
+        As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
 
         Raises:
             ValueError: The template rewrites what stands before the messages.
         """
-        is_called = messages[0]["role"] == "tool"
-        turn = _calling(messages[0]["name"]) if is_called else _saying()
+        turn = _calling(messages[0]["name"])
         mark, hollow = _hollow(messages)
         before = self.render(turn, functions, add_generation_prompt=False)
         whole = self.render([*turn, *hollow], functions)
@@ -84,11 +115,10 @@ class ChatTemplate:
             before = before[: before.rindex(end) + len(end)]
         pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
         if not whole.startswith(before) or not _are_whole(pieces, messages, mark):
-            what = f"its call of {messages[0]['name']!r}" if is_called else "its turn"
             raise ValueError(
                 "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
-                f"cannot go on from {what}. Use a template that keeps earlier messages as "
-                "they are (see `trl.chat_template_utils.get_training_chat_template`)."
+                f"cannot go on from its call of {messages[0]['name']!r}. Use a template that keeps earlier messages "
+                "as they are (see `trl.chat_template_utils.get_training_chat_template`)."
             )
         return pieces
 
@@ -212,11 +242,6 @@ def _calling(name: str = "x") -> Messages:
     """A conversation that ends with the call of a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def _saying() -> Messages:
-    """A conversation that ends with a turn."""
-    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages]:

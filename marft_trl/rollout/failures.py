@@ -171,5 +171,6 @@ async def wait_here(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _brief(text: str, limit: int = 300) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _brief(text: str, limit: int = 600) -> str:
+    """Head and end of a text: tracebacks have the error at their end."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

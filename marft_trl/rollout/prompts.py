@@ -205,8 +205,10 @@ class PromptBuilder:
             if self._folds_system:
                 shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
             observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
-        except ValueError as error:
-            observation.problem = str(error)
+        except (MemoryError, TimeoutError):
+            raise
+        except Exception as error:  # whatever it is, it is that request's
+            observation.problem = str(error) or type(error).__name__
             return observation
         if not self._fits(agent, observation.ids):
             observation.problem = (
@@ -227,11 +229,21 @@ class PromptBuilder:
         cuts = self._reasoning is not None and self._reasoning.is_cut and any(one["role"] == "user" for one in rest)
         if turn is not None and last and rest and not cuts:
             with contextlib.suppress(ValueError):  # the template rewrites earlier messages
-                suffix = self._spell(self.template.pieces_after(rest, functions), rest)
+                tail = self._tail(turn, rest, functions)
                 if self._spelled_given(messages[:last], turns[:last], functions) == list(turn.prompt_ids):
-                    return [*turn.prompt_ids, *self._closed(turn), *suffix]
+                    return [*turn.prompt_ids, *tail]
         own = {i: self._sampled(turn) for i, turn in enumerate(turns) if turn is not None}
         return self._spell(self.template.pieces(messages, functions), messages, own)
+
+    def _tail(self, turn: Turn, rest: Messages, functions: Sequence[Function]) -> list[int]:
+        """The tokens of a turn and of the messages after it."""
+        ids = list(turn.completion_ids)
+        if rest[0]["role"] == "tool":
+            if not self.template.ends_with_eos or (ids and ids[-1] in self._ends - {self.tokenizer.eos_token_id}):
+                raise ValueError("the turn has another end than that of the template")
+            return [*self._closed(turn), *self._spell(self.template.pieces_after(rest, functions), rest)]
+        ending = self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
+        return [*ids, *self._spell(self.template.pieces_after_text(rest, ending), rest)]
 
     def _closed(self, turn: Turn) -> list[int]:
         """The tokens of a turn with that which ends it: a turn that ended at a stop text has none."""

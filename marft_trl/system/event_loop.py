@@ -27,6 +27,8 @@ _OWN = threading.local()
 Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 _GRACE = 5.0  # seconds
+# Number of threads of `asyncio.to_thread` and others at a time; they are started when they are needed
+_MOST_THREADS = 1024
 _UNSET = object()
 _WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worker]] = weakref.WeakKeyDictionary()
 
@@ -61,6 +63,8 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
     loop = getattr(_OWN, "loop", None)
     if loop is None or loop.is_closed():
         loop = _OWN.loop = asyncio.new_event_loop()
+        # Episodes wait for one another, so none may wait for a thread that another one holds
+        loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="marft-thread"))
     main = loop.create_task(function(*arguments))
     try:
         return loop.run_until_complete(main)

@@ -54,6 +54,9 @@ class Workflow(ABC):
         acts_outside (`bool`, defaults to `False`):
             `True` if an episode does something outside of this process. Such a workflow is not run for a picture of
             it in cards and checkpoints, but when a plan or a rehearsal is asked for.
+        holds_up (`float`, *optional*):
+            Seconds that an episode may hold up the requests of others, where all are sampled together. By default,
+            they wait as long as it takes, so that results do not depend on timing.
         functions (`Sequence[Callable]`):
             Functions that the workflow passes as `episode.turn(..., tools=...)`, taken from an example episode. Before
             training, the trainer checks that they can be described to a model.
@@ -62,6 +65,7 @@ class Workflow(ABC):
     reward_funcs: Callable | Sequence[Callable] | None = None
     earns: bool = False
     acts_outside: bool = False
+    holds_up: float | None = None
     functions: Sequence[Callable] = ()
 
     @property

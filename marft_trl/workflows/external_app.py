@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from ..applications.program import AppResult, arguments_of, run_program
+from ..applications.program import AppResult, arguments_of, parts_of, run_program
 from ..applications.session import AppEndpoint, Session, Waiting
 from ..dialects import Asked, RequestError, Said
 from ..episodes.asks import Given
@@ -25,9 +25,6 @@ from .base import Workflow, callable_name
 
 
 logger = logging.getLogger(__name__)
-
-# Characters of the output of an application that are kept in the transcript
-_SHOWN = 2000
 
 
 class ExternalApp(Workflow):
@@ -65,6 +62,9 @@ class ExternalApp(Workflow):
         together (`float`, *optional*, defaults to `0.02`):
             Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
             sampled together.
+        holds_up (`float`, *optional*, defaults to `60.0`):
+            Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
+            long anything takes. After that they are answered without it, with a warning. `None` for as long as it takes.
         cwd (`str`, *optional*):
             Folder in which a program runs. Defaults to the present one.
     """
@@ -78,6 +78,7 @@ class ExternalApp(Workflow):
         tools: bool = False,
         earns: bool = False,
         together: float = 0.02,
+        holds_up: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(one, str) for one in app))
@@ -86,10 +87,15 @@ class ExternalApp(Workflow):
                 "`app` must be a command such as 'python my_app.py --question {prompt}', or a function `app(row, "
                 f"endpoint)`, got {app!r}."
             )
+        if is_command:
+            parts_of(cast(Any, app))
+        if cwd is not None and not os.path.isdir(cwd):
+            raise ValueError(f"`cwd` of `ExternalApp` must be a folder, got {os.fspath(cwd)!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
         self._told: set[str] = set()
+        self.holds_up = holds_up
         self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
 
     @property
@@ -134,7 +140,9 @@ class ExternalApp(Workflow):
                 running.cancel()
                 await asyncio.wait([running])
                 raise
-        self._finish(episode, session, conversation, running.result())
+        if (error := running.exception()) is not None and session.refused:
+            error.add_note(f"The last request of the application was refused: {session.refused}")
+        self._finish(episode, session, running.result())
 
     async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
         row = dict(episode.row)
@@ -147,15 +155,15 @@ class ExternalApp(Workflow):
         value = await _in_own_thread(functools.partial(self.app, row, endpoint))
         return AppResult(value=await value if inspect.isawaitable(value) else value)
 
-    def _finish(self, episode: LiveEpisode, session: Session, conversation: _Conversation, result: AppResult) -> None:
-        for name, number in session.counts.items():
+    def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
+        for name, number in list(session.counts.items()):
             episode.count(f"app/{name}", number)
+        refused = f" Its last request was refused: {session.refused}" if session.refused else ""
         if result.problem is not None:
-            raise RuntimeError(result.problem)
+            raise RuntimeError(result.problem + refused)
         if not episode.turns:
-            why = f" Its last request was refused: {session.refused}" if session.refused else ""
-            why = why or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
-            said = (result.errors or result.output).strip()[-_SHOWN:]
+            why = refused or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
+            said = result.said
             raise RuntimeError(
                 f"The application has ended without a turn.{why}" + (f" It said: {said}" if said else "")
             )
@@ -173,9 +181,13 @@ class ExternalApp(Workflow):
             episode.earn(turn or episode.turns[-1], reward)
         if result.value is not None:
             self._take_value(episode, result.value)
-        said = (result.output + result.errors).strip()
-        if said:
-            episode.observe(said[-_SHOWN:], source="application")
+        if self.earns and result.value is None and not session.rewards:
+            raise RuntimeError(
+                "the application has told no reward, with `earns=True`. Post it to `{base_url}/reward`, also if it is "
+                "0, or return it."
+            )
+        if result.said:
+            episode.observe(result.said, source="application")
 
     def _take_value(self, episode: LiveEpisode, value: Any) -> None:
         is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
@@ -210,7 +222,8 @@ class _Conversation:
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
-        self._said: list[tuple[Turn, Said]] = []
+        self._said: list[tuple[Turn, Said, Asked]] = []
+        self._open: list[Waiting] = []
         self._tasks: set[asyncio.Task] = set()
 
     async def hold(self, running: asyncio.Future) -> None:
@@ -228,16 +241,22 @@ class _Conversation:
                 while not self._session.inbox.empty():
                     batch.append(self._session.inbox.get_nowait())
                 arrival = asyncio.ensure_future(self._session.inbox.get())
+                self._open = [one for one in self._open if not one.is_settled] + batch
                 for waiting in sorted(batch, key=lambda one: one.order):
                     if not waiting.is_gone:
                         waiting.task = asyncio.ensure_future(self._answer(waiting))
                         self._tasks.add(waiting.task)
                         waiting.task.add_done_callback(self._tasks.discard)
         finally:
+            left = [arrival.result()] if arrival.done() and not arrival.cancelled() else []
+            while not self._session.inbox.empty():
+                left.append(self._session.inbox.get_nowait())
             tasks = [arrival, *self._tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            for waiting in {*self._open, *left}:
+                waiting.settle(RequestError("The episode has ended.", 401, code="invalid_api_key"))
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -249,10 +268,10 @@ class _Conversation:
         try:
             turn = await self._turn(waiting.asked, waiting.seen)
             said = Said.of(turn, waiting.asked.stop)
-            self._said.append((turn, said))
+            self._said.append((turn, said, waiting.asked))
             waiting.settle((said, turn))
         except asyncio.CancelledError:
-            waiting.settle(RequestError("The episode has ended.", 409))
+            waiting.settle(RequestError("The request was given up.", 409))
             raise
         except EndOfEpisode as end:
             waiting.settle(RequestError(str(end), code="context_length_exceeded"))
@@ -282,19 +301,30 @@ class _Conversation:
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
-        found = []
-        for message in messages:
-            turn = self._turn_of(agent, message) if message["role"] == "assistant" else None
+        found: list[dict[str, Any]] = []
+        used: list[Turn] = []
+        for number, message in enumerate(messages):
+            turn = self._turn_of(agent, messages, number, used) if message["role"] == "assistant" else None
+            used += [turn] if turn is not None else []
             found.append(message if turn is None else {"role": "assistant", "content": turn})
         return found
 
-    def _turn_of(self, agent: str, message: Mapping[str, Any]) -> Turn | None:
+    def _turn_of(
+        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
+    ) -> Turn | None:
+        """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
+        message, before = messages[number], list(messages[:number])
         calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
-        for turn, said in reversed(self._said):
-            if turn.agent == agent and said.text == message["content"] and _calls_of(turn) == calls:
-                is_whole = calls or said.text == turn.text
-                return turn if is_whole else None
-        return None
+        same = [
+            (turn, asked)
+            for turn, said, asked in self._said
+            if turn.agent == agent
+            and said.text == message["content"]
+            and _calls_of(turn) == calls
+            and (calls or said.text == turn.text)  # not one that is shown without its stop text
+            and turn not in used
+        ]
+        return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)
 
 
 def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
