@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent / "applications"))
 async def on_plain(row, endpoint):
     from plain import answer
 
-    await answer(row["prompt"], AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key))
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        await answer(row["prompt"], client)
 
 
 async def on_langgraph(row, endpoint):
@@ -44,7 +45,8 @@ async def on_langgraph(row, endpoint):
 async def on_agents_sdk(row, endpoint):
     from on_agents_sdk import answer
 
-    await answer(row["prompt"], AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key))
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        await answer(row["prompt"], client)
 
 
 APPS = {"plain": on_plain, "langgraph": on_langgraph, "agents_sdk": on_agents_sdk}

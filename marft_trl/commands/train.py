@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from ..episodes.guard import EpisodeError
 from ..seams.arguments import options_of
 from ..trainer import MARFTTrainer
 from .command import BaseCommand, UsageError, as_tokens, config_of
@@ -48,7 +50,13 @@ class TrainerCommand(BaseCommand):
             return launcher.launch(options, [self.name, path, _LAUNCHED, *tokens])
         if on_line and not is_launched:
             raise UsageError(f"{on_line[0]!r} is an option of the launcher, and this command starts no processes.")
-        return self.on(recipe.trainer(tokens), path, recipe.code)
+        trainer = recipe.trainer(tokens)
+        try:
+            return self.on(trainer, path, recipe.code)
+        except EpisodeError as error:  # in training, whoever wrote the workflow needs to know where
+            if self.launches or os.environ.get("MARFT_TRACEBACK"):
+                raise
+            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
 
     def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> int | None:
         """Do the work with a trainer of a file, which is also `code` if trained teams need it."""

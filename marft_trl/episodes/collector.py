@@ -438,9 +438,9 @@ class _Collection:
         if most is None or seconds <= most or not any(self._waiting[index] for index in group):
             return False
         _say_once(
-            f"Episodes of `{self._guard.name}` have waited for another one for {most:g} seconds, and go on without it, "
-            "so results depend on how long it takes. Do they wait for one another, for a pool of threads or a limit that "
-            "they share? Else `holds_up` sets how long they wait."
+            f"Episodes of `{self._guard.name}` have waited for another one for {most:g} seconds, and go on without "
+            "it, so results depend on how long it takes. Do they wait for one another, for a pool of threads or for a "
+            "limit that they share? Else `holds_up` sets how long they wait."
         )
         return True
 

@@ -83,6 +83,24 @@ print(team("..."))  # `team.run(prompts)` returns whole episodes
 
 """
 
+_USE_APPLICATION = """## Use the agents
+
+The agents were trained as the models of an application, which is not stored with them. Serve them, and let the
+application ask for them by name:
+
+```bash
+marft serve {repo}{option}
+```
+
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
+client.chat.completions.create(model="{agent}", messages=[...])
+```
+
+"""
+
 _USE_ADAPTERS = """## Use one agent with PEFT
 
 ```python
@@ -163,7 +181,8 @@ def team_card(
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     first = manifest.players[0].adapter
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
-    use = _USE_TEAM + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
+    of_application = (manifest.workflow or {}).get("class") == "ExternalApp"
+    use = (_USE_APPLICATION if of_application else _USE_TEAM) + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
     given = "" if base or not manifest.adapters else f', model="{base_name}"'
     scripted = manifest.inference.replies if manifest.inference is not None else {}
     if scripted:
@@ -187,7 +206,16 @@ def team_card(
         workflow=_workflow_line(manifest.workflow),
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
-        usage=use.format(model=given, base=base_name, repo=repo, first=first, rank=max_rank, modules=modules),
+        usage=use.format(
+            model=given,
+            option="" if base or not manifest.adapters else f" --model {base_name}",
+            agent=manifest.players[0].name,
+            base=base_name,
+            repo=repo,
+            first=first,
+            rank=max_rank,
+            modules=modules,
+        ),
         paper_title=PAPER["title"],
         paper_id=PAPER["id"],
         citation=PAPER["citation"],

@@ -300,7 +300,9 @@ class Planner:
             return []
 
     def picture(self) -> str:
-        """The workflow as a Mermaid flowchart."""
+        """The workflow as a Mermaid flowchart; empty for one that is run outside."""
+        if self._workflow.acts_outside:
+            return ""
         with self._runner.rehearsing():
             return self._workflow.mermaid([agent.name for agent in self._agents], self.links())
 

@@ -64,7 +64,8 @@ class ExternalApp(Workflow):
             sampled together.
         holds_up (`float`, *optional*, defaults to `60.0`):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
-            long anything takes. After that they are answered without it, with a warning. `None` for as long as it takes.
+            long anything takes. After that they are answered without it, with a warning. `None` for as long as it
+            takes.
         cwd (`str`, *optional*):
             Folder in which a program runs. Defaults to the present one.
     """
