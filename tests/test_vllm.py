@@ -4,6 +4,7 @@ has vLLM.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -244,6 +245,19 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
     with pytest.raises(MismatchError, match="computes other log-probabilities"):
         other("1 + 1 = ?")
     other.close()
+
+
+def test_agents_that_share_an_adapter_are_asked_on_the_server(model_folder, tmp_path, server):
+    agents = [dataclasses.replace(agent, adapter="team") for agent in tiny_agents()]
+    settings = {"max_steps": 2, "learning_rate": 2e-2, "max_completion_length": 24}
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    trainer.train()
+    trainer.save_model()
+    asked = [row["prompt"] for row in questions(100, seed=1)]
+    expected = [[turn.completion_ids for turn in one.turns] for one in trainer.team.run(asked, greedy=True)]
+    with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team:
+        assert [[turn.completion_ids for turn in one.turns] for one in team.run(asked, greedy=True)] == expected
+        assert len(names_on(server)) == 2  # the base, and an adapter for both
 
 
 def names_on(server):
