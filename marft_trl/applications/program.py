@@ -29,8 +29,6 @@ _TOLD = 1500
 _OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
 # Seconds that a program has to end when it is told to, and that its output may come after its end
 _GRACE, _LATE = 2.0, 0.2
-# Seconds between two looks whether a program has ended
-_POLL = 0.01
 # Groups of programs that are running
 _RUNNING: set[int] = set()
 # Variables of the processes of a launcher, which an application is none of
@@ -145,70 +143,62 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
         cwd (`str`): its folder.
     """
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    process = await asyncio.create_subprocess_exec(
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**variables, **endpoint.variables},
-        cwd=cwd,
-        start_new_session=True,
+    transport, heard = await asyncio.get_running_loop().subprocess_exec(
+        _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
     )
-    _RUNNING.add(process.pid)
-    output, errors = _Tail(process.stdout), _Tail(process.stderr)
-    readers = [asyncio.ensure_future(one.read()) for one in (output, errors)]
-    readers.append(asyncio.ensure_future(_write(process.stdin, row)))
+    pid = transport.get_pid()
+    _RUNNING.add(pid)
     try:
-        status = await _exit_status(process)
-        await asyncio.wait(readers, timeout=_LATE)
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(json.dumps(row, default=str).encode())  # which a program need not read
+        stdin.write_eof()
+        await heard.has_ended.wait()
+        with contextlib.suppress(TimeoutError):  # others may have inherited its output
+            async with asyncio.timeout(_LATE):
+                await heard.is_silent.wait()
     finally:
-        for one in readers:
-            one.cancel()
-        left = await _end(process, endpoint.api_key)
-    return AppResult(output.text, errors.text, status, left=left)
+        left = await _end(pid, heard, endpoint.api_key)
+        _RUNNING.discard(pid)
+        transport.close()
+    return AppResult(heard.text(1), heard.text(2), transport.get_returncode(), left=left)
 
 
-async def _exit_status(process: asyncio.subprocess.Process) -> int:
-    """Not `process.wait()`, which waits for all who have inherited the output, too."""
-    while process.returncode is None:
-        await asyncio.sleep(_POLL)
-    return process.returncode
+class _Listener(asyncio.SubprocessProtocol):
+    """Keeps the end of what a program writes, and notes when it has ended."""
+
+    def __init__(self) -> None:
+        self._kept = {1: b"", 2: b""}
+        self._open = set(self._kept)
+        # That of a process, and not of all who have inherited its output, as `Process.wait` waits for
+        self.has_ended, self.is_silent = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._kept[fd] = (self._kept[fd] + data)[-4 * _KEPT :]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self.is_silent.set()
+
+    def process_exited(self) -> None:
+        self.has_ended.set()
+
+    def text(self, fd: int) -> str:
+        """The end of a stream."""
+        return self._kept[fd].decode("utf-8", "replace")[-_KEPT:]
 
 
-class _Tail:
-    """The end of a stream."""
-
-    def __init__(self, stream: asyncio.StreamReader | None):
-        self._stream, self._kept = stream, b""
-
-    @property
-    def text(self) -> str:
-        return self._kept.decode("utf-8", "replace")[-_KEPT:]
-
-    async def read(self) -> None:
-        while self._stream is not None and (some := await self._stream.read(65536)):
-            self._kept = (self._kept + some)[-4 * _KEPT :]
-
-
-async def _write(stream: asyncio.StreamWriter | None, row: Mapping[str, Any]) -> None:
-    assert stream is not None  # noqa: S101 - a pipe
-    with contextlib.suppress(ConnectionError):  # a program need not read it
-        stream.write(json.dumps(row, default=str).encode())
-        await stream.drain()
-        stream.close()
-
-
-async def _end(process: asyncio.subprocess.Process, secret: str) -> int:
+async def _end(pid: int, heard: _Listener, secret: str) -> int:
     """
     End a program, and what it has started, also outside of its group: all of it has the key of the episode.
 
     Returns: the number of processes that were left when the program itself had ended.
     """
-    was_running = process.returncode is None
-    left = await asyncio.to_thread(_started_by, process.pid, secret)
+    was_running = not heard.has_ended.is_set()
+    left = await asyncio.to_thread(_started_by, pid, secret)
     if was_running:
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            os.kill(pid, signal.SIGTERM)
     for one in left:
         with contextlib.suppress(psutil.Error):
             one.terminate()
@@ -217,13 +207,11 @@ async def _end(process: asyncio.subprocess.Process, secret: str) -> int:
         for one in stubborn:
             with contextlib.suppress(psutil.Error):
                 one.kill()
-    if was_running:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_exit_status(process), _GRACE)
-    _kill_group(process.pid)
-    await _exit_status(process)
-    _RUNNING.discard(process.pid)
-    vars(process)["_transport"].close()  # those who have its output may be gone or not
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE):
+            await heard.has_ended.wait()
+    _kill_group(pid)
+    await heard.has_ended.wait()
     return 0 if was_running else len(left)
 
 
