@@ -726,6 +726,12 @@ def test_frozen_and_scripted_agents_are_served_and_not_trained(model_folder, tmp
     assert episode.answer.agent == "actor" and episode.turns[2].text == "ok"
 
 
+def test_an_application_that_asks_none_of_the_trained_is_told(model_folder, tmp_path, caplog):
+    app, agents = ExternalApp(plain_application("actor")), [AgentSpec("reasoner"), AgentSpec("actor", trainable=False)]
+    team_trainer(model_folder, tmp_path, agents=agents, workflow=app, settings={"max_steps": 2}).train()
+    assert caplog.text.count("only 'actor' took turns, and only 'reasoner' would be trained") == 1
+
+
 def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
     ran = tmp_path / "ran"
     trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(f"touch {ran}", answer="actor"))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,22 @@ class RewardReach:
         """Go on from a [`state_dict`]."""
         self._in_a_row |= state["in_a_row"]
         self._warned, self._cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
+
+    def check_acted(self, acted: Collection[str]) -> None:
+        """
+        Warn, once, of a batch in which nobody acted who is trained.
+
+        Args:
+            acted (`Collection[str]`): names of the agents that took a turn, of all processes.
+        """
+        trained = list(self._in_a_row)
+        if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
+            self._warned.add(("", *sorted(acted)))
+            logger.warning(
+                f"In all episodes of a batch, only {', '.join(map(repr, sorted(acted)))} took turns, and only "
+                f"{', '.join(map(repr, trained))} would be trained, so nothing is learned from it. Does the workflow, "
+                "or the application, ask for the agents that are to learn?"
+            )
 
     def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
         """

@@ -172,7 +172,7 @@ class Rollouts:
             self._runner.generator.publish()
             with self._processes.together(), ending_forks():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
-        self._log(episodes)
+        self._log(episodes, training)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
@@ -237,19 +237,22 @@ class Rollouts:
         earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
         self._reach.check_earned(earned, is_all=not others)
 
-    def _log(self, episodes: Sequence[Episode]) -> None:
-        """Numbers that workflows counted, and turns that did not fit the window."""
+    def _log(self, episodes: Sequence[Episode], training: bool) -> None:
+        """Numbers that workflows counted, turns that did not fit the window, and who acted."""
         counts: Counter[str] = Counter()
         for episode in episodes:
             counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})  # type: ignore[arg-type]
         ended = sum(episode.overflowed for episode in episodes)
         if self._runner.uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
-        own = (dict(counts), self._runner.dropped_turns, ended, len(episodes))
+        acted = sorted({turn.agent for episode in episodes for turn in episode.turns})
+        own = (dict(counts), self._runner.dropped_turns, ended, acted, len(episodes))
         everywhere = self._processes.gather([own])
-        self._metrics.add("context/dropped_turns", float(sum(dropped for _, dropped, _, _ in everywhere)))
+        self._metrics.add("context/dropped_turns", float(sum(dropped for _, dropped, *_ in everywhere)))
         if self._args.context_overflow == "end_episode":
-            self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, _ in everywhere)))
+            self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, *_ in everywhere)))
+        if training:
+            self._reach.check_acted({name for *_, its, _ in everywhere for name in its})
         total: Counter[str] = Counter()
         for its_counts, *_ in everywhere:
             total.update(its_counts)
