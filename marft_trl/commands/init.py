@@ -31,5 +31,5 @@ class Command(OptionsCommand):
         about = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
         name = "" if path.name == "team.py" and path.parent == Path() else f" {path}"
         print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
-        if args.kind != "duo":
+        if "tiny_team_model" not in text:
             print("The model is Qwen2.5-0.5B-Instruct of the Hub; `--model FOLDER` names another one.")
