@@ -281,7 +281,7 @@ def test_an_application_trains_on_the_server(model_folder, tmp_path, server, sta
 
     def trained(name):
         settings = {"max_steps": 2, "max_staleness": staleness}
-        workflow = ExternalApp(app, together=0.25)
+        workflow = ExternalApp(app, together=0.6)
         trainer = served(model_folder, tmp_path / name, server, settings=settings, workflow=workflow)
         before = weights(trainer)
         trainer.train()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -134,7 +135,8 @@ class Session:
             self.lost(waiting)
             raise
         except RequestError:
-            same.remove(waiting)  # so that it may be asked again
+            if waiting in same:  # so that it may be asked again
+                same.remove(waiting)
             raise
         finally:
             self._num_waiting -= 1
@@ -146,7 +148,8 @@ class Session:
         """The client of a request is gone, before the answer or while it was sent. It may ask again."""
         waiting.clients -= 1
         if not waiting.clients and not waiting.answer.done():
-            self._call(self._give_up, waiting)
+            with contextlib.suppress(RequestError):  # the episode has ended
+                self._call(self._give_up, waiting)
 
     @staticmethod
     def _earlier(same: Sequence[Waiting], is_again: bool) -> Waiting | None:
@@ -168,7 +171,7 @@ class Session:
             RequestError: rewards are not asked for, or it is none.
         """
         if not self.earns:
-            raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.", 409)
+            raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.")
         by_name = given if isinstance(given, dict) else {"": given}
         for name, value in by_name.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30

@@ -91,7 +91,7 @@ LEARNING = {
 WORKFLOWS = {
     **{"chain": None, "full": None, "tools": None, "dynamic": None},
     "opponents": Sequential(["reasoner", "rival", "judge", "actor"]),
-    "application": ExternalApp(application, together=0.25),
+    "application": ExternalApp(application, together=0.6),
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
 }
 
