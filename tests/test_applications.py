@@ -20,6 +20,7 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
 
 import aiohttp
+import httpx
 import openai
 import psutil
 import pytest
@@ -966,3 +967,75 @@ def test_a_program_is_ended_with_a_run_that_ends(program, tmp_path):
 
 def _runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_episodes_share_a_client_and_end_at_different_times():
+    """As `ChatOpenAI` of LangChain keeps one for a process."""
+    shared, waves = [], []
+
+    async def app(row, endpoint):
+        shared[:] = shared or [httpx.AsyncClient(limits=httpx.Limits(max_connections=1000))]
+        for number in range(1 + row["number"] % 4):
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            body = chat("ann", str(number))
+            answer = await shared[0].post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+    def answer(requests):
+        waves.append(len(requests))
+        return said_to(requests)
+
+    episodes = played(app, answer, rows=24)
+    assert waves == [24, 18, 12, 6] and not any(one.counts.get("app/abandoned") for one in episodes)
+
+
+def test_equal_requests_that_are_tried_again_stay_two_turns():
+    """Both are given up while they wait; then both are tried again."""
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            body = chat("ann", "x")
+            both = [asyncio.ensure_future(send("chat/completions", body)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            for one in both:
+                one.cancel()
+            await asyncio.wait(both)
+            await asyncio.sleep(0.3)
+            again = {"x-stainless-retry-count": "1"}
+            found = await asyncio.gather(*[send("chat/completions", body, **again) for _ in range(2)])
+            assert [status for status, _ in found] == [200, 200]
+
+    (episode,) = played(app, together=1.0)
+    assert len(episode.turns) == 2
+
+
+def test_an_application_that_leaves_by_exit_is_one_failed_episode():
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            await send("chat/completions", chat("ann", "x"))
+        if row["number"] == 1:
+            sys.exit(3)
+
+    with pytest.raises(EpisodeError, match=r"episode 1 .*called `sys.exit\(3\)`"):
+        played(app, rows=3)
+
+
+def test_the_others_wait_for_one_that_is_stuck_once():
+    """And requests that come while others compute wait as long as the first of them may."""
+    waves, ended = [], []
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            for number in range(4):
+                while row["number"] == 0 and number == 1 and len(ended) < 2:
+                    await asyncio.sleep(0.01)
+                await send("chat/completions", chat("ann", str(number)))
+        ended.append(row["number"])
+
+    def answer(requests):
+        waves.append(len(requests))
+        return said_to(requests)
+
+    episodes = played(app, answer, rows=3, holds_up=0.7)
+    assert [len(one.turns) for one in episodes] == [4, 4, 4] and waves == [3, 2, 2, 2, 1, 1, 1]
+    assert [one.counts.get("held_up", 0) for one in episodes] == [1, 0, 0]

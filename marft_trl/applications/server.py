@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Largest number of bytes of a request, and of seconds in which it has to arrive
 _MAX_BODY, _SECONDS = 16 << 20, 60.0
 _BACKLOG = 1024
+# Seconds after which a connection without requests is closed: longer than clients keep theirs
+_IDLE = 30.0
 
 
 class Endpoint:
@@ -60,7 +62,6 @@ class Endpoint:
             yield AppEndpoint(self.base_url, session.secret)
         finally:
             del self._sessions[session.secret]
-            self._loop.call_soon_threadsafe(_close, session)
 
     def run(self, job: Coroutine[Any, Any, Any]) -> Future:
         """Run a coroutine in the event loop of the server, which nothing blocks."""
@@ -70,7 +71,9 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+            # Connections may be those of clients that several episodes share, so none is closed with an episode
+            app = self._application()
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_IDLE)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
             return runner.addresses[0][1]
@@ -122,8 +125,6 @@ class Endpoint:
                 401,
                 code="invalid_api_key",
             )
-        if request.transport is not None:
-            session.transports.add(request.transport)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -184,12 +185,6 @@ def _go_directly() -> None:
         known = os.environ.get(name, "")
         if "127.0.0.1" not in known.split(","):
             os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
-
-
-def _close(session: Session) -> None:
-    """Close the connections of an episode that has ended, which clients of its process may have forgotten."""
-    for transport in list(session.transports):
-        transport.close()
 
 
 async def _body_of(request: web.Request) -> bytes:

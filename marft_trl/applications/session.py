@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import secrets
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,9 +94,9 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.refused: str | None = None
         self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
-        self.transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         self._answered: list[Turn] = []
         self._by_body: dict[str, list[Waiting]] = {}
+        self._firsts: Counter[str] = Counter()  # requests that were no further tries, by body
         self._num_waiting = 0
 
     # ---- In the thread of the endpoint ----
@@ -116,8 +115,10 @@ class Session:
             RequestError: it cannot be answered.
         """
         self._check(asked)
-        same = self._by_body.setdefault(hashlib.sha256(body).hexdigest(), [])
-        waiting = self._earlier(same, is_again)
+        key = hashlib.sha256(body).hexdigest()
+        same = self._by_body.setdefault(key, [])
+        self._firsts[key] += not is_again
+        waiting = self._earlier(same, is_again, self._firsts[key])
         if waiting is not None:
             self.counts["retried"] += 1
         else:
@@ -152,11 +153,14 @@ class Session:
                 self._call(self._give_up, waiting)
 
     @staticmethod
-    def _earlier(same: Sequence[Waiting], is_again: bool) -> Waiting | None:
-        """The request that a further try is of: one whose client is gone, else the latest if the client says so."""
+    def _earlier(same: Sequence[Waiting], is_again: bool, firsts: int) -> Waiting | None:
+        """
+        The request that a further try is of: one whose client is gone, else the latest if the client says so, and if
+        each of the first tries has a turn already.
+        """
         there = [one for one in same if not one.is_gone]
         left = [one for one in there if not one.clients]
-        return left[0] if left else there[-1] if there and is_again else None
+        return left[0] if left else there[-1] if there and is_again and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
         """Note that a request was refused."""

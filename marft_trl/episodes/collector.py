@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -301,6 +302,7 @@ class _Collection:
             for index, (row, its) in enumerate(zip(rows, copies, strict=True))
         ]
         self._tasks: list[asyncio.Task] = []
+        self._left: set[int] = set()  # episodes that the others do not wait for
 
     async def _speak(self, episode: LiveEpisode, ask: Ask) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
@@ -405,44 +407,52 @@ class _Collection:
 
     async def _settle(self, group: Sequence[int], watch: Watch) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
-        quiet, pause, changed = 0, _SHORTEST_PAUSE, time.monotonic()
+        quiet, pause, since = 0, _SHORTEST_PAUSE, math.inf
         watch.begin()
         while True:
             known = self._state_of(group)
             await asyncio.sleep(0)
             # A function that has just come back takes some rounds until its branch requests a turn
             quiet = quiet + 1 if self._state_of(group) == known else 0
-            changed = changed if quiet else time.monotonic()
             if quiet < _QUIET_ROUNDS:
                 continue
             # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
+            asks = [index for index in group if self._asks(index)]
+            self._left.difference_update(asks)
             elsewhere = [
                 index
                 for index in group
-                if not self._tasks[index].done() and (self._episodes[index].busy or not self._waiting[index])
+                if not self._tasks[index].done() and (self._episodes[index].busy or index not in asks)
             ]
+            since = min(since, time.monotonic()) if asks else math.inf
             fails = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
             if not elsewhere or fails:
                 return
             watch.look(self._episodes, elsewhere)
-            if self._are_held_up(group, time.monotonic() - changed):
+            if asks and self._left.issuperset(elsewhere):
+                return
+            if self._guard.holds_up is not None and time.monotonic() - since > self._guard.holds_up:
+                self._go_on_without(elsewhere, self._guard.holds_up)
                 return
             # A workflow awaits something else, such as a web service: check again after a short pause.
             running = [self._tasks[index] for index in elsewhere]
             await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
 
-    def _are_held_up(self, group: Sequence[int], seconds: float) -> bool:
-        """Whether requests have waited for other episodes for as long as they may."""
-        most = self._guard.holds_up
-        if most is None or seconds <= most or not any(self._waiting[index] for index in group):
-            return False
+    def _asks(self, index: int) -> bool:
+        """Whether an episode waits for a turn."""
+        return any(not request.waiter.done() for request in self._waiting[index])
+
+    def _go_on_without(self, elsewhere: Sequence[int], seconds: float) -> None:
+        """The others wait for these episodes no more, until they ask for a turn again."""
+        self._left.update(elsewhere)
+        for index in elsewhere:
+            self._episodes[index].count("held_up")
         _say_once(
-            f"Episodes of `{self._guard.name}` have waited for another one for {most:g} seconds, and go on without "
+            f"Episodes of `{self._guard.name}` have waited for another one for {seconds:g} seconds, and go on without "
             "it, so results depend on how long it takes. Do they wait for one another, for a pool of threads or for a "
             "limit that they share? Else `holds_up` sets how long they wait."
         )
-        return True
 
     def _state_of(self, group: Sequence[int]) -> tuple[int, int]:
         """Numbers of requests that wait, and of functions that are running."""

@@ -171,9 +171,13 @@ class Watch:
         self._patience = patience
         # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
         self._since: dict[Any, float] = {}
+        self._looked: float | None = None  # time of the latest look
 
     def begin(self) -> None:
-        self._since.clear()  # the time of generation does not count
+        now = time.monotonic()
+        if self._looked is not None:  # the time of generation does not count
+            self._since = {awaited: since + now - self._looked for awaited, since in self._since.items()}
+        self._looked = now
         if self._limit is not None:
             self._limit.restart()
 
@@ -192,7 +196,8 @@ class Watch:
             self._limit.restart()  # the event loop is not blocked
         if self._patience is None:
             return
-        now, answered = time.monotonic(), sum(episode.answered_calls for episode in episodes)
+        self._looked = time.monotonic()
+        now, answered = self._looked, sum(episode.answered_calls for episode in episodes)
         found: dict[Any, tuple[LiveEpisode, str, float]] = {}
         for episode in (episodes[index] for index in elsewhere):
             for call in episode.calling:

@@ -152,9 +152,13 @@ class ExternalApp(Workflow):
             job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
             return await asyncio.wrap_future(job)
         if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
-            return AppResult(value=await self.app(row, endpoint))
-        value = await _in_own_thread(functools.partial(self.app, row, endpoint))
-        return AppResult(value=await value if inspect.isawaitable(value) else value)
+            value = self.app(row, endpoint)
+        else:
+            value = await _in_own_thread(functools.partial(self.app, row, endpoint))
+        try:
+            return AppResult(value=await value if inspect.isawaitable(value) else value)
+        except SystemExit as end:  # in a task, it would end the event loop
+            raise RuntimeError(f"the application has called `sys.exit({end.code!r})`") from end
 
     def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
         for name, number in list(session.counts.items()):
@@ -278,9 +282,9 @@ class _Conversation:
             waiting.settle(RequestError(str(end), code="context_length_exceeded"))
         except (RuntimeError, ValueError) as error:
             waiting.settle(RequestError(str(error)))
-        except BaseException as error:
+        except Exception as error:
+            logger.exception("A request of an application could not be answered.")
             waiting.settle(RequestError(f"{type(error).__name__}: {error}", 500))
-            raise
 
     async def _turn(self, asked: Asked, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
@@ -329,7 +333,7 @@ class _Conversation:
 
 
 def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
-    return [(call.name, call.arguments) for call in turn.tool_calls if call is not MALFORMED]
+    return [] if MALFORMED in turn.tool_calls else [(call.name, call.arguments) for call in turn.tool_calls]
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
