@@ -33,6 +33,8 @@ class ByColumn(Workflow):
                 raise TypeError(f"`workflows` of `ByColumn` has no `Workflow` object for {name!r}, got {workflow!r}.")
         self.workflows, self.column = dict(workflows), column
         self.functions = [function for one in self.workflows.values() for function in one.functions]
+        limits = [one.holds_up for one in self.workflows.values() if one.holds_up is not None]
+        self.holds_up = min(limits, default=None)
         self.acts_outside = any(one.acts_outside for one in self.workflows.values())
         self.earns = any(one.earns for one in self.workflows.values())
 
