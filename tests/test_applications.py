@@ -179,7 +179,8 @@ def test_an_application_trains_as_the_same_workflow_in_python(app, talk, options
     async def run(row, endpoint):
         await app(row, endpoint, **options)
 
-    before, mine, episodes = after_training(model_folder, tmp_path / "app", ExternalApp(run, together=0.6))
+    seconds = 0.6 if app is parallel_app else 0.0  # requests of a busy machine may be far apart
+    before, mine, episodes = after_training(model_folder, tmp_path / "app", ExternalApp(run, together=seconds))
     _, theirs, expected = after_training(model_folder, tmp_path / "python", InPython(talk))
     assert episodes == expected and len({turn[0] for one in episodes[0] for turn in one}) >= 2
     assert max((mine[name] - theirs[name]).abs().max() for name in mine) < 1e-5
@@ -939,6 +940,7 @@ def test_what_was_refused_is_told_with_what_failed(program):
         played(program("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)"))
 
 
+@pytest.mark.slow
 def test_a_program_is_ended_with_a_run_that_ends(program, tmp_path):
     """It heeds no signal, and a child of it has another environment."""
     command = program(
