@@ -130,8 +130,7 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        models = [_model(name) for name in self._session_of(request).agents]
-        return web.json_response({"object": "list", "data": models})
+        return web.json_response(chat.models(self._session_of(request).agents))
 
     async def _model(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -140,7 +139,7 @@ class Endpoint:
         if name not in agents:
             known = ", ".join(map(repr, agents))
             raise RequestError(f"There is no {name[:80]!r}; there are {known}.", 404, "model", "model_not_found")
-        return web.json_response(_model(name))
+        return web.json_response(chat.model(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answered(request, chat)
@@ -212,7 +211,3 @@ async def streamed(request: web.Request, events: list[dict[str, Any]], is_chat: 
         await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}

@@ -57,7 +57,11 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
     Raises:
         RequestError: the message names the field, what it got and what it needs.
     """
-    given = read_object(body)
+    return asked_of(read_object(body), models)
+
+
+def asked_of(given: Mapping[str, Any], models: Sequence[str]) -> Asked:
+    """The same for a body that is read already."""
     model = model_of(given, models)
     check_nothing(given, _REFUSED)
     check_format(given.get("response_format"), "response_format")
@@ -124,6 +128,16 @@ def _tools(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 # ---- Answers ----
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The names that may be asked for, as a list of models."""
+    return {"object": "list", "data": [model(name) for name in names]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """A name that may be asked for, as a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
 def answer(identity: str, asked: Asked, said: Said) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from ..servers.server import EngineDownError
 from ..team import Event, Team, TextDelta
 from ..team.live import Ask
 from ..workflows import ExternalApp, Sequential, Workflow
-from . import dialect
+from . import completions
+from .completions import ChatRequest, Chunks
 from .desk import Counts, Desk, FullError
-from .dialect import ChatRequest, Chunks
 from .settings import GatewaySettings, is_loopback
 
 
@@ -217,13 +217,13 @@ class _Gateway:
         return web.Response(text=self._counts.text(self._desk))
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(dialect.models(list(self._workflows)))
+        return web.json_response(chat.models(list(self._workflows)))
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._workflows:
             raise RequestError(f"There is no {name[:80]!r}.", 404, "model", "model_not_found")
-        return web.json_response(dialect.model(name))
+        return web.json_response(chat.model(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
@@ -238,7 +238,7 @@ class _Gateway:
             return await self._streamed(request, asked, identity)
         async with asyncio.timeout(self._settings.timeout):
             episodes = await self._episodes(asked)
-        return web.json_response(dialect.completion(identity, asked, episodes))
+        return web.json_response(completions.completion(identity, asked, episodes))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
@@ -391,13 +391,13 @@ class _Parts:
             return []
         text = event.text
         if self._speaks != event.turn:  # branches may speak at the same time
-            text = dialect.heading(event.agent, self._is_first) + text
+            text = completions.heading(event.agent, self._is_first) + text
             self._speaks, self._is_first = event.turn, False
         return [self._chunks.delta({"reasoning_content": text, "agent": event.agent, "turn": event.turn})]
 
     def end(self, episode: Episode) -> list[dict[str, Any]]:
         """The last parts."""
-        text = dialect.answer_text(episode)
+        text = completions.answer_text(episode)
         missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
         return [*missing, *self._chunks.last(episode)]
 

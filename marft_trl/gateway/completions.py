@@ -1,15 +1,15 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""OpenAI's chat completions: what a request asks for, and answers in that form."""
+"""Chat completions of a team: what a request asks for, and answers with the turns of all."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dialects.fields import RequestError, flag, model_of, read_object, sampling_of, text_of, whole
+from ..dialects import RequestError, chat
+from ..dialects.fields import flag, read_object, whole
 from ..episodes.records import Episode
 from ..system.hints import did_you_mean
 
@@ -43,7 +43,6 @@ _READ = (
     *("model", "messages", "stream", "stream_options", "n", "seed", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "row", "show_turns"),
 )
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -88,29 +87,32 @@ class ChatRequest:
         """
         given = read_object(body)
         _check_fields(given)
-        model = model_of(given, models)
-        stream, count = flag(given, "stream", False), whole(given, "n", 1, _MOST_ANSWERS) or 1
-        if stream and count > 1:
+        for number, message in enumerate(messages if isinstance(messages := given.get("messages"), list) else ()):
+            _refuse_tools(message, f"messages[{number}]")
+        own = ("n", "row", "seed", "show_turns", *_IGNORED)
+        asked = chat.asked_of({name: value for name, value in given.items() if name not in own}, models)
+        count = whole(given, "n", 1, _MOST_ANSWERS) or 1
+        if asked.stream and count > 1:
             raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
-        options = given.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise RequestError("`stream_options` must be an object.", field="stream_options")
         row = given.get("row") or {}
         if not isinstance(row, dict) or "prompt" in row:
             raise RequestError(
                 "`row` must be an object with the further columns of a dataset row; its `prompt` is `messages`.",
                 field="row",
             )
-        lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens")]
+        empty = [one["role"] == "user" and not one["content"].strip() for one in asked.messages]
+        if any(empty):
+            where = f"messages[{empty.index(True)}].content"
+            raise RequestError(f"`{where}` is empty, so there is nothing to answer.", field=where)
         return cls(
-            model=model,
-            row={**row, "prompt": _messages(given.get("messages"))},
+            model=asked.model,
+            row={**row, "prompt": asked.messages},
             count=count,
-            stream=stream,
-            with_usage=flag(options, "include_usage", False),
+            stream=asked.stream,
+            with_usage=asked.with_usage,
             seed=whole(given, "seed", -(2**63), 2**63 - 1),
-            sampling=sampling_of(given),
-            max_tokens=min((length for length in lengths if length is not None), default=None),
+            sampling=asked.sampling,
+            max_tokens=asked.max_tokens,
             show_turns=flag(given, "show_turns", show_turns) and show_turns,
         )
 
@@ -128,40 +130,16 @@ def _check_fields(given: Mapping[str, Any]) -> None:
             raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
 
 
-def _messages(given: Any) -> list[dict[str, str]]:
-    form = 'a list of messages such as `[{"role": "user", "content": "..."}]`'
-    if not isinstance(given, list) or not given:
-        raise RequestError(f"`messages` must be {form}.", field="messages")
-    return [_message(message, f"messages[{number}]", form) for number, message in enumerate(given)]
-
-
-def _message(message: Any, where: str, form: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise RequestError(f"`{where}` must be an object; `messages` is {form}.", field=where)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
+def _refuse_tools(message: Any, where: str) -> None:
+    if isinstance(message, dict) and (message.get("role") == "tool" or message.get("tool_calls")):
         raise RequestError(
-            f"`{where}.role` must be one of {', '.join(map(repr, _ROLES))}, got {json.dumps(role)[:80]}. Calls of "
+            f"`{where}.role` must be one of 'system', 'developer', 'user', 'assistant'. Calls of "
             "tools are the team's own, and are not passed.",
             field=f"{where}.role",
         )
-    content = text_of(content, f"{where}.content")
-    if not content.strip() and role == "user":
-        raise RequestError(f"`{where}.content` is empty, so there is nothing to answer.", field=f"{where}.content")
-    return {"role": _ROLES[role], "content": content}
 
 
 # ---- Answers ----
-
-
-def models(names: Sequence[str]) -> dict[str, Any]:
-    """The names that may be asked, as a list of models."""
-    return {"object": "list", "data": [model(name) for name in names]}
-
-
-def model(name: str) -> dict[str, Any]:
-    """A name that may be asked, as a model."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
 def completion(identity: str, request: ChatRequest, episodes: Sequence[Episode]) -> dict[str, Any]:
