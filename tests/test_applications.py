@@ -258,6 +258,9 @@ def played(app, answer=said_to, rows=1, **settings):
     return collect(workflow, given, ["ann", "ben"], answer, patience=20)
 
 
+closes = []  # what answers say of their connections
+
+
 @contextlib.asynccontextmanager
 async def raw(endpoint, key=None):
     headers = {"Authorization": f"Bearer {key or endpoint.api_key}"}
@@ -267,6 +270,7 @@ async def raw(endpoint, key=None):
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
             url = f"{endpoint.base_url}/{path}"
             async with session.request(method, url, data=data, headers=further) as response:
+                closes.append(response.headers.get("Connection"))
                 return response.status, await response.text()
 
         yield send
@@ -298,6 +302,9 @@ def test_what_an_application_can_ask_and_what_it_is_told():
             found["key"] = await send("chat/completions", chat("ann", "x"))
 
     (episode,) = played(app)
+    connection = http.client.HTTPConnection("127.0.0.1", int(found["endpoint"].base_url.split(":")[2][:-3]))
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().headers["Connection"] == "close" and set(closes) == {"close"}
     assert [one["id"] for one in json.loads(found["models"][1])["data"]] == ["ann", "ben"]
     status, text = found["nobody"]
     assert status == 404 and "'ann', 'ben'" in text and "Did you mean 'ann'" in text

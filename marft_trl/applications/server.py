@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 # Largest number of bytes of a request, and of seconds in which it has to arrive
 _MAX_BODY, _SECONDS = 16 << 20, 60.0
 _BACKLOG = 1024
-# Seconds after which a connection without requests is closed: longer than clients keep theirs
-_IDLE = 30.0
 
 
 class Endpoint:
     """
     The server. Episodes are told apart by their keys; a request without the key of an episode that is running is
-    refused before anything of it is read.
+    refused before anything of it is read. Each request has a connection of its own, which its client closes with the
+    answer: idle ones of clients that are never closed would be closed when Python collects them, in whichever thread,
+    this one included, and take connections of others with them.
     """
 
     _of_process: ClassVar[tuple[int, Endpoint] | None] = None
@@ -71,9 +71,7 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            # Connections may be those of clients that several episodes share, so none is closed with an episode
-            app = self._application()
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_IDLE)
+            runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
             return runner.addresses[0][1]
@@ -93,7 +91,10 @@ class Endpoint:
             session = None
             try:
                 session = self._session_of(request)
-                return await handler(request)
+                response = await handler(request)
+                if not response.prepared:
+                    response.force_close()
+                return response
             except RequestError as error:
                 wrong = error
             except web.HTTPException as error:
@@ -103,7 +104,9 @@ class Endpoint:
                 wrong = RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408)
             if session is not None:
                 session.refuse(wrong)
-            return web.json_response(wrong.body(), status=wrong.status)
+            response = web.json_response(wrong.body(), status=wrong.status)
+            response.force_close()
+            return response
 
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(around)])
         app.router.add_get("/v1/models", self._models)
@@ -158,6 +161,7 @@ class Endpoint:
         try:
             if not asked.stream:
                 response = web.json_response(dialect.answer(identity, asked, said))
+                response.force_close()
                 await response.prepare(request)
                 await response.write_eof()
                 return response
@@ -203,6 +207,7 @@ async def streamed(request: web.Request, events: list[dict[str, Any]], is_chat: 
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response.force_close()
     await response.prepare(request)
     for event in events:
         head = "" if is_chat else f"event: {event['type']}\n"
