@@ -147,9 +147,9 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     arms = ["untrained", "solo", "solo_untrained", "emptied", "frozen:actor"]
     found = report(made, str(out), seeds=[0, 1], arms=arms)
     said = capsys.readouterr().out
-    # Two evaluations of each run, and two agents whose words are emptied in the team's, of which the last cannot be
+    # One of each run, one before training where it is an arm, and one with emptied words, which the last cannot have
     assert (
-        "Report: 6 of 6 trainings to do and 14 evaluations of" in said and "about" in said.partition("run 2 of 6")[2]
+        "Report: 6 of 6 trainings to do and 12 evaluations of" in said and "about" in said.partition("run 2 of 6")[2]
     )
     runs = {folder.name for folder in (out / "runs").iterdir()}
     assert runs == {f"{arm}-{seed}" for arm in ("team", "solo", "frozen-actor") for seed in (0, 1)}
@@ -173,6 +173,35 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     assert again.verdicts == found.verdicts and before == {
         file: file.stat().st_mtime_ns for file in (out / "runs").rglob("*.jsonl")
     }
+
+
+def test_arms_of_ones_own(model_folder, tmp_path):
+    """Trained with as many tokens as the team or for their own steps; another function is another experiment."""
+    variants = {
+        "slow": lambda one: one.with_args(learning_rate=1e-9),
+        "twice as long": lambda one: one.with_args(max_steps=4),
+    }
+    made = experiment(model_folder, tmp_path / "unused", variants=variants)
+    found = report(made, str(tmp_path), seeds=[0], arms=[*variants])
+    team, slow, long = (result_of(tmp_path, f"{arm}-0") for arm in ("team", *variants))
+    assert team["tokens"] <= slow["tokens"] < team["tokens"] + 8 * 20 and (team["steps"], long["steps"]) == (2, 4)
+    assert any(
+        one.startswith("The team") and one.partition(" (")[0].rstrip(".").endswith("slow") for one in found.verdicts
+    )
+    assert "| twice as long |" in (tmp_path / "report.md").read_text()
+    slower = made.changed(variants={**variants, "slow": lambda one: one.with_args(learning_rate=1e-8)})
+    with pytest.raises(ValueError, match="one of another experiment: args.learning_rate was 1e-09, is 1e-08"):
+        report(slower, str(tmp_path), seeds=[0], arms=[*variants])
+
+
+def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path / "unused")
+    with pytest.raises(ValueError, match="'frozen:me'"):
+        made.changed(variants={"frozen:me": lambda one: one})
+    with pytest.raises(ValueError, match="solo, which is the name of another arm"):
+        report(made.changed(variants={"solo": lambda one: one}), str(tmp_path))
+    with pytest.raises(TypeError, match="'mine' must return an `Experiment`.*got NoneType"):
+        report(made.changed(variants={"mine": lambda one: None}), str(tmp_path))
 
 
 def test_evaluations_of_a_report_take_no_pass_for_a_loss(model_folder, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..agents import AgentSpec, check_team
@@ -41,6 +41,7 @@ class Arm:
         evaluation (`str`): name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
         of (`str`): the arm whose run has this evaluation.
         is_budgeted (`bool`): whether training ends with as many generated tokens as the team has had.
+        is_variant (`bool`): whether the user has made it.
         why_not (`str`, *optional*): why this arm is left out.
     """
 
@@ -50,6 +51,7 @@ class Arm:
     evaluation: str = "end"
     of: str = ""
     is_budgeted: bool = False
+    is_variant: bool = False
     why_not: str | None = None
 
     @property
@@ -70,6 +72,7 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
         ValueError: there is no such arm.
     """
     known = [*_of_team(experiment), *_of_agents(experiment)]
+    known += _of_variants(experiment, {arm.name for arm in known})
     if names is None:
         return known
     names = [names] if isinstance(names, str) else names
@@ -97,6 +100,28 @@ def _of_team(experiment: Experiment) -> list[Arm]:
         Arm("anonymous", "no names and no roles", _anonymous, why_not=anonymous),
         *_of_adapters(experiment),
     ]
+
+
+def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
+    """Arms of the user, which may not have the names of others."""
+    variants = dict(experiment.variants)
+    if twice := sorted({*variants} & {*taken}):
+        raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
+    alone = experiment.changed(variants={})
+    return [
+        Arm(name, name, change, is_budgeted=_checked(name, change(alone)).args.max_steps == alone.args.max_steps,
+            is_variant=True)
+        for name, change in variants.items()
+    ]  # fmt: skip
+
+
+def _checked(name: str, made: object) -> Experiment:
+    if not isinstance(made, Experiment):
+        raise TypeError(
+            f"The variant {name!r} must return an `Experiment`, such as `one.with_args(...)`, got "
+            f"{type(made).__name__}."
+        )
+    return made
 
 
 def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]:

@@ -18,13 +18,15 @@ from ..metrics.at_k import FILE
 from ..runs.run_folder import RunFolder
 from ..system.files import write_atomically
 from ..trainer import MARFTTrainer
-from .arms import arms_of
+from .arms import Arm, arms_of
 from .experiment import Experiment
 from .settings import differences, settings_of
 
 
 # Files of a run: its result, the settings of its experiment, the step at which its budget was used up, and its time
 RESULT, SETTINGS, BUDGET, CLOCK = "result.json", "settings.json", "budget.json", "seconds.json"
+# Arms whose untrained state is an arm of its own
+EVALUATED_BEFORE = ("team", "solo")
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,10 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     (arm,) = (one for one in arms_of(experiment) if one.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
-    changed = (arm.change(experiment) if arm.change else experiment).with_args(**settings)
+    given = experiment.changed(variants={})
+    changed = (arm.change(given) if arm.change else given).with_args(**settings)
     changed = changed.with_args(per_device_eval_batch_size=_eval_batch(changed.args))
-    goes_on = cell.begin(settings_of(experiment))
+    goes_on = cell.begin(recorded(experiment, arm))
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
         team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
@@ -145,8 +148,9 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     trainer = changed.trainer()
     for callback in callbacks:
         trainer.add_callback(callback)
-    if not goes_on:
+    if not goes_on and cell.arm in EVALUATED_BEFORE:
         _evaluate(trainer, "start")
+    set_seed(cell.seed)  # the same training with and without an evaluation before
     trainer.train(resume_from_checkpoint=goes_on or None)
     seconds = clock.seconds
     _evaluate(trainer, "end")
@@ -165,6 +169,13 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     write_atomically(cell.folder / RESULT, json.dumps(result))
     for folder in cell.folder.glob("checkpoint-*"):
         shutil.rmtree(folder)
+
+
+def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+    """What is recorded with a run. Arms follow from the experiment, but for a user's function, which may change."""
+    if not arm.is_variant or arm.change is None:
+        return settings_of(experiment)
+    return settings_of(arm.change(experiment.changed(variants={})))
 
 
 def _eval_batch(args: MARFTConfig) -> int:

@@ -141,6 +141,11 @@ def judged(difference: Interval, margin: float) -> str:
 def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
     """What the differences say, in plain sentences."""
     said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    said += [
+        _sentence(found, one.arm.name, margin, "The team", _compared(one.arm.name))
+        for one in found.values()
+        if one.arm.is_variant
+    ]
     said.append(_too_few_tokens(found))
     for agent in agents:
         questions = (

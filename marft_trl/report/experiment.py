@@ -55,6 +55,10 @@ class Experiment:
             with fixed agents. By default, the agent answers, or acts in the [`EnvironmentLoop`] of the team.
         options (`dict`, *optional*):
             Further arguments of [`MARFTTrainer`].
+        variants (`dict[str, Callable[[Experiment], Experiment]]`, *optional*):
+            Arms of your own by name: functions that return the experiment with something changed, such as
+            `{"rate 1e-4": lambda one: one.with_args(learning_rate=1e-4)}`. Each is trained until it has generated as
+            many tokens as the team, or, if it changes `max_steps`, for these. A preset needs a new [`MARFTConfig`].
         name (`str`, *optional*):
             Title of the report.
     """
@@ -70,6 +74,7 @@ class Experiment:
     solo: AgentSpec | None = None
     solo_workflow: Workflow | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[Experiment], Experiment]] = field(default_factory=dict)
     name: str = "Is the team worth it?"
 
     def __post_init__(self):
@@ -83,6 +88,12 @@ class Experiment:
             )
         if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
             raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
+        for name, change in self.variants.items():
+            if not name or {*name} & {*":/\\"} or not callable(change):
+                raise ValueError(
+                    f"`variants` of an `Experiment` must be functions of an experiment, by names without : and /; got "
+                    f"{name!r}: {change!r}."
+                )
 
     def changed(self, **fields: Any) -> Experiment:
         """The experiment with other fields."""

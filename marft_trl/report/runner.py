@@ -16,12 +16,11 @@ from typing import Any
 
 from ..seams.logs import get_logger
 from .arms import Arm, arms_of, check_arms
-from .cells import Cell, run_cell
+from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
 from .children import Children
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages
-from .settings import settings_of
 
 
 logger = get_logger(__name__)
@@ -52,8 +51,8 @@ def report(
             Seeds of the runs. With one seed, intervals do not contain the spread of training.
         arms (`Sequence[str]`, *optional*):
             Those that are wanted, besides the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
-            `"anonymous"`, `"shared"` or `"own"`, and `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
-            with a colon and a name, of one. Defaults to all.
+            `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
+            with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults to all.
         workers (`int`, *optional*, defaults to `1`):
             Number of runs side by side, as processes of their own. More than one needs a named `experiment`.
         margin (`float`, *optional*, defaults to `0.02`):
@@ -124,7 +123,8 @@ def _tell_of_overlap(experiment: Experiment) -> None:
 
 def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
     """Say how much there is to do, and how long it takes where runs that are done tell."""
-    evaluations = sum(2 + len(_emptied(arms)) * (cell.arm == "team") for cell in waiting)
+    evaluations = sum(1 + (cell.arm in EVALUATED_BEFORE) for cell in waiting)
+    evaluations += len(_emptied(arms)) * sum(cell.arm == "team" for cell in waiting)
     args = experiment.args
     questions = len(experiment.eval_dataset) * (args.num_generations_eval or args.num_generations)
     done = [cell.result()["seconds"] for cell in cells if cell.is_done]
@@ -156,9 +156,9 @@ def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
 
 def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
     """Runs that are there, whole or in part, are of the same experiment, and have all evaluations that are wanted."""
-    settings = settings_of(experiment)
+    settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.why_not is None}
     for cell in cells:
-        cell.check_settings(settings)
+        cell.check_settings(settings[cell.arm])
         missing = []
         if cell.arm == "team" and cell.is_done:
             missing = [name for name in _emptied(arms) if name not in cell.result()["emptied"]]
