@@ -23,8 +23,10 @@ from .experiment import Experiment
 from .settings import differences, settings_of
 
 
-# Files of a run: its result, the settings of its experiment, the step at which its budget was used up, and its time
+# Files of a run: its result, the settings of its experiment, the step at which its budget was used up, its time, and
+# all metrics of its logged steps
 RESULT, SETTINGS, BUDGET, CLOCK = "result.json", "settings.json", "budget.json", "seconds.json"
+LOG = "log_history.json"
 # Arms whose untrained state is an arm of its own
 EVALUATED_BEFORE = ("team", "solo")
 
@@ -166,6 +168,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "emptied": list(emptied),
     }
     trainer.accelerator.end_training()
+    write_atomically(cell.folder / LOG, json.dumps(trainer.state.log_history))
     write_atomically(cell.folder / RESULT, json.dumps(result))
     for folder in cell.folder.glob("checkpoint-*"):
         shutil.rmtree(folder)

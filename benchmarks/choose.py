@@ -1,0 +1,486 @@
+"""
+The grids behind the page "Choose": presets, learning rates, adapters, and whether a team is worth it.
+
+    python benchmarks/choose.py presets                  # runs what is not done, then prints the table
+    python benchmarks/choose.py presets --tables         # the table, from docs/reports/data/presets.json
+    python benchmarks/choose.py rates --check "no preset/r=8, 1e-3/0"    # one run once more: are its answers the same?
+
+Every setting of a grid is a report of `marft_trl.report`: its arms are trained until they have generated as many
+tokens as the setting's first one, the team, with the same seed, and are evaluated on the same questions. A run that is
+done is not repeated, and one that was interrupted goes on from its last checkpoint. What came of the runs is kept in
+`docs/reports/data/<grid>.json`, from which the tables are made.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from marft_trl import AgentSpec, MARFTConfig, Workflow
+from marft_trl.metrics import interval, paired_difference
+from marft_trl.metrics.at_k import scores
+from marft_trl.report import report
+from marft_trl.report.arms import arms_of
+from marft_trl.report.cells import Cell, run_cell
+from marft_trl.report.comparison import shown
+from marft_trl.rewards import math_answer
+from marft_trl.rollout.views import team_view
+from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
+from marft_trl.workflows.base import together
+
+import numpy as np
+from datasets import Dataset
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import real
+
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "docs" / "reports" / "data"
+SHORT = {"max_completion_length": 8}
+WORK = "Work out the answer in a few words."
+
+
+def settings(max_steps, preset=None, **changes):
+    """Training arguments: those of `examples/real.py`, with a preset or other changes."""
+    given = real.make(max_steps=max_steps).args
+    same = (
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "num_generations"),
+        *("per_device_eval_batch_size", "num_generations_eval", "eval_k", "temperature", "eval_right_by"),
+        *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "bf16"),
+        *("model_init_kwargs", "max_steps"),
+    )
+    values = {name: getattr(given, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
+    values |= changes
+    return MARFTConfig("unused", **{name: value for name, value in values.items() if value is not None})
+
+
+# ---- Presets ----
+
+# Of PPO with five updates of a batch, half the rate; and as many episodes of a batch as make its tokens about as many
+# where candidates for turns are sampled, so that there are about as many updates for the same tokens
+ONE_EACH = {"num_generations": None, "num_generations_eval": 2}
+PPO = {**ONE_EACH, "learning_rate": 5e-4, "critic_learning_rate": 1e-3}
+PRESETS = {
+    "grpo": {},
+    "dr-mas": {},
+    "magrpo": {},
+    "rloo": {},
+    "marft-t": PPO,
+    "mappo": PPO,
+    "at-grpo": {**ONE_EACH, "per_device_train_batch_size": 6},
+    "c3": {**ONE_EACH, "per_device_train_batch_size": 4},
+}
+
+
+def presets(team="chain", family="chain_sum", max_steps=16):
+    """Presets beside the configuration without one."""
+    experiment = real.make(family, max_steps)
+    if team == "judge":
+        experiment = experiment.changed(
+            agents=[
+                AgentSpec("solver", system_prompt=real.ONLY, **SHORT),
+                AgentSpec("judge", system_prompt="Give only the right answer.", max_completion_length=10),
+            ],
+            workflow=MixtureOfAgents([["solver", "solver"]], "judge"),
+        )
+
+    def variant(name):
+        return lambda one: one.changed(args=settings(max_steps, name, **PRESETS[name]))
+
+    return experiment.changed(args=settings(max_steps), variants={name: variant(name) for name in PRESETS})
+
+
+# ---- Learning rates ----
+
+RATES = {"1e-4": 1e-4, "3e-4": 3e-4, "1e-3": 1e-3, "3e-3": 3e-3}
+
+
+def rates(preset=None, family="chain_sum", max_steps=16):
+    """Learning rates of LoRAs with ranks 8 and 32; the scale of what they add, `lora_alpha / r`, is 2."""
+    of_preset = {key: value for key, value in PRESETS.get(preset, {}).items() if key != "learning_rate"}
+
+    updates = max_steps * (5 if preset else 1)  # of a batch
+
+    def changed(one, rank, rate):
+        peft = dataclasses.replace(one.peft_config, r=rank, lora_alpha=2 * rank)
+        return one.changed(peft_config=peft, args=settings(updates, preset, **of_preset, learning_rate=rate))
+
+    def variant(rank, rate):
+        return lambda one: changed(one, rank, rate)
+
+    first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in (8, 32)]
+    named = {f"r={rank}, {name}": variant(rank, RATES[name]) for rank, name in others}
+    return changed(real.make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
+
+
+# ---- Adapters ----
+
+
+class OrchestratorAndWorkers(Workflow):
+    """An orchestrator says what to do, workers do it side by side, and the orchestrator answers."""
+
+    def __init__(self, workers):
+        self.workers = workers
+
+    async def run(self, episode):
+        task = await episode.turn("orchestrator")
+        done = await together(episode.turn(worker, sees=[task]) for worker in self.workers)
+        episode.answer = await episode.turn("orchestrator", sees=[task, *done])
+
+    def named_agents(self):
+        return ["orchestrator", *self.workers]
+
+
+def says_yes(review):
+    return "yes" in review.text.lower()
+
+
+THREE = ["first", "second", "third"]
+TEAMS = {
+    "evaluator": (
+        [
+            AgentSpec("writer", system_prompt=real.ONLY, **SHORT),
+            AgentSpec("evaluator", system_prompt="Is the answer right? Say yes or no.", **SHORT),
+        ],
+        UntilApproved("writer", "evaluator", rounds=1, approves=says_yes),
+    ),
+    "voting": (
+        [AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE],
+        Debate(THREE, rounds=1, vote=math_answer),
+    ),
+    "orchestrator": (
+        [
+            AgentSpec("orchestrator", system_prompt=WORK, **SHORT),
+            *(AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE[:2]),
+        ],
+        OrchestratorAndWorkers(THREE[:2]),
+    ),
+}
+
+
+def sharing(team="voting", family="chain_sum", max_steps=20):
+    """Own adapters, one shared by all, and one shared by all with the same weight for each agent."""
+    agents, workflow = TEAMS[team]
+    shared = [dataclasses.replace(agent, adapter="team") for agent in agents]
+    return real.make(family, max_steps).changed(
+        agents=agents,
+        workflow=workflow,
+        args=settings(max_steps),
+        variants={
+            "shared, equal weights": lambda one: one.changed(
+                agents=shared, args=settings(max_steps, agent_weight="equal")
+            ),
+        },
+    )
+
+
+# ---- Is a team worth it? ----
+
+
+def right(completions, answer, **kwargs):
+    """1 if the last number of the answer is the right one."""
+    return [float(math_answer(text_of(one)) == target) for one, target in zip(completions, answer, strict=True)]
+
+
+def alone(completions, answer, **kwargs):
+    """1 if the answer is the right number and nothing else."""
+    return [float(text_of(one).strip() == target) for one, target in zip(completions, answer, strict=True)]
+
+
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def questions(kind, count, seed, without=()):
+    """Distinct questions of a kind with their answers; none of `without`."""
+    draws, rows, known = np.random.default_rng(seed), [], {*without}
+    while len(rows) < count:
+        text, answer = KINDS[kind](draws)
+        if text not in known:
+            known.add(text)
+            rows.append({"prompt": [{"role": "user", "content": text}], "answer": str(answer)})
+    return Dataset.from_list(rows)
+
+
+def equation(draws):
+    """Solved by thought, checked by substitution."""
+    solution, term, minus = draws.integers(1, 13), draws.integers(1, 13), draws.random() < 0.5
+    return f"x {'-' if minus else '+'} {term} = {solution - term if minus else solution + term}. What is x?", solution
+
+
+def apples(draws):
+    """Two numbers, of which each agent is told one."""
+    first, second = draws.integers(1, 13, size=2)
+    return f"Ann has {first} apples.\nBob has {second} apples. How many apples do they have together?", first + second
+
+
+NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida", "Jon", "Kim", "Leo", "Mia"]
+
+
+def list_of_names(draws):
+    """A list of which half fits into what an agent may be shown."""
+    numbers = draws.integers(10, 100, size=len(NAMES))
+    name = draws.integers(len(NAMES))
+    lines = [f"{one} has {number}." for one, number in zip(NAMES, numbers, strict=True)]
+    text = " ".join(lines[:6]) + "\n" + " ".join(lines[6:]) + f" How many has {NAMES[name]}?"
+    return text, numbers[name]
+
+
+KINDS = {"equation": equation, "apples": apples, "list": list_of_names}
+
+
+def first_part(agent, prompt, seen):
+    """A view of what is before the line break, and of the question."""
+    before, _, after = prompt[0]["content"].partition("\n")
+    asked = after.rpartition(". ")[2]
+    return team_view(agent, [{"role": "user", "content": f"{before} {asked}"}], seen)
+
+
+def second_part(agent, prompt, seen):
+    """A view of what is behind the line break."""
+    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].partition("\n")[2]}], seen)
+
+
+def substituted(messages):
+    """What a program says of a draft: it puts the number in the place of x."""
+    question, draft = messages[0]["content"], messages[-1]["content"]
+    left, right_side = re.search(r"(x [+-] \d+) = (-?\d+)", question).groups()
+    number = math_answer(draft)
+    if not re.fullmatch(r"-?\d{1,4}", number or ""):
+        return "That is no number."
+    value = eval(left, {"x": int(number)})  # noqa: S307 - of the pattern above
+    return APPROVED if value == int(right_side) else f"{left.replace('x', number)} is {value}, not {right_side}."
+
+
+APPROVED = "That is right."
+TELL = "Say the number."
+WORTH = {
+    # Own questions or a family of reasoning-gym, agents, workflow, the agent alone, turns of an episode
+    "checked by substitution": (
+        "equation",
+        [AgentSpec("solver", system_prompt=real.ONLY, **SHORT), AgentSpec("checker", reply=substituted)],
+        UntilApproved("solver", "checker", rounds=1, approves=APPROVED),
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=16),
+        2,
+    ),
+    "checked by an agent": (
+        "chain_sum",
+        *TEAMS["evaluator"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
+    "three votes": (
+        "chain_sum",
+        *TEAMS["voting"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
+    "each knows a part": (
+        "apples",
+        [
+            AgentSpec("scout", system_prompt="How many apples has Ann?", view=first_part, **SHORT),
+            AgentSpec("answerer", system_prompt=real.ONLY, view=second_part, **SHORT),
+        ],
+        None,
+        AgentSpec("solo", system_prompt=real.ONLY, view=second_part, max_completion_length=16),
+        2,
+    ),
+    "half of it fits": (
+        "list",
+        [
+            AgentSpec("reader", system_prompt=TELL, view=first_part, **SHORT),
+            AgentSpec("answerer", system_prompt=TELL, view=second_part, **SHORT),
+        ],
+        None,
+        AgentSpec("solo", system_prompt=TELL, view=second_part, max_completion_length=16),
+        2,
+    ),
+}
+
+
+def worth(setting="three votes", max_steps=16):
+    """A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all."""
+    kind, agents, workflow, solo, calls = WORTH[setting]
+    experiment = real.make("chain_sum", max_steps)
+    if kind in KINDS:
+        held_out = questions(kind, 64, seed=1)
+        asked = [prompt[0]["content"] for prompt in held_out["prompt"]]
+        drawn = questions(kind, {"list": 1000, "equation": 150, "apples": 70}[kind], seed=0, without=asked)
+        experiment = experiment.changed(
+            train_dataset=drawn, eval_dataset=held_out, reward_funcs=[right, alone],
+        )  # fmt: skip
+    by = "number_is_right" if kind not in KINDS else "right"
+    measured = {"eval_right_by": by, "num_generations_eval": 3}
+    told = {"solo, told all": lambda one: one.changed(agents=[dataclasses.replace(solo, view=None)], workflow=None)}
+    return experiment.changed(
+        agents=agents,
+        workflow=workflow,
+        solo=solo,
+        args=settings(max_steps, **measured),
+        options={"eval_vote": math_answer},
+        variants={
+            "solo, equal turns": lambda one: one.changed(
+                agents=[solo],
+                workflow=None,
+                args=settings(calls * max_steps, **measured),
+            ),
+            **(told if solo.view is not None else {}),
+        },
+    )
+
+
+GRIDS = {
+    "presets": (
+        presets,
+        [{"team": "chain", "family": "chain_sum"}, {"team": "judge", "family": "chain_sum"},
+         {"team": "chain", "family": "basic_arithmetic"}],
+        [0, 1, 2],
+    ),
+    "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
+    "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
+    "worth": (worth, [{"setting": setting} for setting in WORTH], [0, 1, 2, 3, 4]),
+}  # fmt: skip
+
+
+# Arms that every report has
+ALSO = {"sharing": ["shared"], "worth": ["solo"]}
+
+
+def label(given):
+    """Name of a setting."""
+    return ", ".join("no preset" if value is None else str(value) for value in given.values())
+
+
+def collected(grid, folder):
+    """What came of the arms of a grid whose runs are done, for `docs/reports/data`."""
+    make, given, seeds = GRIDS[grid]
+    found = {}
+    for one in given:
+        experiment, arms = make(**one), {}
+        for arm in arms_of(experiment):
+            places = [Cell(arm.name, seed, folder / label(one) / "runs" / f"{arm.name}-{seed}") for seed in seeds]
+            if all(place.is_done for place in places):
+                arms[arm.name] = [{"seed": place.seed, **outcome(place)} for place in places]
+        found[label(one)] = arms
+    return found
+
+
+def outcome(place):
+    """What came of a run: the share of right samples of each question, and what it took."""
+    result = place.result()
+    log = json.loads((place.folder / "log_history.json").read_text())
+    shares = {}
+    for entry in log:
+        for name, value in entry.items():
+            if name.startswith("agents/") and name.endswith("/grad_share"):
+                shares.setdefault(name.split("/")[1], []).append(value)
+    measures = {"right": "avg", **{f"maj@{k}": f"maj@{k}" for k in votes_of(place)}}
+    return {
+        **{key: scores([place.folder], measure, name="end")[0].round(4).tolist() for key, measure in measures.items()},
+        **({"start": scores([place.folder], name="start")[0].tolist()} if place.arm in ("team", "solo") else {}),
+        **{key: result[key] for key in ("tokens", "steps", "seconds")},
+        "rewards": [round(reward, 4) for _, reward in result["curve"]],
+        "turns": round(sum(turns(entry) for entry in log), 2),
+        "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
+    }
+
+
+def turns(entry):
+    """Turns of an episode of a logged step."""
+    return sum(value for name, value in entry.items() if name.startswith("agents/") and name.endswith("/turns"))
+
+
+def votes_of(place):
+    """Numbers of votes that an arm is measured with, besides single answers."""
+    return (3,) if place.arm.startswith("solo") and "worth" in place.folder.parts else ()
+
+
+def matrix(runs, key="right"):
+    return np.array([run[key] for run in runs])
+
+
+def run(grid, folder, workers):
+    make, given, seeds = GRIDS[grid]
+    for one in given:
+        arms = [arm.name for arm in arms_of(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
+        report(
+            f"{Path(__file__)}:{grid}",
+            output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
+        )  # fmt: skip
+        write(grid, collected(grid, folder))
+
+
+def write(grid, found):
+    DATA.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1)
+    text = text.replace("\n     ", " ").replace("\n    ]", " ]")  # lists of numbers on one line
+    (DATA / f"{grid}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def table(grid, found):
+    """A Markdown table: accuracies by setting, and what an arm has over the first one."""
+    lines = ["| setting | arm | right answers | minus the first | tokens | updates |", "|---|---|---|---|---|---|"]
+    for setting, arms in found.items():
+        for name, runs in arms.items():
+            first = name == "team"
+            over = "" if first else shown(paired_difference(matrix(runs), matrix(arms["team"])), signed=True)
+            tokens, steps = (statistics.fmean(one[key] for one in runs) for key in ("tokens", "steps"))
+            cells = [setting, name, shown(interval(matrix(runs))), over, f"{tokens:,.0f}", f"{steps:,.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pooled(found):
+    """Differences to the first arm over all settings, by arm."""
+    lines = ["| arm | minus the first, all settings | runs |", "|---|---|---|"]
+    for name in dict.fromkeys(name for arms in found.values() for name in arms if name != "team"):
+        both = [arms for arms in found.values() if name in arms]
+        ours, theirs = (np.concatenate([matrix(arms[one]) for arms in both]) for one in (name, "team"))
+        lines.append(f"| {name} | {shown(paired_difference(ours, theirs), signed=True)} | {len(ours)} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", choices=list(GRIDS))
+    parser.add_argument("--tables", action="store_true", help="run nothing")
+    parser.add_argument("--check", metavar="SETTING/ARM/SEED", help="repeat one run and compare")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path("choose-output"))
+    options = parser.parse_args()
+    folder = options.output_dir / options.grid
+    if options.check:
+        check(options.grid, *options.check.split("/"), folder / "again")
+        return
+    if not options.tables:
+        run(options.grid, folder, options.workers)
+    found = json.loads((DATA / f"{options.grid}.json").read_text(encoding="utf-8"))
+    print(table(options.grid, found), pooled(found), sep="\n\n")
+
+
+def check(grid, setting, arm, seed, folder):
+    """Repeat a run, as far as its arm is not trained with the budget of another, and compare its answers."""
+    make, given, _ = GRIDS[grid]
+    (one,) = (one for one in given if label(one) == setting)
+    recorded = json.loads((DATA / f"{grid}.json").read_text(encoding="utf-8"))[setting]
+    place = Cell(arm, int(seed), folder / "runs" / f"{arm}-{seed}")
+    before = next(run for run in recorded[arm] if run["seed"] == int(seed))
+    if arm != "team":  # its budget is what the team has generated
+        team = next(run for run in recorded["team"] if run["seed"] == int(seed))
+        budget = Cell("team", int(seed), folder / "runs" / f"team-{seed}").folder
+        budget.mkdir(parents=True, exist_ok=True)
+        (budget / "result.json").write_text(json.dumps({key: team[key] for key in ("tokens", "steps")}))
+    run_cell(make(**one), place)
+    after = outcome(place)
+    for key in ("right", "tokens", "steps", "rewards"):
+        print(f"{key}: {'the same' if before[key] == after[key] else f'{before[key]} before, {after[key]} now'}")
+
+
+if __name__ == "__main__":
+    main()
