@@ -105,4 +105,4 @@ gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
 	$(BIN)/python -W ignore benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output warm-up-output scaling-output staleness-output
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output warm-up-output scaling-output staleness-output choose-output

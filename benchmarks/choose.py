@@ -73,8 +73,8 @@ PRESETS = {
     "rloo": {},
     "marft-t": PPO,
     "mappo": PPO,
-    "at-grpo": {**ONE_EACH, "per_device_train_batch_size": 6},
-    "c3": {**ONE_EACH, "per_device_train_batch_size": 4},
+    "at-grpo": {**ONE_EACH, "per_device_train_batch_size": 4},
+    "c3": {**ONE_EACH, "per_device_train_batch_size": 2},
 }
 
 
@@ -114,7 +114,8 @@ def rates(preset=None, family="chain_sum", max_steps=16):
     def variant(rank, rate):
         return lambda one: changed(one, rank, rate)
 
-    first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in (8, 32)]
+    ranks = (8,) if preset else (8, 32)  # five updates of a batch take long
+    first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in ranks]
     named = {f"r={rank}, {name}": variant(rank, RATES[name]) for rank, name in others}
     return changed(real.make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
 
@@ -208,91 +209,67 @@ def questions(kind, count, seed, without=()):
     return Dataset.from_list(rows)
 
 
-def equation(draws):
-    """Solved by thought, checked by substitution."""
-    solution, term, minus = draws.integers(1, 13), draws.integers(1, 13), draws.random() < 0.5
-    return f"x {'-' if minus else '+'} {term} = {solution - term if minus else solution + term}. What is x?", solution
+ASKED = "State the final answer to the following arithmetic problem:"
 
 
-def apples(draws):
+def difference(draws):
+    """Solved by subtraction, checked by addition."""
+    solution, term = draws.integers(1, 13, size=2)
+    return f"{ASKED} {solution + term} - {term} =", solution
+
+
+def two_numbers(draws):
     """Two numbers, of which each agent is told one."""
     first, second = draws.integers(1, 13, size=2)
-    return f"Ann has {first} apples.\nBob has {second} apples. How many apples do they have together?", first + second
+    return f"{first}\n\n{ASKED} {second} + ?", first + second
 
 
-NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida", "Jon", "Kim", "Leo", "Mia"]
+NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida"]
 
 
-def list_of_names(draws):
-    """A list of which half fits into what an agent may be shown."""
+def table_of_numbers(draws):
+    """A table of which half fits into what an agent may be shown."""
     numbers = draws.integers(10, 100, size=len(NAMES))
     name = draws.integers(len(NAMES))
-    lines = [f"{one} has {number}." for one, number in zip(NAMES, numbers, strict=True)]
-    text = " ".join(lines[:6]) + "\n" + " ".join(lines[6:]) + f" How many has {NAMES[name]}?"
-    return text, numbers[name]
+    rows = [f"{one}: {number}" for one, number in zip(NAMES, numbers, strict=True)]
+    question = f"What is the number of {NAMES[name]}?"
+    return "\n\n".join(f"{', '.join(half)}\n{question}" for half in (rows[:4], rows[4:])), numbers[name]
 
 
-KINDS = {"equation": equation, "apples": apples, "list": list_of_names}
+KINDS = {"difference": difference, "two numbers": two_numbers, "table": table_of_numbers}
 
 
 def first_part(agent, prompt, seen):
-    """A view of what is before the line break, and of the question."""
-    before, _, after = prompt[0]["content"].partition("\n")
-    asked = after.rpartition(". ")[2]
-    return team_view(agent, [{"role": "user", "content": f"{before} {asked}"}], seen)
+    """A view of the first part."""
+    return part(agent, prompt, seen, 0)
 
 
 def second_part(agent, prompt, seen):
-    """A view of what is behind the line break."""
-    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].partition("\n")[2]}], seen)
+    """A view of the second part."""
+    return part(agent, prompt, seen, 1)
 
 
-def substituted(messages):
-    """What a program says of a draft: it puts the number in the place of x."""
-    question, draft = messages[0]["content"], messages[-1]["content"]
-    left, right_side = re.search(r"(x [+-] \d+) = (-?\d+)", question).groups()
+def part(agent, prompt, seen, number):
+    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].split("\n\n")[number]}], seen)
+
+
+def added(messages):
+    """What a program says of a draft: it adds what was subtracted."""
+    question, _, draft = messages[-1]["content"].partition(" =")
+    whole, term = map(int, re.search(r"(\d+) - (\d+)$", question).groups())
     number = math_answer(draft)
     if not re.fullmatch(r"-?\d{1,4}", number or ""):
         return "That is no number."
-    value = eval(left, {"x": int(number)})  # noqa: S307 - of the pattern above
-    return APPROVED if value == int(right_side) else f"{left.replace('x', number)} is {value}, not {right_side}."
+    value = int(number) + term
+    return APPROVED if value == whole else f"{number} + {term} is {value}, not {whole}."
 
 
 APPROVED = "That is right."
-TELL = "Say the number."
+TELL = "Give only the number."
 WORTH = {
     # Own questions or a family of reasoning-gym, agents, workflow, the agent alone, turns of an episode
-    "checked by substitution": (
-        "equation",
-        [AgentSpec("solver", system_prompt=real.ONLY, **SHORT), AgentSpec("checker", reply=substituted)],
-        UntilApproved("solver", "checker", rounds=1, approves=APPROVED),
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=16),
-        2,
-    ),
-    "checked by an agent": (
-        "chain_sum",
-        *TEAMS["evaluator"],
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
-        3,
-    ),
-    "three votes": (
-        "chain_sum",
-        *TEAMS["voting"],
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
-        3,
-    ),
-    "each knows a part": (
-        "apples",
-        [
-            AgentSpec("scout", system_prompt="How many apples has Ann?", view=first_part, **SHORT),
-            AgentSpec("answerer", system_prompt=real.ONLY, view=second_part, **SHORT),
-        ],
-        None,
-        AgentSpec("solo", system_prompt=real.ONLY, view=second_part, max_completion_length=16),
-        2,
-    ),
     "half of it fits": (
-        "list",
+        "table",
         [
             AgentSpec("reader", system_prompt=TELL, view=first_part, **SHORT),
             AgentSpec("answerer", system_prompt=TELL, view=second_part, **SHORT),
@@ -301,22 +278,51 @@ WORTH = {
         AgentSpec("solo", system_prompt=TELL, view=second_part, max_completion_length=16),
         2,
     ),
+    "three votes": (
+        "chain_sum",
+        *TEAMS["voting"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
+    "checked by a program": (
+        "difference",
+        [AgentSpec("solver", system_prompt=real.ONLY, **SHORT), AgentSpec("checker", reply=added)],
+        UntilApproved("solver", "checker", rounds=1, approves=APPROVED),
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=16),
+        2,
+    ),
+    "each knows a part": (
+        "two numbers",
+        [
+            AgentSpec("scout", system_prompt="Repeat the number.", view=first_part, **SHORT),
+            AgentSpec("answerer", system_prompt=real.ONLY, view=second_part, **SHORT),
+        ],
+        None,
+        AgentSpec("solo", system_prompt=real.ONLY, view=second_part, max_completion_length=16),
+        2,
+    ),
+    "checked by an agent": (
+        "chain_sum",
+        *TEAMS["evaluator"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
 }
 
 
-def worth(setting="three votes", max_steps=16):
+def worth(setting="three votes", max_steps=20):
     """A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all."""
     kind, agents, workflow, solo, calls = WORTH[setting]
     experiment = real.make("chain_sum", max_steps)
     if kind in KINDS:
         held_out = questions(kind, 64, seed=1)
         asked = [prompt[0]["content"] for prompt in held_out["prompt"]]
-        drawn = questions(kind, {"list": 1000, "equation": 150, "apples": 70}[kind], seed=0, without=asked)
+        drawn = questions(kind, 1000 if kind == "table" else 70, seed=0, without=asked)
         experiment = experiment.changed(
             train_dataset=drawn, eval_dataset=held_out, reward_funcs=[right, alone],
         )  # fmt: skip
     by = "number_is_right" if kind not in KINDS else "right"
-    measured = {"eval_right_by": by, "num_generations_eval": 3}
+    measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
     told = {"solo, told all": lambda one: one.changed(agents=[dataclasses.replace(solo, view=None)], workflow=None)}
     return experiment.changed(
         agents=agents,

@@ -1,0 +1,205 @@
+"""
+A team that does not learn: every row of the guide's table is produced on purpose, and its sign is there; where it is
+not obvious, a team without the fault does not have the sign.
+"""
+
+import re
+from pathlib import Path
+
+from marft_trl import AgentSpec
+from marft_trl.metrics.at_k import read_samples
+from marft_trl.rollout.views import team_view
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
+from marft_trl.workflows import MixtureOfAgents, UntilApproved
+
+import pytest
+from transformers import set_seed
+
+from .helpers import lora, team_trainer, varied_reward
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "watch_and_debug.md"
+SYMPTOMS = {}
+REASONER, ACTOR = tiny_agents()
+
+
+def symptom(name):
+    """A test of the row of the table that begins so."""
+
+    def register(test):
+        SYMPTOMS[name] = test
+        return test
+
+    return register
+
+
+def trained(model, folder, reward=exact_answer, steps=10, agents=None, workflow=None, rows=500, **settings):
+    """A trained team of the quickstart's model, with all of its logs."""
+    given = {"max_steps": steps, "per_device_train_batch_size": 32, "num_generations": 8, "learning_rate": 1.5e-3}
+    given |= {"logging_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 64}
+    trainer = team_trainer(
+        model,
+        folder,
+        agents=agents or tiny_agents(),
+        workflow=workflow,
+        reward_funcs=reward,
+        train_dataset=tiny_dataset(rows),
+        eval_dataset=tiny_dataset(64, seed=1),
+        peft_config=lora(16),
+        settings={**given, "lr_scheduler_type": "constant", **settings},
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def taught_model():
+    """The quickstart's model, which learns in a few steps."""
+    return tiny_team_model()
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_every_row_of_the_table_is_produced():
+    section = PAGE.read_text(encoding="utf-8").partition("## A team that does not learn")[2].partition("\n\n###")[0]
+    rows = re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE)[1:]  # without the head
+    assert rows == [*SYMPTOMS]
+
+
+def never(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+@symptom("the reward is 0 from the first step on")
+def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
+    trainer = trained(model_folder, tmp_path, never)
+    assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS SAY NOTHING") == 1
+
+
+def of_the_question(prompts, **kwargs):
+    """A reward that differs between questions, and not between the episodes of one."""
+    return [float(len(str(prompt)) % 3) for prompt in prompts]
+
+
+@symptom("every prompt earns the same in all of its episodes")
+def test_nothing_to_compare(model_folder, tmp_path, caplog):
+    trainer = trained(model_folder, tmp_path, of_the_question)
+    assert len({*logged(trainer, "reward")}) > 1 and {*logged(trainer, "frac_reward_zero_std")} == {1.0}
+    assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
+
+
+@symptom("turns end in the middle of a word")
+def test_turns_are_cut(model_folder, tmp_path):
+    short = AgentSpec("reasoner", system_prompt=REASONER.system_prompt, max_completion_length=2)
+    for agent, share in ((short, 0.9), (REASONER, 0.0)):
+        trainer = trained(model_folder, tmp_path / str(share), steps=2, agents=[agent, ACTOR])
+        assert (min(logged(trainer, "agents/reasoner/completions/clipped_ratio")) > 0.8) == bool(share)
+
+
+@symptom("agents forget what was said")
+def test_prompts_are_cut(model_folder, tmp_path):
+    agents = [REASONER, ACTOR, AgentSpec("last", max_completion_length=6)]
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=agents, settings={"context_overflow": "drop_oldest_turn", "max_steps": 1}
+    )
+    longest = max(len(trainer.processing_class(row["prompt"]).input_ids) for row in trainer.train_dataset)
+    trainer.parts.runner.prompts.window = longest + 40
+    trainer.train()
+    assert logged(trainer, "context/dropped_turns")[0] > 0
+
+
+def deaf(agent, prompt, seen):
+    return team_view(agent, prompt, [])
+
+
+@symptom("the solver ignores the planner")
+@pytest.mark.parametrize("view", [deaf, None])
+def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
+    actor = AgentSpec("actor", system_prompt=ACTOR.system_prompt, max_completion_length=6, view=view)
+    trainer = trained(model_folder, tmp_path, steps=1, agents=[REASONER, actor], eval_k=[1])
+    set_seed(0)
+    trainer.evaluate(metric_key_prefix="as_it_is")
+    set_seed(0)
+    with trainer.parts.runner.silencing("reasoner"):
+        trainer.evaluate(metric_key_prefix="emptied")
+    samples = read_samples(tmp_path / "evaluations.jsonl")
+    answers = {name: [one["vote"] for one in samples if one["set"] == name] for name in ("as_it_is", "emptied")}
+    assert len(answers["emptied"]) == 64
+    assert (answers["as_it_is"] == answers["emptied"]) == (view is deaf)
+
+
+@symptom("one agent's share of the gradient is near 1")
+def test_the_agent_with_most_to_say_captures_a_shared_adapter(model_folder, tmp_path):
+    agents = [
+        AgentSpec(one.name, one.system_prompt, "team", max_completion_length=one.max_completion_length)
+        for one in tiny_agents()
+    ]
+    shares = {
+        weight: logged(
+            trained(
+                model_folder, tmp_path / weight, steps=4, agents=agents,
+                workflow=MixtureOfAgents([["reasoner"] * 3], "actor"), agent_weight=weight,
+            ),
+            "agents/reasoner/grad_share",
+        )
+        for weight in ("size", "equal")
+    }  # fmt: skip
+    size, equal = (sum(its) / len(its) for its in shares.values())
+    assert size > 0.6 and size > equal + 0.1
+
+
+@symptom("the reward falls, at once or after it has risen")
+@pytest.mark.slow
+def test_a_rate_that_is_too_high(taught_model, tmp_path):
+    rewards, clipped = {}, {}
+    for rate in (1.5e-3, 3e-2):
+        trainer = trained(taught_model, tmp_path / str(rate), steps=16, learning_rate=rate, num_iterations=2)
+        rewards[rate], clipped[rate] = logged(trainer, "reward"), logged(trainer, "clip_ratio/region_mean")
+    assert max(rewards[3e-2][-4:]) < 0.2 < rewards[3e-2][0] and min(rewards[1.5e-3]) > 0.2
+    assert clipped[3e-2][1] > 2 * clipped[1.5e-3][1]
+
+
+@symptom("nothing moves at all")
+def test_a_rate_that_is_too_low(model_folder, tmp_path):
+    far = {}
+    for rate in (1.5e-3, 1e-8):
+        trainer = trained(model_folder, tmp_path / str(rate), varied_reward, 8, learning_rate=rate, beta=1e-4)
+        assert min(logged(trainer, "grad_norm")) > 0.01
+        far[rate] = logged(trainer, "kl")[-1]
+    assert abs(far[1e-8]) < 1e-5 and far[1.5e-3] > 100 * abs(far[1e-8])
+
+
+def sevens(completions, **kwargs):
+    """A reward that can be had without the task."""
+    return [min(str(one).count("7"), 5) / 5 for one in completions]
+
+
+@symptom("the reward rises, the text is strange")
+@pytest.mark.slow
+def test_a_reward_that_is_hacked(taught_model, tmp_path):
+    trainer = trained(
+        taught_model, tmp_path, [sevens, exact_answer], steps=15, reward_weights=[1.0, 0.0], learning_rate=5e-3
+    )
+    rewards, right = logged(trainer, "reward"), logged(trainer, "rewards/exact_answer/mean")
+    assert rewards[-1] > rewards[0] + 0.5 and right[-1] < right[0] - 0.2
+
+
+@symptom("a reviewer approves everything")
+@pytest.mark.parametrize(("says", "drafts"), [("APPROVED", 1.0), ("No.", 3.0)])
+def test_a_reviewer_that_always_says_yes(model_folder, tmp_path, says, drafts):
+    trainer = trained(
+        model_folder, tmp_path, steps=2, agents=[REASONER, AgentSpec("reviewer", reply=lambda messages: says)],
+        workflow=UntilApproved("reasoner", "reviewer", rounds=2),
+    )  # fmt: skip
+    assert {*logged(trainer, "agents/reasoner/turns")} == {drafts}
+    assert max(logged(trainer, "reward")) < 1.0
+
+
+@symptom("evaluation is far below training")
+@pytest.mark.slow
+def test_learned_by_heart(taught_model, tmp_path):
+    trainer = trained(taught_model, tmp_path, steps=25, rows=4, learning_rate=5e-3)
+    best = max(logged(trainer, "reward"))
+    assert best > 0.8 and trainer.evaluate()["eval_reward"] < best - 0.3
