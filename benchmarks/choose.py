@@ -8,350 +8,28 @@ The grids behind the page "Choose": presets, learning rates, adapters, and wheth
 Every setting of a grid is a report of `marft_trl.report`: its arms are trained until they have generated as many
 tokens as the setting's first one, the team, with the same seed, and are evaluated on the same questions. A run that is
 done is not repeated, and one that was interrupted goes on from its last checkpoint. What came of the runs is kept in
-`docs/reports/data/<grid>.json`, from which the tables are made.
+`docs/reports/data/<grid>.json`, from which the tables of `docs/reports/choices.md` are made.
 """
 
 import argparse
-import dataclasses
 import json
-import re
 import statistics
-import sys
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, Workflow
 from marft_trl.metrics import interval, paired_difference
 from marft_trl.metrics.at_k import scores
 from marft_trl.report import report
 from marft_trl.report.arms import arms_of
 from marft_trl.report.cells import Cell, run_cell
 from marft_trl.report.comparison import shown
-from marft_trl.rewards import math_answer
-from marft_trl.rollout.views import team_view
-from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
-from marft_trl.workflows.base import together
 
 import numpy as np
-from datasets import Dataset
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import real
+from choose_grids import GRIDS
 
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reports" / "choices.md"
 DATA = ROOT / "docs" / "reports" / "data"
-SHORT = {"max_completion_length": 8}
-WORK = "Work out the answer in a few words."
-
-
-def settings(max_steps, preset=None, **changes):
-    """Training arguments: those of `examples/real.py`, with a preset or other changes."""
-    given = real.make(max_steps=max_steps).args
-    same = (
-        *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "num_generations"),
-        *("per_device_eval_batch_size", "num_generations_eval", "eval_k", "temperature", "eval_right_by"),
-        *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "bf16"),
-        *("model_init_kwargs", "max_steps"),
-    )
-    values = {name: getattr(given, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
-    values |= changes
-    return MARFTConfig("unused", **{name: value for name, value in values.items() if value is not None})
-
-
-# ---- Presets ----
-
-# Of PPO with five updates of a batch, half the rate; and as many episodes of a batch as make its tokens about as many
-# where candidates for turns are sampled, so that there are about as many updates for the same tokens
-ONE_EACH = {"num_generations": None, "num_generations_eval": 2}
-PPO = {**ONE_EACH, "learning_rate": 5e-4, "critic_learning_rate": 1e-3}
-PRESETS = {
-    "grpo": {},
-    "dr-mas": {},
-    "magrpo": {},
-    "rloo": {},
-    "marft-t": PPO,
-    "mappo": PPO,
-    "at-grpo": {**ONE_EACH, "per_device_train_batch_size": 4},
-    "c3": {**ONE_EACH, "per_device_train_batch_size": 2},
-}
-
-
-def presets(team="chain", family="chain_sum", max_steps=16):
-    """Presets beside the configuration without one."""
-    experiment = real.make(family, max_steps)
-    if team == "judge":
-        experiment = experiment.changed(
-            agents=[
-                AgentSpec("solver", system_prompt=real.ONLY, **SHORT),
-                AgentSpec("judge", system_prompt="Give only the right answer.", max_completion_length=10),
-            ],
-            workflow=MixtureOfAgents([["solver", "solver"]], "judge"),
-        )
-
-    def variant(name):
-        return lambda one: one.changed(args=settings(max_steps, name, **PRESETS[name]))
-
-    return experiment.changed(args=settings(max_steps), variants={name: variant(name) for name in PRESETS})
-
-
-# ---- Learning rates ----
-
-RATES = {"1e-4": 1e-4, "3e-4": 3e-4, "1e-3": 1e-3, "3e-3": 3e-3}
-
-
-def rates(preset=None, family="chain_sum", max_steps=16):
-    """Learning rates of LoRAs with ranks 8 and 32; the scale of what they add, `lora_alpha / r`, is 2."""
-    of_preset = {key: value for key, value in PRESETS.get(preset, {}).items() if key != "learning_rate"}
-
-    updates = max_steps * (5 if preset else 1)  # of a batch
-
-    def changed(one, rank, rate):
-        peft = dataclasses.replace(one.peft_config, r=rank, lora_alpha=2 * rank)
-        return one.changed(peft_config=peft, args=settings(updates, preset, **of_preset, learning_rate=rate))
-
-    def variant(rank, rate):
-        return lambda one: changed(one, rank, rate)
-
-    ranks = (8,) if preset else (8, 32)  # five updates of a batch take long
-    first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in ranks]
-    named = {f"r={rank}, {name}": variant(rank, RATES[name]) for rank, name in others}
-    return changed(real.make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
-
-
-# ---- Adapters ----
-
-
-class OrchestratorAndWorkers(Workflow):
-    """An orchestrator says what to do, workers do it side by side, and the orchestrator answers."""
-
-    def __init__(self, workers):
-        self.workers = workers
-
-    async def run(self, episode):
-        task = await episode.turn("orchestrator")
-        done = await together(episode.turn(worker, sees=[task]) for worker in self.workers)
-        episode.answer = await episode.turn("orchestrator", sees=[task, *done])
-
-    def named_agents(self):
-        return ["orchestrator", *self.workers]
-
-
-def says_yes(review):
-    return "yes" in review.text.lower()
-
-
-THREE = ["first", "second", "third"]
-TEAMS = {
-    "evaluator": (
-        [
-            AgentSpec("writer", system_prompt=real.ONLY, **SHORT),
-            AgentSpec("evaluator", system_prompt="Is the answer right? Say yes or no.", **SHORT),
-        ],
-        UntilApproved("writer", "evaluator", rounds=1, approves=says_yes),
-    ),
-    "voting": (
-        [AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE],
-        Debate(THREE, rounds=1, vote=math_answer),
-    ),
-    "orchestrator": (
-        [
-            AgentSpec("orchestrator", system_prompt=WORK, **SHORT),
-            *(AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE[:2]),
-        ],
-        OrchestratorAndWorkers(THREE[:2]),
-    ),
-}
-
-
-def sharing(team="voting", family="chain_sum", max_steps=20):
-    """Own adapters, one shared by all, and one shared by all with the same weight for each agent."""
-    agents, workflow = TEAMS[team]
-    shared = [dataclasses.replace(agent, adapter="team") for agent in agents]
-    return real.make(family, max_steps).changed(
-        agents=agents,
-        workflow=workflow,
-        args=settings(max_steps),
-        variants={
-            "shared, equal weights": lambda one: one.changed(
-                agents=shared, args=settings(max_steps, agent_weight="equal")
-            ),
-        },
-    )
-
-
-# ---- Is a team worth it? ----
-
-
-def right(completions, answer, **kwargs):
-    """1 if the last number of the answer is the right one."""
-    return [float(math_answer(text_of(one)) == target) for one, target in zip(completions, answer, strict=True)]
-
-
-def alone(completions, answer, **kwargs):
-    """1 if the answer is the right number and nothing else."""
-    return [float(text_of(one).strip() == target) for one, target in zip(completions, answer, strict=True)]
-
-
-def text_of(completion):
-    return completion if isinstance(completion, str) else completion[0]["content"]
-
-
-def questions(kind, count, seed, without=()):
-    """Distinct questions of a kind with their answers; none of `without`."""
-    draws, rows, known = np.random.default_rng(seed), [], {*without}
-    while len(rows) < count:
-        text, answer = KINDS[kind](draws)
-        if text not in known:
-            known.add(text)
-            rows.append({"prompt": [{"role": "user", "content": text}], "answer": str(answer)})
-    return Dataset.from_list(rows)
-
-
-ASKED = "State the final answer to the following arithmetic problem:"
-
-
-def difference(draws):
-    """Solved by subtraction, checked by addition."""
-    solution, term = draws.integers(1, 13, size=2)
-    return f"{ASKED} {solution + term} - {term} =", solution
-
-
-def two_numbers(draws):
-    """Two numbers, of which each agent is told one."""
-    first, second = draws.integers(1, 13, size=2)
-    return f"{first}\n\n{ASKED} {second} + ?", first + second
-
-
-NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida"]
-
-
-def table_of_numbers(draws):
-    """A table of which half fits into what an agent may be shown."""
-    numbers = draws.integers(10, 100, size=len(NAMES))
-    name = draws.integers(len(NAMES))
-    rows = [f"{one}: {number}" for one, number in zip(NAMES, numbers, strict=True)]
-    question = f"What is the number of {NAMES[name]}?"
-    return "\n\n".join(f"{', '.join(half)}\n{question}" for half in (rows[:4], rows[4:])), numbers[name]
-
-
-KINDS = {"difference": difference, "two numbers": two_numbers, "table": table_of_numbers}
-
-
-def first_part(agent, prompt, seen):
-    """A view of the first part."""
-    return part(agent, prompt, seen, 0)
-
-
-def second_part(agent, prompt, seen):
-    """A view of the second part."""
-    return part(agent, prompt, seen, 1)
-
-
-def part(agent, prompt, seen, number):
-    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].split("\n\n")[number]}], seen)
-
-
-def added(messages):
-    """What a program says of a draft: it adds what was subtracted."""
-    question, _, draft = messages[-1]["content"].partition(" =")
-    whole, term = map(int, re.search(r"(\d+) - (\d+)$", question).groups())
-    number = math_answer(draft)
-    if not re.fullmatch(r"-?\d{1,4}", number or ""):
-        return "That is no number."
-    value = int(number) + term
-    return APPROVED if value == whole else f"{number} + {term} is {value}, not {whole}."
-
-
-APPROVED = "That is right."
-TELL = "Give only the number."
-WORTH = {
-    # Own questions or a family of reasoning-gym, agents, workflow, the agent alone, turns of an episode
-    "half of it fits": (
-        "table",
-        [
-            AgentSpec("reader", system_prompt=TELL, view=first_part, **SHORT),
-            AgentSpec("answerer", system_prompt=TELL, view=second_part, **SHORT),
-        ],
-        None,
-        AgentSpec("solo", system_prompt=TELL, view=second_part, max_completion_length=16),
-        2,
-    ),
-    "three votes": (
-        "chain_sum",
-        *TEAMS["voting"],
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
-        3,
-    ),
-    "checked by a program": (
-        "difference",
-        [AgentSpec("solver", system_prompt=real.ONLY, **SHORT), AgentSpec("checker", reply=added)],
-        UntilApproved("solver", "checker", rounds=1, approves=APPROVED),
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=16),
-        2,
-    ),
-    "each knows a part": (
-        "two numbers",
-        [
-            AgentSpec("scout", system_prompt="Repeat the number.", view=first_part, **SHORT),
-            AgentSpec("answerer", system_prompt=real.ONLY, view=second_part, **SHORT),
-        ],
-        None,
-        AgentSpec("solo", system_prompt=real.ONLY, view=second_part, max_completion_length=16),
-        2,
-    ),
-    "checked by an agent": (
-        "chain_sum",
-        *TEAMS["evaluator"],
-        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
-        3,
-    ),
-}
-
-
-def worth(setting="three votes", max_steps=20):
-    """A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all."""
-    kind, agents, workflow, solo, calls = WORTH[setting]
-    experiment = real.make("chain_sum", max_steps)
-    if kind in KINDS:
-        held_out = questions(kind, 64, seed=1)
-        asked = [prompt[0]["content"] for prompt in held_out["prompt"]]
-        drawn = questions(kind, 1000 if kind == "table" else 70, seed=0, without=asked)
-        experiment = experiment.changed(
-            train_dataset=drawn, eval_dataset=held_out, reward_funcs=[right, alone],
-        )  # fmt: skip
-    by = "number_is_right" if kind not in KINDS else "right"
-    measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
-    told = {"solo, told all": lambda one: one.changed(agents=[dataclasses.replace(solo, view=None)], workflow=None)}
-    return experiment.changed(
-        agents=agents,
-        workflow=workflow,
-        solo=solo,
-        args=settings(max_steps, **measured),
-        options={"eval_vote": math_answer},
-        variants={
-            "solo, equal turns": lambda one: one.changed(
-                agents=[solo],
-                workflow=None,
-                args=settings(calls * max_steps, **measured),
-            ),
-            **(told if solo.view is not None else {}),
-        },
-    )
-
-
-GRIDS = {
-    "presets": (
-        presets,
-        [{"team": "chain", "family": "chain_sum"}, {"team": "judge", "family": "chain_sum"},
-         {"team": "chain", "family": "basic_arithmetic"}],
-        [0, 1, 2],
-    ),
-    "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
-    "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
-    "worth": (worth, [{"setting": setting} for setting in WORTH], [0, 1, 2, 3, 4]),
-}  # fmt: skip
 
 
 # Arms that every report has
@@ -416,7 +94,7 @@ def run(grid, folder, workers):
     for one in given:
         arms = [arm.name for arm in arms_of(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
         report(
-            f"{Path(__file__)}:{grid}",
+            f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
             output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
         )  # fmt: skip
         write(grid, collected(grid, folder))
@@ -429,27 +107,80 @@ def write(grid, found):
     (DATA / f"{grid}.json").write_text(text + "\n", encoding="utf-8")
 
 
+def rows(arms):
+    """Runs and measure of each line: every arm, and the most frequent of three answers where it was measured."""
+    for name, runs in arms.items():
+        yield name, runs, "right"
+        if "maj@3" in runs[0]:
+            yield f"{name}, most frequent of 3", runs, "maj@3"
+
+
 def table(grid, found):
-    """A Markdown table: accuracies by setting, and what an arm has over the first one."""
-    lines = ["| setting | arm | right answers | minus the first | tokens | updates |", "|---|---|---|---|---|---|"]
+    """A Markdown table of the runs: accuracies by setting, and the difference of each arm and the first one."""
+    sign, words = (1, "the team minus it") if grid == "worth" else (-1, "minus the first")
+    lines = [f"| setting | arm | right answers | {words} | tokens | updates |", "|---|---|---|---|---|---|"]
     for setting, arms in found.items():
-        for name, runs in arms.items():
-            first = name == "team"
-            over = "" if first else shown(paired_difference(matrix(runs), matrix(arms["team"])), signed=True)
+        for name, runs, key in rows(arms):
+            pair = [matrix(arms["team"]), matrix(runs, key)][::sign]
+            over = shown(paired_difference(*pair), signed=True) if name != "team" else ""
             tokens, steps = (statistics.fmean(one[key] for one in runs) for key in ("tokens", "steps"))
-            cells = [setting, name, shown(interval(matrix(runs))), over, f"{tokens:,.0f}", f"{steps:,.0f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            cells = [setting, FIRST.get(grid, name) if name == "team" else name, shown(interval(matrix(runs, key)))]
+            lines.append(f"| {' | '.join([*cells, over, f'{tokens:,.0f}', f'{steps:,.0f}'])} |")
     return "\n".join(lines)
 
 
 def pooled(found):
-    """Differences to the first arm over all settings, by arm."""
+    """Differences to the first arm over all settings, by arm: a run of a setting counts as a seed."""
     lines = ["| arm | minus the first, all settings | runs |", "|---|---|---|"]
     for name in dict.fromkeys(name for arms in found.values() for name in arms if name != "team"):
         both = [arms for arms in found.values() if name in arms]
         ours, theirs = (np.concatenate([matrix(arms[one]) for arms in both]) for one in (name, "team"))
         lines.append(f"| {name} | {shown(paired_difference(ours, theirs), signed=True)} | {len(ours)} |")
     return "\n".join(lines)
+
+
+def shares(found):
+    """Shares of the gradient by agent, means over runs, and the largest of a run."""
+    lines = ["| setting | arm | shares of the gradient | largest of a run | below its best at the end |"]
+    lines.append("|---|---|---|---|---|")
+    for setting, arms in found.items():
+        for name, runs in arms.items():
+            means = {
+                agent: statistics.fmean(run["grad_share"][agent] for run in runs) for agent in runs[0]["grad_share"]
+            }
+            largest = max(max(run["grad_share"].values()) for run in runs)
+            shown_means = ", ".join(f"{agent} {share:.2f}" for agent, share in means.items())
+            falls = ", ".join(f"{100 * fall(run['rewards']):.0f}" for run in runs)
+            cells = [setting, FIRST["sharing"] if name == "team" else name, shown_means, f"{largest:.2f}", falls]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fall(rewards, window=4):
+    """How far the mean reward of the last batches is below the best mean of as many batches in a row."""
+    means = [statistics.fmean(rewards[i : i + window]) for i in range(max(len(rewards) - window + 1, 1))]
+    return max(means) - means[-1]
+
+
+# What the first arm is called
+FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth": "team"}
+
+
+def page_of(grid, found):
+    """The tables of a grid."""
+    tables = [table(grid, found)]
+    if grid == "presets":
+        tables.append(pooled(found))
+    if grid == "sharing":
+        tables.append(shares(found))
+    return "\n\n".join(tables)
+
+
+def pasted(text, grid, tables):
+    """A page with the tables of a grid between its two comments."""
+    begin, end = f"<!-- {grid} -->\n", f"\n<!-- end of {grid} -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{tables}{end}{rest.partition(end)[2]}" if rest else text
 
 
 def main():
@@ -467,7 +198,9 @@ def main():
     if not options.tables:
         run(options.grid, folder, options.workers)
     found = json.loads((DATA / f"{options.grid}.json").read_text(encoding="utf-8"))
-    print(table(options.grid, found), pooled(found), sep="\n\n")
+    tables = page_of(options.grid, found)
+    print(tables)
+    PAGE.write_text(pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
 
 
 def check(grid, setting, arm, seed, folder):

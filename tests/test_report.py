@@ -194,6 +194,17 @@ def test_arms_of_ones_own(model_folder, tmp_path):
         report(slower, str(tmp_path), seeds=[0], arms=[*variants])
 
 
+def test_a_run_that_is_repeated_has_the_same_figures(model_folder, tmp_path):
+    made = experiment(model_folder, tmp_path / "unused", variants={"slow": lambda one: one.with_args(max_steps=1)})
+    for folder in ("once", "again"):
+        report(made, str(tmp_path / folder), seeds=[3], arms=["slow"])
+    for name in ("team-3", "slow-3"):
+        once, again = (result_of(tmp_path / folder, name) for folder in ("once", "again"))
+        assert {**once, "seconds": 0} == {**again, "seconds": 0}
+        files = [tmp_path / folder / "runs" / name / "evaluations.jsonl" for folder in ("once", "again")]
+        assert read_samples(files[0]) == read_samples(files[1])
+
+
 def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path / "unused")
     with pytest.raises(ValueError, match="'frozen:me'"):

@@ -1,0 +1,57 @@
+"""The tables of measured choices: that they are those of the data, and what they compute."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import choose
+
+
+@pytest.mark.parametrize("grid", list(choose.GRIDS))
+def test_tables_of_the_page_are_those_of_the_data(grid):
+    file = choose.DATA / f"{grid}.json"
+    page = choose.PAGE.read_text(encoding="utf-8")
+    if not file.exists():
+        assert f"<!-- {grid} -->" not in page
+        return
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert choose.pasted(page, grid, choose.page_of(grid, found)) == page and f"<!-- {grid} -->" in page
+    for setting, arms in found.items():
+        seeds = {name: [run["seed"] for run in runs] for name, runs in arms.items()}
+        assert setting in map(choose.label, choose.GRIDS[grid][1])
+        assert {*map(tuple, seeds.values())} == {tuple(choose.GRIDS[grid][2])}
+
+
+def run(seed, *right, **more):
+    return {"seed": seed, "right": right, "tokens": 100, "steps": 4, "rewards": [0.1, 0.9, 0.5], **more}
+
+
+def test_differences_are_those_of_pairs():
+    """By hand: the team has 2 of 4 right, the one agent 1 of 4, and the most frequent of three answers 3 of 4."""
+    arms = {
+        "team": [run(0, 1.0, 0.0), run(1, 1.0, 0.0)],
+        "solo": [run(0, 1.0, 0.0, **{"maj@3": (1.0, 0.5)}), run(1, 0.0, 0.0, **{"maj@3": (1.0, 0.5)})],
+    }
+    lines = choose.table("worth", {"a setting": arms}).splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| a setting", "team"], ["| a setting", "solo"], ["| a setting", "solo, most frequent of 3"],
+    ]  # fmt: skip
+    accuracies = [float(line.split(" | ")[2].split()[0]) for line in lines]
+    differences = [float(line.split(" | ")[3].split()[0]) for line in lines[1:]]
+    assert accuracies == [50.0, 25.0, 75.0] and differences == [25.0, -25.0]
+    assert choose.table("rates", {"a setting": arms}).splitlines()[3].split(" | ")[3].startswith("-25.0")
+    assert choose.pooled({"a": arms, "b": arms}).splitlines()[-1].startswith("| solo | -25.0 [")
+    assert choose.pooled({"a": arms, "b": arms}).endswith("| 4 |")
+    assert choose.fall([0.1, 0.9, 0.5], window=1) == pytest.approx(0.4)
+
+
+def test_tables_go_between_their_comments():
+    page = "a\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
+    assert choose.pasted(page, "rates", "new") == "a\n<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
+    assert choose.pasted(page, "worth", "new") == page
