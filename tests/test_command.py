@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -289,6 +290,24 @@ def test_scripts_to_begin_with_are_short_and_make_a_trainer(kind, tmp_path, monk
         lines = capsys.readouterr().out.splitlines()
         expected = {"duo": 2, "debate": 7, "app": 2}[kind]  # of a debate, the answer of the majority, too
         assert len([line for line in lines if re.match(r"[a-z]+: |The team answers: ", line)]) >= expected - 1
+
+
+def test_the_skill_for_coding_agents_and_each_command_in_it(tmp_path, monkeypatch, model_folder, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("marft_trl.tiny.tiny_team_model", lambda: model_folder)
+    assert main(["skill"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("---\nname: marft-trl\n")
+    for _ in range(2):  # what is the same is no reason to refuse
+        assert main(["skill", "--output_dir", "skills"]) == 0
+    assert Path("skills/marft-trl/SKILL.md").read_text() == text
+    Path("skills/marft-trl/SKILL.md").write_text("mine")
+    assert main(["skill", "--output_dir", "skills"]) == 2 and "another skills/marft-trl" in capsys.readouterr().err
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for line in commands.splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    for name in re.findall(r"`marft ([\w-]+)", text):
+        assert name in COMMANDS
 
 
 def test_a_team_in_a_yaml_file(script, model_folder, capsys):

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "talk to a trained team in the terminal",
     "serve": "serve a trained team over HTTP, in the form of OpenAI's API",
     "vllm-command": "print the command that starts a vLLM server for a trained team",
+    "skill": "print what a coding agent needs to know to work with this package",
     "env": "print what a bug report needs to say of this machine",
 }
 

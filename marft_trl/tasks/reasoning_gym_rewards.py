@@ -31,6 +31,7 @@ def get_reasoning_gym_reward(
     """
 
     def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
+        """Scores of answers to questions of [`reasoning_gym`], by the family's own rules: a reward function."""
         texts = [answer(last_text(completion)) for completion in completions]
         scores = [_score(*one) for one in zip(texts, family, entry, strict=True)]
         return [float(score >= 1.0) for score in scores] if exact else scores

@@ -1,0 +1,105 @@
+"""The documentation as a site: every public name is on its API page, and its pages fit into narrow windows."""
+
+import ast
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from .test_page import CHROMIUM, browsing
+
+
+ROOT = Path(__file__).parents[1]
+HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None
+# Packages whose lists are about the inside, or repeat what another one lists
+INSIDE = {"dialects", "trainer", "rollout"}
+
+
+def listed():
+    """Public names by module: those of the packages that have a list."""
+    for file in sorted((ROOT / "marft_trl").glob("*/__init__.py")):
+        assigned = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)]
+        if any(node.targets[0].id == "__all__" for node in assigned) and file.parent.name not in INSIDE:
+            yield f"marft_trl.{file.parent.name}"
+
+
+def test_every_public_name_is_in_the_api_and_has_a_docstring():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    shown = re.findall(r"<!-- names of ([\w.]+) -->", page)
+    assert sorted(shown) == sorted(["marft_trl", *listed()])
+    for module in map(importlib.import_module, shown):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                assert inspect.getdoc(value), (module.__name__, name)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if not HAS_MKDOCS:
+        pytest.skip("needs the extra `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_complete(site):
+    pages = {file.relative_to(ROOT / "docs").with_suffix("") for file in (ROOT / "docs").rglob("*.md")}
+    for page in pages - {Path("README")}:
+        assert (site / page).with_suffix(".html").exists() and (site / page).with_suffix(".md").exists(), page
+        assert f"({page}.md)" in (site / "llms.txt").read_text()
+    api = (site / "reference" / "api.html").read_text()
+    for module in ["marft_trl", *listed()]:
+        for name in importlib.import_module(module).__all__:
+            assert f'id="{module}.{name}"' in api, (module, name)
+    assert not re.search(r"\[<code>[\w.]+</code>\]", api)  # links of docstrings
+    for file in site.rglob("*.html"):  # nothing comes from another host
+        assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://[^"]*', file.read_text()), file
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_fit_into_the_window(site, tmp_path, width):
+    pages = [file.relative_to(site) for file in sorted(site.rglob("*.html")) if file.name != "404.html"]
+
+    async def looked_at(url):
+        async with browsing(tmp_path / "profile", url) as page:
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            await page.call("Emulation.setDeviceMetricsOverride", **size)
+            for path in pages:
+                await page.call("Page.navigate", url=f"{url}/{path}")
+                await page.until(f"document.readyState == 'complete' && location.pathname == '/{path}'")
+                wide = await page.value("document.documentElement.scrollWidth")
+                assert wide <= width, (str(path), wide)
+                if 'class="mermaid"' not in (site / path).read_text():  # which are drawn where there is a network
+                    assert not page.problems, (str(path), json.dumps(page.problems)[:2000])
+                page.problems.clear()
+                if path.name in ("index.html", "algorithms.html", "choices.html"):
+                    await page.picture(tmp_path / f"{path.stem}-{width}.png")
+
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            asyncio.run(looked_at(f"http://127.0.0.1:{server.server_port}"))
+        finally:
+            server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
