@@ -1,11 +1,14 @@
 """What a release consists of: one version, pinned actions, a wheel with everything that the package reads."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+
+import marft_trl
 
 import pytest
 import yaml
@@ -36,17 +39,21 @@ def test_workflows_run_targets_that_there_are():
 def test_one_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
-    assert PROJECT["version"] == cited == newest
+    assert PROJECT["version"] == cited == newest == marft_trl.__version__
 
 
 @pytest.mark.slow
 def test_the_wheel_has_all_files_that_the_package_reads(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    known = subprocess.run(["git", "ls-files", "marft_trl"], cwd=ROOT, capture_output=True, text=True, check=True)
+    copy = tmp_path / "copy"  # a build leaves files behind
+    for name in [*known.stdout.split(), "pyproject.toml", "README.md", "LICENSE"]:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     if done.returncode and "No matching distribution found for setuptools" in done.stderr:
         pytest.skip("needs an index with setuptools")
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    known = subprocess.run(["git", "ls-files", "marft_trl"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert packed == {*known.stdout.split()}
