@@ -1,13 +1,16 @@
 """Transcripts for the terminal and for the browser say what happened, whatever was said."""
 
-import shutil
+import asyncio
+import re
 import subprocess
 import time
 from html.parser import HTMLParser
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall
-from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page
+from marft_trl.reporting.transcripts import Entry, Transcript, format_episode
+from marft_trl.reporting.transcripts_page import html_page
+from marft_trl.tiny import exact_answer
 from marft_trl.workflows import rehearse
 
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .helpers import grows_linearly, team_trainer
+from .test_page import CHROMIUM, browsing
 
 
 def look() -> str:
@@ -94,19 +98,22 @@ def test_the_own_reward_of_a_turn_is_told(model_folder, tmp_path):
     agents = [AgentSpec("solver", reward_funcs=half)]
     settings = {"credit": "per_step", "max_steps": 1, "log_completions": True}
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
-    (page,) = (tmp_path / "completions").glob("*.html")
+    (page,) = (tmp_path / "completions").glob("transcripts_*.html")
     assert "own reward: half 0.25" in page.read_text()
+
+
+LEGEND = ["--a:-1", "--a:-.5", "--a:0", "--a:.5", "--a:1"]
 
 
 def test_tokens_are_coloured_by_their_advantage():
     tokens = ("th", "rough", " <b>")
     entry = Entry("solver", "through <b>", tokens=tokens, advantages=(1.5, -0.25, 0.0))
-    page = Reader.read(Transcript("", "q", (entry,)).as_html())
-    assert page.colours == ["--a:1.00", "--a:-0.25", "--a:0.00"] and "through <b>" in page.text
+    page = Reader.read(html_page([Transcript("", "q", (entry,))]))
+    assert page.colours == [*LEGEND, "--a:1.00", "--a:-0.25", "--a:0.00"] and "through <b>" in page.text
     assert "advantages -0.25 to +1.5" in page.text
-    whole = Reader.read(Transcript("", "q", (Entry("solver", "through", advantages=-3.0),)).as_html())
-    assert whole.colours == ["--a:-1.00"] and "advantage -3" in whole.text
-    assert Reader.read(Transcript("", "q", (Entry("solver", "through"),)).as_html()).colours == []
+    whole = Reader.read(html_page([Transcript("", "q", (Entry("solver", "through", advantages=-3.0),))]))
+    assert whole.colours == [*LEGEND, "--a:-1.00"] and "advantage -3" in whole.text
+    assert Reader.read(html_page([Transcript("", "q", (Entry("solver", "through"),))])).colours == LEGEND
 
 
 PIECES = [
@@ -187,9 +194,6 @@ def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
     assert len(texts) == len(ids) and "".join(texts) == "aé日b"
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_shows_the_page(tmp_path):
     transcript = Transcript.of(
@@ -213,7 +217,8 @@ def test_a_browser_shows_the_page(tmp_path):
     done = subprocess.run([CHROMIUM, *flags, *options], capture_output=True, text=True, timeout=120)
     shown = Reader.read(done.stdout)
     assert "<title>Episodes</title>" in done.stdout, done.stderr[-2000:]  # no script ran
-    assert shown.text.count("document.title") == 2 and not any(tag in ("script", "img") for tag, _ in shown.tags)
+    tags = [tag for tag, _ in shown.tags]
+    assert shown.text.count("document.title") == 2 and "img" not in tags and tags.count("script") == 1  # its own
     assert "through the door" in shown.text and len(shown.colours) == 8
     picture = tmp_path / "page.png"
     subprocess.run(
@@ -223,6 +228,69 @@ def test_a_browser_shows_the_page(tmp_path):
         check=True,
     )
     assert colours(picture) >= {"blue", "orange"}
+
+
+def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder, tmp_path):
+    def half(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 2, "run_name": "a <run>"}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=[exact_answer, half])
+    trainer.train()
+    folder = tmp_path / "completions"
+    index = (folder / "index.html").read_text()
+    assert re.findall(r'href="([^"]*)"', index) == ["transcripts_00002.html", "transcripts_00001.html"]
+    assert index.count("2 episodes, mean reward ") == 2 and "a &lt;run&gt;" in index
+    page = Reader.read((folder / "transcripts_00002.html").read_text())
+    assert "a <run> · 2 episodes" in page.text and page.text.count("right answer") == 2
+    assert page.text.count("exact_answer") == page.text.count("in all") == 2
+    assert ("a", ("href",)) in page.tags
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_episodes_are_searched_sorted_and_read_by_keyboard(tmp_path):
+    def transcript(number):
+        entry = Entry("solver", f"word{number} " * 400, shown="the whole question", advantages=0.5)
+        return Transcript(f"episode {number}", "q", (entry,), {"exact": number / 4}, number / 4, f"answer {number}")
+
+    page = tmp_path / "page.html"
+    page.write_text(html_page([transcript(number) for number in (1, 3, 0, 2)], index="index.html"), encoding="utf-8")
+    titles = "[...document.querySelectorAll('section')].filter(one => !one.hidden).map(one => one.innerText[8])"
+
+    async def used():
+        async with browsing(tmp_path / "profile", page.as_uri()) as browser:
+            await browser.until(
+                "document.querySelectorAll('section').length == 4 && document.readyState == 'complete'"
+            )
+
+            async def key(char):
+                await browser.call("Input.dispatchKeyEvent", type="keyDown", text=char, key=char)
+                await browser.call("Input.dispatchKeyEvent", type="keyUp", key=char)
+
+            async def order(by):
+                await browser.value(f"order.value = '{by}'; order.dispatchEvent(new Event('change'))")
+                return "".join(await browser.value(titles))
+
+            assert "".join(await browser.value(titles)) == "1302"
+            assert [await order(by) for by in (-1, 1, 0)] == ["3210", "0123", "1302"]
+            await key("/")
+            await browser.write("word2")
+            await browser.until(f"({titles}).length == 1")
+            assert await browser.value("count.textContent") == "1 of 4" and await browser.value(titles) == ["2"]
+            await browser.value("find.value = ''; find.dispatchEvent(new Event('input'))")
+            await browser.press("Escape")
+            places = []
+            for pressed in "jjjk":
+                await key(pressed)
+                places.append(await browser.value("document.activeElement.innerText.slice(8, 9)"))
+            assert "".join(places) == "1303"
+            await key("o")
+            assert await browser.value("[...document.querySelectorAll('details')].every(one => one.open)")
+            assert not browser.problems, browser.problems
+            await browser.picture(tmp_path / "page.png")
+
+    asyncio.run(used())
 
 
 def colours(picture):

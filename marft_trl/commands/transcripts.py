@@ -39,7 +39,7 @@ class Command(OptionsCommand):
 
 def _as_text(page: str) -> str:
     """The text of a page of transcripts, without what agents were shown, which repeats the turns."""
-    body = re.sub(r"(?s)<(style|head|details)\b.*?</\1>", "", page)
+    body = re.sub(r"(?s)<(style|head|details|script|form)\b.*?</\1>", "", page)
     body = re.sub(r"<h2[^>]*>", "\n\n== ", re.sub(r"<h3[^>]*>", "\n-- ", body))
     body = re.sub(r"</h[23]>|<p[^>]*>|<pre[^>]*>", "\n", body)
     return printable(html.unescape(re.sub(r"<[^>]*>", "", body))).strip()

@@ -21,7 +21,8 @@ from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from .games import GameMetrics
-from .transcripts import Advantage, Transcript, html_page
+from .transcripts import Advantage, Transcript
+from .transcripts_page import INDEX, html_page, write_index
 
 
 # Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.
@@ -322,7 +323,8 @@ class Reporter:
                 title = f"step {step}, episode {before + position}"
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
                 own = own_rewards[index] if own_rewards else None
-                transcripts.append(Transcript.of(episode, rewards, title, of_turns, tokens, own))
+                total, right = _known(rollout.rewards[position]), self._reference_of(episode.row)
+                transcripts.append(Transcript.of(episode, rewards, title, of_turns, tokens, own, total, right))
             for turn in episode.turns:
                 place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
                 columns = dict(zip(TABLE_COLUMNS, place, strict=True))
@@ -396,8 +398,15 @@ class Reporter:
         step = self._state.optimizer_step
         folder = Path(self._args.output_dir or ".") / "completions"
         folder.mkdir(parents=True, exist_ok=True)
-        page = html_page(self._transcripts, f"Episodes logged at step {step}")
+        run = self._args.run_name or Path(self._args.output_dir or ".").resolve().name
+        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
+        write_index(folder, run)
+
+    def _reference_of(self, row: Mapping[str, Any]) -> str:
+        """The right answer of a row, where its dataset has one."""
+        known = (row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
+        return next((one for one in known if isinstance(one, str) and one), "")
 
 
 def _standard_error(rewards: Sequence[float | None]) -> float:

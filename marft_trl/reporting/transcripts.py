@@ -1,9 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Transcripts of episodes as text or HTML: the turns, their observations, rewards and advantages."""
+"""Transcripts of episodes as data and as text: the turns, their observations, rewards and advantages."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,12 +48,16 @@ class Transcript:
         prompt (`str`): prompt of the dataset row.
         entries (`tuple[Entry, ...]`): turns and feedback, in order.
         rewards (`dict[str, float]`): reward of each reward function; `None` for functions that did not apply.
+        reward (`float`, *optional*): what the episode earned in all; `None` if nothing scored it.
+        reference (`str`): the right answer of the dataset row, if it has one.
     """
 
     title: str
     prompt: str
     entries: tuple[Entry, ...]
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    reference: str = ""
 
     @classmethod
     def of(
@@ -65,6 +68,8 @@ class Transcript:
         advantages: Sequence[Advantage] | None = None,
         tokens: Sequence[Sequence[str]] | None = None,
         own_rewards: Sequence[Mapping[str, float]] | None = None,
+        reward: float | None = None,
+        reference: str = "",
     ) -> Transcript:
         """
         Args:
@@ -75,6 +80,8 @@ class Transcript:
             tokens (`Sequence[Sequence[str]]`, *optional*): text of each token of each turn.
             own_rewards (`Sequence[Mapping[str, float]]`, *optional*): rewards of single turns by the names of their
                 own reward functions.
+            reward (`float`, *optional*): what the episode earned in all.
+            reference (`str`, *optional*): the right answer of the dataset row.
         """
         names = _numbered(episode.turns)
         entries = [
@@ -83,7 +90,7 @@ class Transcript:
             else _of_feedback(item)
             for item in episode.history
         ]
-        return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}))
+        return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
 
     def as_text(self, width: int = 80) -> str:
         """Return the transcript as text for a terminal with `width` columns."""
@@ -94,16 +101,9 @@ class Transcript:
             lines += _block(f"{entry.speaker}{notes}", entry.text or "(nothing)", width)
         if self.rewards:
             lines += textwrap.wrap(printable(f"reward: {_scores(self.rewards)}"), width)
+        if self.reference:
+            lines += _block("right answer", self.reference, width)
         return "\n".join([*lines, "-" * width])
-
-    def as_html(self) -> str:
-        """Return the transcript as an HTML section for [`html_page`]."""
-        parts = [f"<section><h2>{_safe(self.title or 'episode')}</h2>"]
-        if self.rewards:
-            parts.append(f"<p class=reward>reward: {_safe(_scores(self.rewards))}</p>")
-        parts.append(f"<article class=prompt><h3>prompt</h3><pre>{_safe(self.prompt)}</pre></article>")
-        parts += [_article(entry) for entry in self.entries]
-        return "\n".join([*parts, "</section>"])
 
 
 def format_episode(
@@ -127,39 +127,11 @@ def format_turns(
     return Transcript(title, messages_as_text(prompt), entries, rewards or {}).as_text(width)
 
 
-def html_page(transcripts: Sequence[Transcript], title: str = "Episodes") -> str:
-    """
-    Make a self-contained HTML page, without scripts, fonts, images or links. Tokens are coloured by their advantage:
-    blue for positive and orange for negative advantages. The colour is stronger for larger absolute values.
-    """
-    head = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<title>{_safe(title)}</title><style>{_STYLE}</style></head><body><h1>{_safe(title)}</h1>"
-        '<p class=legend>advantage: <span style="--a:-1">-1</span> <span style="--a:-.5">-0.5</span> '
-        '<span style="--a:0">0</span> <span style="--a:.5">0.5</span> <span style="--a:1">1</span></p>'
-    )
-    return "\n".join([head, *(one.as_html() for one in transcripts), "</body></html>\n"])
-
-
 def messages_as_text(prompt: str | Messages) -> str:
     """Format messages with their roles. A plain text is returned unchanged."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
-
-
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem}"
-    "article{border-left:.25rem solid #8884;margin:1rem 0;padding:0 0 0 1rem}article.prompt{border-color:#888}"
-    "article.feedback{border-style:dashed}h2{margin-top:3rem}h3{font-size:1rem;margin:.2rem 0}"
-    "h3 small{font-weight:normal;opacity:.75}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0}"
-    "details{font-size:.9rem;opacity:.85}"
-    # CSS arithmetic turns a number in [-1, 1] into a colour: orange below 0, blue above
-    "span[style]{border-radius:.15rem;background:rgb(calc(127 - 110*var(--a)) 127 calc(127 + 110*var(--a))"
-    "/calc(.65*max(var(--a),-1*var(--a))))}"
-)
 
 
 def _of_turn(
@@ -207,45 +179,6 @@ def _numbered(turns: Sequence[Turn]) -> list[str]:
 
 def _scores(rewards: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in rewards.items())
-
-
-def _article(entry: Entry) -> str:
-    notes = "; ".join([*entry.notes, *_advantage_note(entry.advantages)])
-    kind = " class=feedback" if entry.is_feedback else ""
-    parts = [f"<article{kind}><h3>{_safe(entry.speaker)} <small>{_safe(notes)}</small></h3>"]
-    parts.append(f"<pre>{_coloured(entry)}</pre>")
-    if entry.shown:
-        parts.append(f"<details><summary>what it was shown</summary><pre>{_safe(entry.shown)}</pre></details>")
-    return "".join([*parts, "</article>"])
-
-
-def _advantage_note(advantages: float | Sequence[float] | None) -> list[str]:
-    if advantages is None:
-        return []
-    if isinstance(advantages, Sequence):
-        return [f"advantages {min(advantages):+.3g} to {max(advantages):+.3g}"] if advantages else []
-    return [f"advantage {advantages:+.3g}"]
-
-
-def _coloured(entry: Entry) -> str:
-    """The text as coloured HTML. Each token has its colour if tokens and their advantages are known."""
-    if entry.advantages is None:
-        return _safe(entry.text) or "(nothing)"
-    if not isinstance(entry.advantages, tuple):
-        return _span(entry.text or "(nothing)", entry.advantages)
-    if len(entry.tokens) != len(entry.advantages):
-        mean = sum(entry.advantages) / max(len(entry.advantages), 1)
-        return _span(entry.text or "(nothing)", mean)
-    return "".join(_span(text, value) for text, value in zip(entry.tokens, entry.advantages, strict=True))
-
-
-def _span(text: str, advantage: float) -> str:
-    strength = max(-1.0, min(1.0, advantage))
-    return f'<span style="--a:{strength:.2f}" title="{advantage:+.3g}">{_safe(text)}</span>'
-
-
-def _safe(text: str) -> str:
-    return html.escape(printable(text))
 
 
 def _block(head: str, text: str, width: int) -> list[str]:
