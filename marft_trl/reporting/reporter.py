@@ -21,6 +21,7 @@ from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from .games import GameMetrics
+from .traces import log_traces
 from .transcripts import Advantage, Transcript
 from .transcripts_page import INDEX, html_page, write_index
 
@@ -88,6 +89,7 @@ class Reporter:
     ):
         self._games = games
         self._agents, self._rewards, self._eval_metrics = team.names, rewards, list(eval_metrics)
+        self._adapters = {one.name: one.adapter for one in team.agents if one.has_policy}
         self._tokenizer, self._randomness = tokenizer, randomness
         self._args, self._settings = run.args, run.settings
         self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
@@ -376,6 +378,8 @@ class Reporter:
             for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
                 print(transcript.as_text())
             self._write_page()
+            if "trackio" in self._args.report_to:
+                log_traces(self._transcripts, self._state.optimizer_step, self._adapters)
             self._transcripts.clear()  # the log at the end of training has none of its own
         rows = [*self._table["train"], *self._table["eval"]]
         names = list(dict.fromkeys(name for row in rows for name in row.columns))
