@@ -1,0 +1,35 @@
+"""The notebooks run from the first to the last cell, and are kept without outputs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_no_outputs_and_its_links_lead_somewhere(notebook):
+    for cell in json.loads(notebook.read_text())["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+        for target in "".join(cell["source"]).split("](")[1:] if cell["cell_type"] == "markdown" else ():
+            assert (notebook.parent / target.partition(")")[0]).exists(), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook, tmp_path):
+    pytest.importorskip("nbmake")
+    shutil.copy(notebook, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--nbmake"]
+    done = subprocess.run(
+        [*command, "--nbmake-timeout=280", f"--rootdir={tmp_path}", str(tmp_path / notebook.name)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
