@@ -28,8 +28,7 @@ def test_a_notebook_runs(notebook, tmp_path):
     pytest.importorskip("nbmake")
     shutil.copy(notebook, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--nbmake"]
-    done = subprocess.run(
-        [*command, "--nbmake-timeout=280", f"--rootdir={tmp_path}", str(tmp_path / notebook.name)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+    command += ["--nbmake-timeout=280", f"--rootdir={tmp_path}", str(tmp_path / notebook.name)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stdout[-3000:]
