@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real site test test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real site test test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
@@ -52,6 +52,9 @@ test-vllm-slow: $(READY) .venv-vllm/.ready .venv-vllm/smollm2/config.json  ## se
 
 .venv-vllm/smollm2/config.json: $(READY) .venv-vllm/.ready
 	$(BIN)/python -W ignore -m marft_trl.tasks.smollm2 .venv-vllm/smollm2
+
+test-wheel:  ## the wheel in empty environments: each extra and none, each Python that is installed
+	PYTHON=$(PYTHON) bash tests/scripts/wheel.sh
 
 test-exhaustive: $(READY)  ## every resume, every kill, the longest learning checks: hours
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
