@@ -211,6 +211,9 @@ def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
         made.changed(variants={"frozen:me": lambda one: one})
     with pytest.raises(ValueError, match="solo, which is the name of another arm"):
         report(made.changed(variants={"solo": lambda one: one}), str(tmp_path))
+    linear = {"mine": lambda one: one.with_args(lr_scheduler_type="linear")}
+    with pytest.raises(ValueError, match="variant 'mine' is 'linear'.*another `max_steps`"):
+        report(made.changed(variants=linear), str(tmp_path), arms=["mine"])
     with pytest.raises(TypeError, match="'mine' must return an `Experiment`.*got NoneType"):
         report(made.changed(variants={"mine": lambda one: None}), str(tmp_path))
 

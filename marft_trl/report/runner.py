@@ -145,13 +145,26 @@ def _check_runs(arms: Sequence[Arm]) -> None:
 
 def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
     """How long one agent trains is not known before, so no schedule can end with it."""
-    kind = str(getattr(experiment.args.lr_scheduler_type, "value", experiment.args.lr_scheduler_type))
-    if not kind.startswith("constant") and any(arm.is_budgeted and arm.why_not is None for arm in arms):
+    budgeted = [arm for arm in arms if arm.is_budgeted and arm.why_not is None]
+    kind = _schedule(experiment)
+    for arm in budgeted:
+        its = _schedule(arm.change(experiment.changed(variants={}))) if arm.is_variant and arm.change else kind
+        if kind.startswith("constant") and not its.startswith("constant"):
+            raise ValueError(
+                f"`lr_scheduler_type` of the variant {arm.name!r} is {its!r}. It trains until it has generated as many "
+                "tokens as the team, which is not known before: set `lr_scheduler_type='constant_with_warmup'`, or "
+                "another `max_steps` than the team's, for which it is then trained."
+            )
+    if budgeted and not kind.startswith("constant"):
         raise ValueError(
             f"`lr_scheduler_type` of the experiment is {kind!r}. One agent trains until it has generated as many "
             "tokens as the team, which is not known before, so both need a rate that does not decay: set "
             "`lr_scheduler_type='constant_with_warmup'`, or leave out the arm `solo` (`arms`)."
         )
+
+
+def _schedule(experiment: Experiment) -> str:
+    return str(getattr(experiment.args.lr_scheduler_type, "value", experiment.args.lr_scheduler_type))
 
 
 def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
