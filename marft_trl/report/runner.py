@@ -152,8 +152,8 @@ def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
         if kind.startswith("constant") and not its.startswith("constant"):
             raise ValueError(
                 f"`lr_scheduler_type` of the variant {arm.name!r} is {its!r}. It trains until it has generated as "
-                "many tokens as the team, which is not known before: set `lr_scheduler_type='constant_with_warmup'`, or "
-                "another `max_steps` than the team's, for which it is then trained."
+                "many tokens as the team, which is not known before: set `lr_scheduler_type="
+                "'constant_with_warmup'`, or another `max_steps` than the team's, for which it is then trained."
             )
     if budgeted and not kind.startswith("constant"):
         raise ValueError(
