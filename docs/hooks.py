@@ -18,6 +18,8 @@ def on_page_markdown(markdown, page, config, files):
 
     def to_copy(match):
         file = (Path(page.file.abs_src_path).parent / match[1]).resolve()
+        if file == ROOT / "docs" / "README.md":  # the list of pages, which the navigation is here
+            return f"]({'../' * page.file.src_uri.count('/')}index.md)"
         if file.is_relative_to(ROOT / "docs") or not file.is_file():
             return match[0]
         path = file.relative_to(ROOT).as_posix()
@@ -64,7 +66,8 @@ def on_post_build(config):
     for section in config.nav:
         (name, pages), *_ = section.items()
         lines += [f"## {name}", ""]
-        for path in [pages] if isinstance(pages, str) else pages:
+        for entry in [pages] if isinstance(pages, str) else pages:
+            path = entry if isinstance(entry, str) else next(iter(entry.values()))
             lines.append(_line(Path(config.docs_dir) / path))
             copy = base / path
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from marft_trl import Sequential
@@ -43,24 +44,24 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn():
     transcript = Transcript.of(
         episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]], reward=1.5, reference="north"
     )
-    trace = as_trace(transcript, 3, {"planner": "both", "solver": "both"})
+    trace = as_trace(replace(transcript, updates=2), {"planner": "both", "solver": "both"})
     said = [(one["role"], one.get("name")) for one in trace["messages"]]
     assert said == [
         ("user", None), ("assistant", "planner"), ("user", "environment"), ("assistant", "solver"), ("user", "tool"),
         ("assistant", "solver"),
     ]  # fmt: skip
     assert trace["metadata"] == {
-        "title": "step 3", "step": 3, "reward": 1.5, "reward/exact": 1.0, "right answer": "north",
+        "title": "step 3", "updates": 2, "reward": 1.5, "reward/exact": 1.0, "right answer": "north",
     }  # fmt: skip
     kinds = [(one["kind"], one.get("model"), one["metadata"]["advantage"]) for one in trace["spans"]]
     assert kinds == [
-        ("generation", "both@3", 0.5), ("tool", None, None), ("generation", "both@3", None), ("tool", None, None),
-        ("generation", "both@3", -0.5),
+        ("generation", "both@2", 0.5), ("tool", None, None), ("generation", "both@2", None), ("tool", None, None),
+        ("generation", "both@2", -0.5),
     ]  # fmt: skip
     assert trace["spans"][-1]["output"] == "through the door"
     assert json.loads(json.dumps(trace)) == trace
     silent = Transcript.of(rehearse(Sequential(), ["solver"], lambda *_: "", "q"), advantages=[[]])
-    assert as_trace(silent, 0, {})["spans"][0]["metadata"]["advantage"] is None
+    assert as_trace(silent, {})["spans"][0]["metadata"]["advantage"] is None
 
 
 @pytest.mark.slow
@@ -76,7 +77,7 @@ def test_trackio_has_the_metrics_and_the_episodes(model_folder, tmp_path):
     messages, metadata, spans = map(json.loads, traces[0])
     assert [one.get("name") for one in messages] == [None, "reasoner", "actor"]
     assert metadata["reward"] in (0.0, 1.0) and metadata["right answer"]
-    assert [one["model"] for one in spans] == ["reasoner@1", "actor@1"] and spans[1]["input"]
+    assert [one["model"] for one in spans] == ["reasoner@0", "actor@0"] and spans[1]["input"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -326,7 +327,8 @@ class Reporter:
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
                 own = own_rewards[index] if own_rewards else None
                 total, right = _known(rollout.rewards[position]), self._reference_of(episode.row)
-                transcripts.append(Transcript.of(episode, rewards, title, of_turns, tokens, own, total, right))
+                made = Transcript.of(episode, rewards, title, of_turns, tokens, own, total, right)
+                transcripts.append(dataclasses.replace(made, updates=self._state.optimizer_step))
             for turn in episode.turns:
                 place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
                 columns = dict(zip(TABLE_COLUMNS, place, strict=True))
@@ -379,7 +381,7 @@ class Reporter:
                 print(transcript.as_text())
             self._write_page()
             if "trackio" in self._args.report_to:
-                log_traces(self._transcripts, self._state.optimizer_step, self._adapters)
+                log_traces(self._transcripts, self._adapters)
             self._transcripts.clear()  # the log at the end of training has none of its own
         rows = [*self._table["train"], *self._table["eval"]]
         names = list(dict.fromkeys(name for row in rows for name in row.columns))

@@ -50,6 +50,7 @@ class Transcript:
         rewards (`dict[str, float]`): reward of each reward function; `None` for functions that did not apply.
         reward (`float`, *optional*): what the episode earned in all; `None` if nothing scored it.
         reference (`str`): the right answer of the dataset row, if it has one.
+        updates (`int`, *optional*): updates before the episode; with `max_staleness`, its turns may have seen fewer.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Transcript:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     reference: str = ""
+    updates: int | None = None
 
     @classmethod
     def of(
