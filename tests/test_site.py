@@ -66,7 +66,11 @@ def test_the_site_is_complete(site):
         for name in importlib.import_module(module).__all__:
             assert f'id="{module}.{name}"' in api, (module, name)
     assert not re.search(r"\[<code>[\w.]+</code>\]", api)  # links of docstrings
-    for file in site.rglob("*.html"):  # nothing comes from another host
+    for file in site.rglob("*.html"):  # links lead somewhere, and nothing comes from another host
+        for target in (
+            re.findall(r'(?:href|src)="([^"#?:]+)["#?]', file.read_text()) if file.name != "404.html" else ()
+        ):
+            assert (file.parent / target).exists(), (str(file.relative_to(site)), target)
         assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://[^"]*', file.read_text()), file
 
 
