@@ -89,9 +89,13 @@ def matrix(runs, key="right"):
     return np.array([run[key] for run in runs])
 
 
-def run(grid, folder, workers):
+def run(grid, folder, workers, chosen=None):
     make, given, seeds = GRIDS[grid]
+    if unknown := {*(chosen or ())} - {label(one) for one in given}:
+        raise SystemExit(f"no setting of {grid}: {', '.join(unknown)}; there are {'; '.join(map(label, given))}")
     for one in given:
+        if chosen and label(one) not in chosen:
+            continue
         arms = [arm.name for arm in arms_of(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
         report(
             f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
@@ -188,6 +192,7 @@ def main():
     parser.add_argument("grid", choices=list(GRIDS))
     parser.add_argument("--tables", action="store_true", help="run nothing")
     parser.add_argument("--check", metavar="SETTING/ARM/SEED", help="repeat one run and compare")
+    parser.add_argument("--settings", nargs="+", metavar="SETTING", help="of the grid; all by default")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("choose-output"))
     options = parser.parse_args()
@@ -196,7 +201,7 @@ def main():
         check(options.grid, *options.check.split("/"), folder / "again")
         return
     if not options.tables:
-        run(options.grid, folder, options.workers)
+        run(options.grid, folder, options.workers, options.settings)
     found = json.loads((DATA / f"{options.grid}.json").read_text(encoding="utf-8"))
     tables = page_of(options.grid, found)
     print(tables)

@@ -295,8 +295,13 @@ WORTH = {
 
 
 def worth(setting="three votes", max_steps=20):
-    """A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all."""
-    kind, agents, workflow, solo, calls = WORTH[setting]
+    """
+    A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all. A setting
+    that ends with "longer" has three times as many steps, and one agent with as many tokens alone.
+    """
+    name, _, longer = setting.partition(", ")
+    kind, agents, workflow, solo, calls = WORTH[name]
+    max_steps *= 3 if longer else 1
     experiment = real.make("chain_sum", max_steps)
     if kind in KINDS:
         held_out = questions(kind, 64, seed=1)
@@ -307,7 +312,14 @@ def worth(setting="three votes", max_steps=20):
         )  # fmt: skip
     by = "number_is_right" if kind not in KINDS else "right"
     measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
-    told = {"solo, told all": lambda one: one.changed(agents=[dataclasses.replace(solo, view=None)], workflow=None)}
+    others = {
+        "solo, equal turns": lambda one: one.changed(
+            agents=[solo], workflow=None, args=settings(calls * max_steps, **measured)
+        )
+    }
+    if solo.view is not None:
+        told = dataclasses.replace(solo, view=None)
+        others["solo, told all"] = lambda one: one.changed(agents=[told], workflow=None)
     return experiment.changed(
         agents=agents,
         workflow=workflow,
@@ -334,5 +346,5 @@ GRIDS = {
     ),
     "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
     "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
-    "worth": (worth, [{"setting": setting} for setting in WORTH], [0, 1, 2, 3, 4]),
+    "worth": (worth, [{"setting": setting} for setting in (*WORTH, "half of it fits, longer")], [0, 1, 2, 3, 4]),
 }  # fmt: skip
