@@ -326,14 +326,7 @@ def worth(setting="three votes", max_steps=20):
         solo=solo,
         args=settings(max_steps, **measured),
         options={"eval_vote": math_answer},
-        variants={
-            "solo, equal turns": lambda one: one.changed(
-                agents=[solo],
-                workflow=None,
-                args=settings(calls * max_steps, **measured),
-            ),
-            **(told if solo.view is not None else {}),
-        },
+        variants={} if longer else others,
     )
 
 
