@@ -51,7 +51,8 @@ def collected(grid, folder):
             places = [Cell(arm.name, seed, folder / label(one) / "runs" / f"{arm.name}-{seed}") for seed in seeds]
             if all(place.is_done for place in places):
                 arms[arm.name] = [{"seed": place.seed, **outcome(place)} for place in places]
-        found[label(one)] = arms
+        if "team" in arms:
+            found[label(one)] = arms
     return found
 
 
