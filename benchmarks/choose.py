@@ -68,7 +68,7 @@ def outcome(place):
     measures = {"right": "avg", **{f"maj@{k}": f"maj@{k}" for k in votes_of(place)}}
     return {
         **{key: scores([place.folder], measure, name="end")[0].round(4).tolist() for key, measure in measures.items()},
-        **({"start": scores([place.folder], name="start")[0].tolist()} if place.arm in ("team", "solo") else {}),
+        **({"start": scores([place.folder], name="start")[0].round(4).tolist()} if place.arm in ("team", "solo") else {}),
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
         "turns": round(sum(turns(entry) for entry in log), 2),
