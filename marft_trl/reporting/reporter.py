@@ -20,6 +20,7 @@ from ..metrics.evaluation import EvalMetric, measure_answers, summarize
 from ..rollout.rollouts import Rollout
 from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
+from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from .games import GameMetrics
 from .traces import log_traces
@@ -404,7 +405,7 @@ class Reporter:
         step = self._state.optimizer_step
         folder = Path(self._args.output_dir or ".") / "completions"
         folder.mkdir(parents=True, exist_ok=True)
-        run = self._args.run_name or Path(self._args.output_dir or ".").resolve().name
+        run = without_secrets(self._args.run_name or "") or Path(self._args.output_dir or ".").resolve().name
         page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
         write_index(folder, run)
