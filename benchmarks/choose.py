@@ -65,10 +65,15 @@ def outcome(place):
         for name, value in entry.items():
             if name.startswith("agents/") and name.endswith("/grad_share"):
                 shares.setdefault(name.split("/")[1], []).append(value)
-    measures = {"right": "avg", **{f"maj@{k}": f"maj@{k}" for k in votes_of(place)}}
+    measures = {"right": ("avg", "end"), **{f"maj@{k}": (f"maj@{k}", "end") for k in votes_of(place)}}
+    if place.arm in ("team", "solo"):
+        measures["start"] = ("avg", "start")
+    of_questions = {
+        key: scores([place.folder], measure, name=when)[0].round(4).tolist()
+        for key, (measure, when) in measures.items()
+    }
     return {
-        **{key: scores([place.folder], measure, name="end")[0].round(4).tolist() for key, measure in measures.items()},
-        **({"start": scores([place.folder], name="start")[0].round(4).tolist()} if place.arm in ("team", "solo") else {}),
+        **of_questions,
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
         "turns": round(sum(turns(entry) for entry in log), 2),
