@@ -297,7 +297,7 @@ WORTH = {
 def worth(setting="three votes", max_steps=20):
     """
     A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all. A setting
-    that ends with "longer" has three times as many steps, and one agent with as many tokens alone.
+    that ends with "longer" has three times as many steps, and no arm with as many turns.
     """
     name, _, longer = setting.partition(", ")
     kind, agents, workflow, solo, calls = WORTH[name]
@@ -312,11 +312,11 @@ def worth(setting="three votes", max_steps=20):
         )  # fmt: skip
     by = "number_is_right" if kind not in KINDS else "right"
     measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
-    others = {
-        "solo, equal turns": lambda one: one.changed(
+    others = {}
+    if not longer:
+        others["solo, equal turns"] = lambda one: one.changed(
             agents=[solo], workflow=None, args=settings(calls * max_steps, **measured)
         )
-    }
     if solo.view is not None:
         told = dataclasses.replace(solo, view=None)
         others["solo, told all"] = lambda one: one.changed(agents=[told], workflow=None)
@@ -326,7 +326,7 @@ def worth(setting="three votes", max_steps=20):
         solo=solo,
         args=settings(max_steps, **measured),
         options={"eval_vote": math_answer},
-        variants={} if longer else others,
+        variants=others,
     )
 
 
