@@ -76,14 +76,9 @@ def outcome(place):
         **of_questions,
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
-        "turns": round(sum(turns(entry) for entry in log), 2),
+        "below_best": round(max((entry.get("collapse/below_best", 0.0) for entry in log), default=0.0), 4),
         "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
     }
-
-
-def turns(entry):
-    """Turns of an episode of a logged step."""
-    return sum(value for name, value in entry.items() if name.startswith("agents/") and name.endswith("/turns"))
 
 
 def votes_of(place):
@@ -107,7 +102,13 @@ def run(grid, folder, workers, chosen=None):
             f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
             output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
         )  # fmt: skip
-        write(grid, collected(grid, folder))
+        write(grid, kept(grid) | collected(grid, folder))
+
+
+def kept(grid):
+    """What came of earlier runs, also those of another folder."""
+    file = DATA / f"{grid}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write(grid, found):
@@ -204,11 +205,12 @@ def main():
     options = parser.parse_args()
     folder = options.output_dir / options.grid
     if options.check:
-        check(options.grid, *options.check.split("/"), folder / "again")
+        setting, arm, seed = options.check.split("/")
+        check(options.grid, setting, arm, seed, folder / "again" / setting)
         return
     if not options.tables:
         run(options.grid, folder, options.workers, options.settings)
-    found = json.loads((DATA / f"{options.grid}.json").read_text(encoding="utf-8"))
+    found = kept(options.grid)
     tables = page_of(options.grid, found)
     print(tables)
     PAGE.write_text(pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
@@ -218,7 +220,7 @@ def check(grid, setting, arm, seed, folder):
     """Repeat a run, as far as its arm is not trained with the budget of another, and compare its answers."""
     make, given, _ = GRIDS[grid]
     (one,) = (one for one in given if label(one) == setting)
-    recorded = json.loads((DATA / f"{grid}.json").read_text(encoding="utf-8"))[setting]
+    recorded = kept(grid)[setting]
     place = Cell(arm, int(seed), folder / "runs" / f"{arm}-{seed}")
     before = next(run for run in recorded[arm] if run["seed"] == int(seed))
     if arm != "team":  # its budget is what the team has generated

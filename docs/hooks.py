@@ -71,7 +71,9 @@ def on_post_build(config):
             lines.append(_line(Path(config.docs_dir) / path))
             copy = base / path
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text((Path(config.docs_dir) / path).read_text(encoding="utf-8"), encoding="utf-8")
+            text = (Path(config.docs_dir) / path).read_text(encoding="utf-8")
+            names = NAMES.sub(lambda match: ", ".join(f"`{match[1]}.{one}`" for one in public_names(match[1])), text)
+            copy.write_text(names, encoding="utf-8")
         lines.append("")
     (base / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 

@@ -15,7 +15,7 @@ from marft_trl.report import Experiment, cells, load_experiment, report
 from marft_trl.report.arms import arms_of, check_arms
 from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
-from marft_trl.report.settings import differences
+from marft_trl.report.settings import differences, settings_of
 from marft_trl.rollout.views import team_view
 from marft_trl.tasks import game_seeds
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
@@ -205,6 +205,45 @@ def test_a_run_that_is_repeated_has_the_same_figures(model_folder, tmp_path):
         assert read_samples(files[0]) == read_samples(files[1])
 
 
+def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
+    """With two updates of a batch, the same settings as the team's make as many updates as it."""
+    settings = {"num_iterations": 2, "max_steps": 6}
+    made = experiment(
+        model_folder,
+        tmp_path / "unused",
+        settings=settings,
+        variants={"the same": lambda one: one.with_args(max_tool_calls=15)},
+    )
+    report(made, str(tmp_path), seeds=[0], arms=["the same"])
+    team, same = (result_of(tmp_path, f"{arm}-0") for arm in ("team", "the same"))
+    assert (team["steps"], team["tokens"]) == (same["steps"], same["tokens"]) and same["budget"] == team["tokens"]
+    (tmp_path / "runs" / "team-0" / "result.json").write_text(json.dumps({**team, "tokens": 9}))
+    with pytest.raises(ValueError, match=r"budget of [\d,]+ tokens, and the team with its seed has generated 9"):
+        report(made, str(tmp_path), seeds=[0], arms=["the same"])
+
+
+def test_views_and_functions_of_agents_are_recorded(model_folder, tmp_path):
+    def of(view):
+        made = experiment(model_folder, tmp_path, agents=[AgentSpec("reasoner", view=view), *tiny_agents()[1:]])
+        return settings_of(made)
+
+    assert of(team_view) == of(team_view) and differences(of(team_view), of(believing))
+
+
+def test_what_functions_write_is_not_generated(model_folder, tmp_path):
+    """By hand: of two agents, of which one is a function, the tokens of the other count."""
+    agents = [
+        AgentSpec("reasoner", max_completion_length=5),
+        AgentSpec("echo", reply=lambda messages: "a b c d e f g"),
+    ]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 2, "logging_steps": 1})
+    trainer.train()
+    logs = [one for one in trainer.state.log_history if "reward" in one]
+    lengths = sum(one["agents/reasoner/completions/mean_length"] for one in logs)
+    episodes = trainer.args.per_device_train_batch_size
+    assert trainer.parts.reporter.generated_tokens == round(lengths * episodes) > 0
+
+
 def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path / "unused")
     with pytest.raises(ValueError, match="'frozen:me'"):
@@ -214,6 +253,22 @@ def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
     linear = {"mine": lambda one: one.with_args(lr_scheduler_type="linear")}
     with pytest.raises(ValueError, match="variant 'mine' is 'linear'.*another `max_steps`"):
         report(made.changed(variants=linear), str(tmp_path), arms=["mine"])
+    for settings, error in (
+        ({"learning_rat": 1.0}, "no setting `learning_rat`. Did you mean 'learning_rate'"),
+        ({"preset": "rloo"}, "follow from `preset`"),
+        ({"num_generations": 2}, "follow from `num_generations`"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            made.with_args(**settings)
+    for change, error in (
+        (lambda one: one.changed(name="another"), "'mine' changes nothing"),
+        (lambda one: one.changed(eval_dataset=tiny_dataset(8, seed=2)), r"evaluated otherwise.*\(eval_dataset\)"),
+        (lambda one: one.with_args(eval_sampling={"top_k": 1}), r"evaluated otherwise.*\(args.eval_sampling\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            report(made.changed(variants={"mine": change}), str(tmp_path), arms=["mine"])
+    with pytest.raises(ValueError, match="frozen-actor, which is the name of another arm"):
+        report(made.changed(variants={"frozen-actor": lambda one: one}), str(tmp_path))
     with pytest.raises(TypeError, match="'mine' must return an `Experiment`.*got NoneType"):
         report(made.changed(variants={"mine": lambda one: None}), str(tmp_path))
 

@@ -380,6 +380,14 @@ def test_the_table_of_faults_names_tests_that_are_there():
         assert f"def {test}(" in (ROOT / "tests" / f"{file}.py").read_text(), (file, test)
 
 
+def test_nothing_that_is_ignored_is_kept():
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no git repository")
+    assert done.stdout.split() == []
+
+
 def test_the_ranges_of_versions_are_those_of_the_package():
     """`pyproject.toml` asks for the lowest version that works, and for less than the next major one."""
     from marft_trl.seams.versions import TESTED

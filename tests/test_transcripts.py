@@ -7,9 +7,10 @@ import time
 from html.parser import HTMLParser
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.commands import main
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.reporting.transcripts import Entry, Transcript, format_episode
-from marft_trl.reporting.transcripts_page import html_page
+from marft_trl.reporting.transcripts_page import html_page, write_index
 from marft_trl.tiny import exact_answer
 from marft_trl.workflows import rehearse
 
@@ -230,7 +231,7 @@ def test_a_browser_shows_the_page(tmp_path):
     assert colours(picture) >= {"blue", "orange"}
 
 
-def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder, tmp_path):
+def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder, tmp_path, capsys):
     def half(completions, **kwargs):
         return [0.5] * len(completions)
 
@@ -245,6 +246,12 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
     assert "a <run> · 2 episodes" in page.text and page.text.count("right answer") == 2
     assert page.text.count("exact_answer") == page.text.count("in all") == 2
     assert ("a", ("href",)) in page.tags
+    (folder / "transcripts_00001 (1).html").write_text("a copy that somebody has made")
+    write_index(folder, "again")
+    assert (folder / "index.html").read_text().count("<li>") == 2
+    assert main(["transcripts", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^half 0.5$", said, re.MULTILINE) and "advantage: -1" not in said
 
 
 @pytest.mark.slow

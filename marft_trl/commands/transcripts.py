@@ -13,6 +13,9 @@ from ..reporting.transcripts import printable
 from .command import OptionsCommand, Parser, UsageError
 
 
+_PAGES = "completions/transcripts_*.html"
+
+
 class Command(OptionsCommand):
     """Print the latest page of transcripts, or open it."""
 
@@ -22,10 +25,8 @@ class Command(OptionsCommand):
         parser.add_argument("--open", action="store_true", help="open the page in a browser, with colours")
 
     def run(self, args: argparse.Namespace) -> None:
-        pages = {
-            int(path.stem.rpartition("_")[2]): path
-            for path in Path(args.folder, "completions").glob("transcripts_*.html")
-        }
+        found = {path: re.fullmatch(r"transcripts_(\d+)", path.stem) for path in Path(args.folder).glob(_PAGES)}
+        pages = {int(match[1]): path for path, match in found.items() if match is not None}
         if not pages:
             raise UsageError(f"There are no transcripts in {args.folder}: train with `log_completions=True`.")
         step = max(pages) if args.step is None else args.step
@@ -39,7 +40,7 @@ class Command(OptionsCommand):
 
 def _as_text(page: str) -> str:
     """The text of a page of transcripts, without what agents were shown, which repeats the turns."""
-    body = re.sub(r"(?s)<(style|head|details|script|form)\b.*?</\1>", "", page)
+    body = re.sub(r"(?s)<(style|head|details|script|form)\b.*?</\1>|<p class=legend>.*?</p>", "", page)
     body = re.sub(r"<h2[^>]*>", "\n\n== ", re.sub(r"<h3[^>]*>", "\n-- ", body))
-    body = re.sub(r"</h[23]>|<p[^>]*>|<pre[^>]*>", "\n", body)
+    body = re.sub(r"</h[23]>|<p[^>]*>|<pre[^>]*>|</caption>|</tr>", "\n", body)
     return printable(html.unescape(re.sub(r"<[^>]*>", "", body))).strip()

@@ -105,7 +105,8 @@ def _of_team(experiment: Experiment) -> list[Arm]:
 def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
     """Arms of the user, which may not have the names of others."""
     variants = dict(experiment.variants)
-    if twice := sorted({*variants} & {*taken}):
+    folders = {name.replace(":", "-") for name in taken}
+    if twice := sorted(name for name in variants if name in taken or name in folders):
         raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
     alone = experiment.changed(variants={})
     return [

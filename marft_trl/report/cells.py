@@ -90,10 +90,20 @@ class Cell:
 
 
 class TokenBudget(TrainerCallback):
-    """Ends training as soon as so many tokens were generated, and notes the step: a resumed run ends there too."""
+    """
+    Ends training when so many tokens were generated and the last batch was used up, and notes the step: a resumed run
+    ends there too.
 
-    def __init__(self, tokens: int, generated: Callable[[], int], folder: Path):
+    Args:
+        tokens (`int`): the budget.
+        generated (`Callable`): `generated()` gives the tokens so far.
+        updates (`int`): updates for which a generation batch is used.
+        folder (`Path`): folder of the run.
+    """
+
+    def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):
         self._tokens, self._generated, self._file = tokens, generated, folder / BUDGET
+        self._updates = updates
 
     @property
     def last_step(self) -> int | None:
@@ -101,7 +111,7 @@ class TokenBudget(TrainerCallback):
         return json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._generated() >= self._tokens:
+        if self._generated() >= self._tokens and state.global_step % self._updates == 0:
             write_atomically(self._file, json.dumps(state.global_step))
             control.should_training_stop = True
 
@@ -144,7 +154,9 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
         team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
-        budget = TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens, cell.folder)
+        args = changed.args
+        updates = max(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps, 1)
+        budget = TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens, updates, cell.folder)
         callbacks.append(budget)
         changed = _without_end(changed, team["steps"], budget.last_step)
     trainer = changed.trainer()
@@ -166,6 +178,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "steps": trainer.state.global_step,
         "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
         "emptied": list(emptied),
+        **({"budget": team["tokens"]} if arm.is_budgeted else {}),
     }
     trainer.accelerator.end_training()
     write_atomically(cell.folder / LOG, json.dumps(trainer.state.log_history))

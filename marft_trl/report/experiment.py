@@ -18,10 +18,18 @@ from datasets import Dataset
 from peft import PeftConfig
 
 from ..agents import AgentSpec, check_team
+from ..config.checks import check_names
 from ..config.marft_config import MARFTConfig
 from ..system.hints import checked_names, did_you_mean
 from ..trainer import MARFTTrainer
 from ..workflows import Workflow
+
+
+# Settings that others follow from when a config is made
+_FOLLOWED = {
+    *("preset", "bf16", "fp16", "use_cpu", "num_generations", "per_device_train_batch_size", "steps_per_generation"),
+    *("gradient_accumulation_steps", "generation_batch_size", "loss_type"),
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ class Experiment:
             )
         if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
             raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
+        if not isinstance(self.variants, Mapping):
+            raise TypeError(f"`variants` of an `Experiment` must be a dict of functions, got {self.variants!r}.")
         for name, change in self.variants.items():
             if not name or {*name} & {*":/\\"} or not callable(change):
                 raise ValueError(
@@ -100,7 +110,20 @@ class Experiment:
         return dataclasses.replace(self, **fields)
 
     def with_args(self, **settings: Any) -> Experiment:
-        """The experiment with other training arguments."""
+        """
+        The experiment with other training arguments.
+
+        Raises:
+            TypeError: there is no such argument.
+            ValueError: others follow from it when a config is made.
+        """
+        check_names(settings, [item.name for item in dataclasses.fields(MARFTConfig)])
+        if followed := sorted(_FOLLOWED.intersection(settings)):
+            names = ", ".join(f"`{name}`" for name in followed)
+            raise ValueError(
+                f"Other settings follow from {names} when a `MARFTConfig` is made. Make a new one: "
+                "`one.changed(args=MARFTConfig(...))`."
+            )
         args = copy.copy(self.args)
         for name, value in settings.items():
             setattr(args, name, value)

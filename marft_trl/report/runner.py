@@ -21,6 +21,7 @@ from .children import Children
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages
+from .settings import EVALUATION, settings_of
 
 
 logger = get_logger(__name__)
@@ -170,8 +171,12 @@ def _schedule(experiment: Experiment) -> str:
 def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
     """Runs that are there, whole or in part, are of the same experiment, and have all evaluations that are wanted."""
     settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.why_not is None}
+    for arm in arms:
+        if arm.is_variant:
+            _check_variant(arm.name, settings_of(experiment), settings[arm.name])
     for cell in cells:
         cell.check_settings(settings[cell.arm])
+        _check_budget(cell)
         missing = []
         if cell.arm == "team" and cell.is_done:
             missing = [name for name in _emptied(arms) if name not in cell.result()["emptied"]]
@@ -180,6 +185,29 @@ def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Seque
                 f"The run in {cell.folder} was not evaluated with empty messages of {', '.join(missing)}. Set another "
                 "`output_dir`, leave out `emptied`, or delete that folder."
             )
+
+
+def _check_variant(name: str, team: Mapping[str, Any], its: Mapping[str, Any]) -> None:
+    """A variant changes something, and is evaluated as the team is."""
+    if team == its:
+        raise ValueError(f"The variant {name!r} changes nothing that the runs record: it would be the team again.")
+    if other := [key for key in EVALUATION if team.get(key) != its.get(key)]:
+        raise ValueError(
+            f"The variant {name!r} is evaluated otherwise than the team ({', '.join(other)}), so the two cannot be "
+            "compared. Set the same in both."
+        )
+
+
+def _check_budget(cell: Cell) -> None:
+    """A run whose budget was that of a team which is no longer there is not compared with another one."""
+    team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}")
+    if not cell.is_done or not team.is_done or (budget := cell.result().get("budget")) is None:
+        return
+    if budget != team.result()["tokens"]:
+        raise ValueError(
+            f"The run in {cell.folder} had a budget of {budget:,} tokens, and the team with its seed has generated "
+            f"{team.result()['tokens']:,}. Delete that folder, and the run is repeated."
+        )
 
 
 def _emptied(arms: Sequence[Arm]) -> list[str]:

@@ -34,6 +34,8 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         found |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
         found[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
         found[f"{place}.peft_config"] = _peft(agent.peft_config)
+        functions = {"view": agent.view, "reply": agent.reply, "tools": agent.tools}
+        found |= {f"{place}.{name}": _codes(its) for name, its in functions.items() if its is not None}
     found |= {
         "model": str(experiment.model),
         "agents": list(agents),
@@ -46,6 +48,12 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
     }
     found |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
     return json.loads(json.dumps(without_secrets(found), default=str))
+
+
+# What decides which questions are asked in an evaluation, how they are answered and what is right
+EVALUATION = (
+    *("eval_dataset", "args.num_generations_eval", "args.eval_sampling", "args.eval_right_at", "args.eval_right_by"),
+)
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

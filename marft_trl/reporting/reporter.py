@@ -162,8 +162,8 @@ class Reporter:
             others (`int`): tokens of candidates and re-runs that this process generated for it.
         """
         turns = [turn for episode in rollout.episodes for turn in episode.turns]
-        generated = sum(len(turn.completion_ids) for turn in turns) + others
-        tokens = generated + sum(len(turn.prompt_ids) for turn in turns)
+        generated = sum(len(turn.completion_ids) for turn in turns if turn.agent in self._adapters) + others
+        tokens = others + sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
         if rollout.drawn is not None:
             tokens, generated = tokens + rollout.drawn.tokens, generated + rollout.drawn.generated
         counts = self._processes.gather([(tokens, generated)])
@@ -186,7 +186,8 @@ class Reporter:
             self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
         self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
         self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
-        self.generated_tokens += sum(turn.tokens for turn in turns) + sum(one.get("tokens", 0) for one in extra)
+        sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # functions write others
+        self.generated_tokens += sampled + sum(one.get("tokens", 0) for one in extra)
         if rollout.drawn is not None:
             drawn = self._processes.gather([(rollout.drawn.tokens, rollout.drawn.generated)])
             self._state.see_tokens(sum(tokens for tokens, _ in drawn))

@@ -21,8 +21,8 @@ def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -
     """
     import trackio
 
-    if trackio.context_vars.current_run.get() is None:  # an evaluation before any log
-        return
+    if not hasattr(trackio, "Trace") or trackio.context_vars.current_run.get() is None:
+        return  # an older version, or an evaluation before any log
     traces = {f"episodes/{number}": as_trace(one, adapters) for number, one in enumerate(transcripts)}
     trackio.log({name: trackio.Trace(**parts) for name, parts in traces.items()})
 

@@ -51,10 +51,12 @@ def html_page(transcripts: Sequence[Transcript], title: str = "Episodes", run: s
 def write_index(folder: Path, run: str = "") -> None:
     """Write the page that lists the pages of all steps in a folder, the latest first."""
     rows = []
-    for page in sorted(folder.glob("transcripts_*.html"), reverse=True):
+    pages = {page: re.fullmatch(r"transcripts_(\d+)", page.stem) for page in folder.glob("transcripts_*.html")}
+    steps = {page: int(found[1]) for page, found in pages.items() if found is not None}
+    for page in sorted(steps, key=steps.__getitem__, reverse=True):
         with open(page, encoding="utf-8") as file:
             about = re.search(r'<meta name="description" content="([^"]*)">', file.read(4096))
-        rows.append(f'<li><a href="{_safe(page.name)}">step {int(page.stem.rpartition("_")[2])}</a> ')
+        rows.append(f'<li><a href="{_safe(page.name)}">step {steps[page]}</a> ')
         rows.append(f"{about[1] if about else ''}</li>")  # escaped when it was written
     name = f"Episodes of {run}" if run else "Episodes"
     text = f"{_head(name, '')}\n<body><h1>{_safe(name)}</h1>\n<ol>\n{''.join(rows)}\n</ol></body></html>\n"
@@ -111,7 +113,8 @@ _STYLE = (
 
 
 def _head(title: str, about: str) -> str:
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'; form-action 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
+    policy += "; form-action 'none'; base-uri 'none'"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
