@@ -189,9 +189,9 @@ def page_of(grid, found):
 
 def pasted(text, grid, tables):
     """A page with the tables of a grid between its two comments."""
-    begin, end = f"<!-- {grid} -->\n", f"\n<!-- end of {grid} -->"
+    begin, end = f"<!-- {grid} -->\n", f"<!-- end of {grid} -->"
     before, _, rest = text.partition(begin)
-    return f"{before}{begin}{tables}{end}{rest.partition(end)[2]}" if rest else text
+    return f"{before}{begin}{tables}\n{end}{rest.partition(end)[2]}" if rest else text
 
 
 def main():

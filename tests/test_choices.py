@@ -55,3 +55,5 @@ def test_tables_go_between_their_comments():
     page = "a\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
     assert choose.pasted(page, "rates", "new") == "a\n<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
     assert choose.pasted(page, "worth", "new") == page
+    empty = "<!-- rates -->\n<!-- end of rates -->\nb\n"
+    assert choose.pasted(empty, "rates", "new") == "<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
