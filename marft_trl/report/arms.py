@@ -59,6 +59,21 @@ class Arm:
         """The arm whose run has the evaluation of this one."""
         return self.of or self.name
 
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its run, without the seed."""
+        return folder_of(self.run)
+
+    def changed(self, experiment: Experiment) -> Experiment:
+        """The experiment of this arm, which has no variants of its own."""
+        alone = experiment.changed(variants={})
+        return alone if self.change is None else self.change(alone)
+
+
+def folder_of(name: str) -> str:
+    """Name of the folder of an arm of this name, without the seed."""
+    return name.replace(":", "-")
+
 
 def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
     """
@@ -105,8 +120,7 @@ def _of_team(experiment: Experiment) -> list[Arm]:
 def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
     """Arms of the user, which may not have the names of others."""
     variants = dict(experiment.variants)
-    folders = {name.replace(":", "-") for name in taken}
-    if twice := sorted(name for name in variants if name in taken or name in folders):
+    if twice := sorted({*variants} & {*taken, *map(folder_of, taken)}):
         raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
     alone = experiment.changed(variants={})
     return [
@@ -242,7 +256,7 @@ def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
         if arm.why_not is not None:
             continue
         try:
-            changed = arm.change(experiment) if arm.change else experiment
+            changed = arm.changed(experiment)
             agents = check_team(changed.agents)
             if changed.workflow is not None:
                 changed.workflow.check([agent.name for agent in agents])

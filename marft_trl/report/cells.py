@@ -147,8 +147,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     (arm,) = (one for one in arms_of(experiment) if one.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
-    given = experiment.changed(variants={})
-    changed = (arm.change(given) if arm.change else given).with_args(**settings)
+    changed = arm.changed(experiment).with_args(**settings)
     changed = changed.with_args(per_device_eval_batch_size=_eval_batch(changed.args))
     goes_on = cell.begin(recorded(experiment, arm))
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
@@ -189,9 +188,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
 
 def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     """What is recorded with a run. Arms follow from the experiment, but for a user's function, which may change."""
-    if not arm.is_variant or arm.change is None:
-        return settings_of(experiment)
-    return settings_of(arm.change(experiment.changed(variants={})))
+    return settings_of(arm.changed(experiment) if arm.is_variant else experiment)
 
 
 def _eval_batch(args: MARFTConfig) -> int:

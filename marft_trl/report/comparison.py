@@ -82,7 +82,7 @@ def compare(
 
 
 def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
-    return [runs / f"{arm.run.replace(':', '-')}-{seed}" for seed in seeds]
+    return [runs / f"{arm.folder}-{seed}" for seed in seeds]
 
 
 def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):

@@ -101,7 +101,7 @@ def report(
 def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell]:
     """The runs. Those with a budget come last: it is known when the team has run with the same seed."""
     ran = sorted((arm for arm in arms if not arm.of and arm.why_not is None), key=lambda arm: arm.is_budgeted)
-    return [Cell(arm.name, seed, folder / "runs" / f"{_plain(arm.name)}-{seed}") for arm in ran for seed in seeds]
+    return [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
 
 
 def _check_arguments(seeds: Sequence[int], margin: float, workers: int) -> None:
@@ -149,7 +149,7 @@ def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
     budgeted = [arm for arm in arms if arm.is_budgeted and arm.why_not is None]
     kind = _schedule(experiment)
     for arm in budgeted:
-        its = _schedule(arm.change(experiment.changed(variants={}))) if arm.is_variant and arm.change else kind
+        its = _schedule(arm.changed(experiment)) if arm.is_variant else kind
         if kind.startswith("constant") and not its.startswith("constant"):
             raise ValueError(
                 f"`lr_scheduler_type` of the variant {arm.name!r} is {its!r}. It trains until it has generated as "
@@ -212,10 +212,6 @@ def _check_budget(cell: Cell) -> None:
 
 def _emptied(arms: Sequence[Arm]) -> list[str]:
     return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.why_not is None]
-
-
-def _plain(name: str) -> str:
-    return name.replace(":", "-")
 
 
 def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, str]:
