@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 choose = importlib.import_module("choose")
 
+SHORT = {"team": "evaluator", "family": "chain_sum", "max_steps": 1}
+
 
 @pytest.mark.parametrize("grid", list(choose.GRIDS))
 def test_tables_of_the_page_are_those_of_the_data(grid):
@@ -57,3 +59,21 @@ def test_tables_go_between_their_comments():
     assert choose.pasted(page, "worth", "new") == page
     empty = "<!-- rates -->\n<!-- end of rates -->\nb\n"
     assert choose.pasted(empty, "rates", "new") == "<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
+    """A grid of one setting and one seed, from its runs to its table; two of its runs once more."""
+    monkeypatch.setitem(choose.GRIDS, "sharing", (choose.GRIDS["sharing"][0], [SHORT], [0]))
+    monkeypatch.setattr(choose, "DATA", tmp_path / "data")
+    choose.run("sharing", tmp_path / "runs", workers=2)
+    (setting, arms), *others = choose.kept("sharing").items()
+    assert not others and set(arms) == {"team", "shared", "shared, equal weights"}
+    for (one,) in arms.values():
+        assert one["steps"] == 1 and one["tokens"] > 0 and len(one["right"]) == 64
+        assert sum(one["grad_share"].values()) == pytest.approx(1, abs=0.01)
+    lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
+    assert len(lines) == 2 * (2 + len(arms)) + 1
+    for arm in ("team", "shared"):
+        choose.check("sharing", setting, arm, 0, tmp_path / "again")
+    assert capsys.readouterr().out.count(": the same\n") == 8
