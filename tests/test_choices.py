@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -77,3 +78,32 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     for arm in ("team", "shared"):
         choose.check("sharing", setting, arm, 0, tmp_path / "again")
     assert capsys.readouterr().out.count(": the same\n") == 8
+
+
+CHOOSE = ROOT / "docs" / "guide" / "choose_an_algorithm.md"
+FIGURE = re.compile(r"[+-]?\d+\.\d \[[+-]?\d+\.\d, [+-]?\d+\.\d\]")
+
+
+def test_every_line_of_choose_says_what_it_rests_on():
+    """A measured line links to its section and has only figures of its tables; others' lines link to their source."""
+    text, page = CHOOSE.read_text(encoding="utf-8"), choose.PAGE.read_text(encoding="utf-8")
+    sections = dict(section_of(part) for part in page.split("\n## ")[1:])
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "**" in line]
+    assert len(lines) > 10
+    for line in lines:
+        for kind, support in re.findall(r"\*\*(Measured|By rule|Others')\*\*: (.*?)(?=\*\*|\|$)", line):
+            anchors = re.findall(r"choices\.md#([\w-]+)", support)
+            if kind == "Measured":
+                assert len(anchors) == 1, line
+                assert set(FIGURE.findall(support)) <= set(FIGURE.findall(sections[anchors[0]])), line
+            else:
+                assert not anchors and not FIGURE.search(support) and "](" in support, line
+        assert re.search(r"\*\*(Measured|By rule|Others')\*\*: ", line), line
+    figures = FIGURE.findall(text)
+    assert figures and set(figures) <= set(FIGURE.findall(page))
+
+
+def section_of(part):
+    """The anchor of a section, and its text."""
+    title, _, text = part.partition("\n")
+    return re.sub(r"[^\w]+", "-", title.strip("?").lower()), text
