@@ -457,15 +457,17 @@ def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path
 
 
 def test_an_arm_that_could_not_begin_is_no_proof():
-    def found(rewards):
+    def found(rewards, differ=False):
         difference = Interval(0.5, 0.4, 0.6, 3, 100)
         curves = [[[step, reward] for step, reward in enumerate(rewards)]]
-        return {"solo": ArmResult(Arm("solo", "one agent, trained"), difference, difference, 1.0, 1.0, curves)}
+        arm = Arm("solo", "one agent, trained")
+        return {"solo": ArmResult(arm, difference, difference, 1.0, 1.0, curves, rewards_differ=differ)}
 
     (said,) = verdicts(found([0.0, 0.0]), [], 0.02)
-    assert "is better than one agent" in said and "one agent got a reward of 0 in every logged batch" in said
-    (said,) = verdicts(found([0.0, 0.5]), [], 0.02)
-    assert "logged batch" not in said
+    assert "is better than one agent" in said and "one agent got a reward of 0 in every episode" in said
+    for rewards, differ in (([0.0, 0.5], False), ([0.125], True)):
+        (said,) = verdicts(found(rewards, differ), [], 0.02)
+        assert "in every episode" not in said
 
 
 def test_the_card_says_how_the_team_was_trained(model_folder, tmp_path):

@@ -535,6 +535,11 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         load_experiment(f"{tmp_path}/none.py:make")
     with pytest.raises(ValueError, match="file.py:function"):
         load_experiment("task")
+    with pytest.raises(ValueError, match="returns an `Experiment`.*missing .* 'model'"):
+        load_experiment(f"{task}:make")
+    (tmp_path / "beside_the_task.py").write_text(TASK)
+    (tmp_path / "imports.py").write_text("from beside_the_task import make\n")
+    assert load_experiment(f"{tmp_path}/imports.py:make", {"model": model_folder, "folder": str(tmp_path)}).agents
     with pytest.raises(ValueError, match="workers"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), workers=2)
     with pytest.raises(ValueError, match="rows to compare"):

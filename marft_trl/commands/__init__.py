@@ -16,7 +16,7 @@ from typing import Any
 COMMANDS = {
     "init": "write a script of a team to begin with",
     "plan": "say what a run will do, without training: who sees whom, batches, memory",
-    "rehearse": "run the workflow once with made-up turns, without a model",
+    "rehearse": "run the workflow once with made-up turns, which no model writes",
     "train": "train the team of a script or a YAML file",
     "eval": "evaluate the team that a script has trained",
     "report": "compare a team with what it should be better than, over seeds",

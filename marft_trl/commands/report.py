@@ -10,6 +10,7 @@ from typing import Any
 
 from ..report import report
 from ..report.__main__ import ReportArguments
+from ..report.cells import OtherExperimentError
 from ..report.experiment import load_experiment
 from ..report.pages import as_markdown
 from .command import OptionsCommand, Parser, UsageError
@@ -40,4 +41,7 @@ class Command(OptionsCommand):
             load_experiment(args.experiment, args.settings)
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
-        print(as_markdown(report(**given)))
+        try:
+            print(as_markdown(report(**given)))
+        except OtherExperimentError as error:
+            raise UsageError(str(error)) from error

@@ -31,7 +31,10 @@ def load_team(args: argparse.Namespace) -> Team:
         base = base_named(args.model)
         return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **more)
     except (FileNotFoundError, ValueError, TypeError) as error:
-        hint = str(error).replace("pass it as `model=`, a folder or a loaded model", "pass its folder as `--model`")
+        hint = str(error).replace(
+            "pass it as `model=`, a folder or a loaded model",
+            "pass its folder, or `tiny` for the embedded one, as `--model`",
+        )
         own = ("`workflow=`", "`environment_factory=`", "environment_factory", "`tools=`", "`view=`", "`replies=")
         if args.code is None and any(name in hint for name in own):
             hint += " Name the script that has it: `--code team.py`, with `TEAM = {...}` in it."

@@ -31,6 +31,10 @@ LOG = "log_history.json"
 EVALUATED_BEFORE = ("team", "solo")
 
 
+class OtherExperimentError(ValueError):
+    """A folder has runs of another experiment, which cannot be compared with those of this one."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """
@@ -59,17 +63,19 @@ class Cell:
         Raise if the folder has a run, or a checkpoint of one, with other settings of the experiment.
 
         Raises:
-            ValueError: the settings are not the same, or are not known.
+            OtherExperimentError: the settings are not the same, or are not known.
         """
         file = self.folder / SETTINGS
         if not self.is_done and RunFolder(self.folder).newest() is None:
             return
         if not file.exists():
-            raise ValueError(f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`.")
+            raise OtherExperimentError(
+                f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`."
+            )
         changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
         if changes:
             shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-            raise ValueError(
+            raise OtherExperimentError(
                 f"The run in {self.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
                 "compared: set another `output_dir`, or delete that folder."
             )
@@ -176,6 +182,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
         "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
+        "rewards_differ": any(one.get("reward_std") for one in trainer.state.log_history),  # within a batch
         "emptied": list(emptied),
         **({"budget": team["tokens"]} if arm.is_budgeted else {}),
     }

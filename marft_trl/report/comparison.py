@@ -28,6 +28,7 @@ class ArmResult:
         tokens, seconds (`float`, *optional*): generated tokens and seconds of training, means over seeds; `None` where
             nothing was trained.
         curves (`list`): for each seed, the mean reward of each logged step.
+        rewards_differ (`bool`): whether episodes of a logged batch earned different rewards, in any seed.
     """
 
     arm: Arm
@@ -36,6 +37,7 @@ class ArmResult:
     tokens: float | None = None
     seconds: float | None = None
     curves: Sequence[Any] = ()
+    rewards_differ: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
         statistics.mean(one["tokens"] for one in done) if trains else None,
         statistics.mean(one["seconds"] for one in done) if trains else None,
         [one["curve"] for one in done] if trains else (),
+        any(one.get("rewards_differ", True) for one in done),
     )
 
 
@@ -185,12 +188,12 @@ def _sentence(
 
 
 def _learned_nothing(result: ArmResult) -> str:
-    """What is said of an arm that had nothing to learn: its rewards were the same in every batch."""
+    """What is said of an arm that had nothing to learn: its rewards were the same in every episode."""
     rewards = {reward for curve in result.curves for _, reward in curve}
-    if len(rewards) != 1:
+    if len(rewards) != 1 or result.rewards_differ:
         return ""
     return (
-        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every logged batch, so it had "
+        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every episode, so it had "
         "nothing to learn from: this compares with an agent that could not begin. Give it a task that it solves now "
         "and then (easier questions, a longer turn, another `solo` of the `Experiment`) to find out more."
     )

@@ -7,8 +7,10 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +194,13 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
     if make is None:
         known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
         raise ValueError(f"{source} has no function {name!r}.{did_you_mean(name, known)}")
+    try:
+        inspect.signature(make).bind(**(settings or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` of {source} must be a function that returns an `Experiment`, and is called with "
+            f"`settings={dict(settings or {})}`: {error}."
+        ) from None
     made = make(**(settings or {}))
     if not isinstance(made, Experiment):
         raise ValueError(f"`{name}` of {source} must return an `Experiment`, got {type(made).__name__}.")
@@ -204,6 +213,8 @@ def _module(source: str) -> Any:
     path = Path(source)
     if not path.exists():
         raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
+    if (folder := str(path.resolve().parent)) not in sys.path:  # what it imports from beside it
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # noqa: S101 - a file that ends in .py has both
     module = importlib.util.module_from_spec(spec)
