@@ -37,6 +37,11 @@ class NoAwaitSees(Workflow):
         await episode.turn("actor", sees=[draft])
 
 
+class ReadsMessages(Workflow):
+    async def run(self, episode):
+        await episode.turn("reasoner", sees=[episode.prompt[-1]["content"]])
+
+
 class NoAsync(Workflow):
     def run(self, episode):
         episode.turn("reasoner")
@@ -153,6 +158,11 @@ MISTAKES = {
     # What is known with the first episode
     "await": (RuntimeError, {"workflow": NoAwait()}, r"An `await` is missing: write `turn = await episode.turn"),
     "await sees": (RuntimeError, {"workflow": NoAwaitSees()}, "An `await` is missing: write"),
+    "messages": (
+        RuntimeError,
+        {"workflow": ReadsMessages()},
+        "A prompt is a text where that of the dataset is a text",
+    ),
     "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
     "returns": (RuntimeError, {"workflow": Returns()}, "Write `episode.answer = turn` in it"),
     "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single one. Write `\[turn\]`"),

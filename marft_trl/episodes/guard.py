@@ -147,8 +147,8 @@ def _hint(error: BaseException) -> str:
         return ". `together` takes turns that are not awaited yet: `together([episode.turn(...), ...])`."
     if isinstance(error, TypeError) and "string indices must be integers" in text:
         return (
-            ". A prompt is a text where that of the dataset is a text. If the workflow expects messages, write prompts "
-            'as `[{"role": "user", "content": question}]`.'
+            ". A prompt is a text where that of the dataset is a text. If the workflow expects messages, write the "
+            'prompts as `[{"role": "user", "content": question}]`.'
         )
     return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
 
