@@ -129,14 +129,14 @@ def rows(arms):
 def table(grid, found):
     """A Markdown table of the runs: accuracies by setting, and the difference of each arm and the first one."""
     sign, words = (1, "the team minus it") if grid == "worth" else (-1, "minus the first")
-    lines = [f"| setting | arm | right answers | {words} | tokens | updates |", "|---|---|---|---|---|---|"]
+    lines = [f"| setting | arm | right answers | {words} | tokens | updates | seconds |", "|---|---|---|---|---|---|---|"]
     for setting, arms in found.items():
         for name, runs, key in rows(arms):
             pair = [matrix(arms["team"]), matrix(runs, key)][::sign]
             over = shown(paired_difference(*pair), signed=True) if name != "team" else ""
-            tokens, steps = (statistics.fmean(one[key] for one in runs) for key in ("tokens", "steps"))
+            means = [statistics.fmean(one[key] for one in runs) for key in ("tokens", "steps", "seconds")]
             cells = [setting, FIRST.get(grid, name) if name == "team" else name, shown(interval(matrix(runs, key)))]
-            lines.append(f"| {' | '.join([*cells, over, f'{tokens:,.0f}', f'{steps:,.0f}'])} |")
+            lines.append(f"| {' | '.join([*cells, over, *(f'{mean:,.0f}' for mean in means)])} |")
     return "\n".join(lines)
 
 
@@ -180,7 +180,7 @@ FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth"
 def page_of(grid, found):
     """The tables of a grid."""
     tables = [table(grid, found)]
-    if grid == "presets":
+    if grid == "presets" and len(found) > 1:
         tables.append(pooled(found))
     if grid == "sharing":
         tables.append(shares(found))
