@@ -129,7 +129,10 @@ def rows(arms):
 def table(grid, found):
     """A Markdown table of the runs: accuracies by setting, and the difference of each arm and the first one."""
     sign, words = (1, "the team minus it") if grid == "worth" else (-1, "minus the first")
-    lines = [f"| setting | arm | right answers | {words} | tokens | updates | seconds |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        f"| setting | arm | right answers | {words} | tokens | updates | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for setting, arms in found.items():
         for name, runs, key in rows(arms):
             pair = [matrix(arms["team"]), matrix(runs, key)][::sign]

@@ -17,6 +17,7 @@ from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
 from marft_trl.report.pages import write_pages
 from marft_trl.report.settings import differences, settings_of
 from marft_trl.rollout.views import team_view
+from marft_trl.runs.run_settings import code_of
 from marft_trl.tasks import game_seeds
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
@@ -539,6 +540,19 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         load_experiment(f"{task}:make")
     (tmp_path / "beside_the_task.py").write_text(TASK)
     (tmp_path / "imports.py").write_text("from beside_the_task import make\n")
+    flow = tmp_path / "flow.py"
+    flow.write_text(
+        "from marft_trl import Workflow\nfrom task import make as task\n\n\nclass Own(Workflow):\n"
+        "    async def run(self, episode):\n        await episode.turn('reasoner')\n\n\n"
+        "def make(**settings):\n    return task(**settings).changed(workflow=Own())\n"
+    )
+    codes = []
+    for agent in ("reasoner", "actor"):
+        flow.write_text(flow.read_text().replace("reasoner", agent))
+        own = load_experiment(f"{flow}:make", {"model": model_folder, "folder": str(tmp_path)}).workflow
+        assert own.named_agents() == [agent]
+        codes.append(code_of(own))
+    assert len({*codes}) == 2 and all(one.startswith("Own (") for one in codes)
     assert load_experiment(f"{tmp_path}/imports.py:make", {"model": model_folder, "folder": str(tmp_path)}).agents
     with pytest.raises(ValueError, match="workers"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), workers=2)

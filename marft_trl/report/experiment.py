@@ -175,6 +175,9 @@ def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
     return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 
+_LOADED: set[str] = set()
+
+
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:
     """
     The experiment that a function makes.
@@ -218,5 +221,9 @@ def _module(source: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # noqa: S101 - a file that ends in .py has both
     module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    if before is None or path.stem in _LOADED or getattr(before, "__file__", None) == module.__file__:
+        sys.modules[path.stem] = module  # else the source of its classes, which runs are compared by, is not found
+        _LOADED.add(path.stem)
     spec.loader.exec_module(module)
     return module
