@@ -176,6 +176,25 @@ def fall(rewards, window=4):
     return max(means) - means[-1]
 
 
+def against_best(found):
+    """For each rank, every rate and the best one."""
+    lines = ["| setting | rank | best rate | the others minus it |", "|---|---|---|---|"]
+    for setting, arms in found.items():
+        ranks = {}
+        for name, runs in arms.items():
+            rank, rate = (FIRST["rates"] if name == "team" else name).split(", ")
+            ranks.setdefault(rank, {})[rate] = matrix(runs)
+        for rank, rates in ranks.items():
+            best = max(rates, key=lambda rate: rates[rate].mean())
+            others = [
+                f"{rate}: {shown(paired_difference(right, rates[best]), signed=True)}"
+                for rate, right in sorted(rates.items(), key=lambda one: float(one[0]))
+                if rate != best
+            ]
+            lines.append(f"| {setting} | {rank} | {best} | {'; '.join(others)} |")
+    return "\n".join(lines)
+
+
 # What the first arm is called
 FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth": "team"}
 
@@ -185,6 +204,8 @@ def page_of(grid, found):
     tables = [table(grid, found)]
     if grid == "presets" and len(found) > 1:
         tables.append(pooled(found))
+    if grid == "rates":
+        tables.append(against_best(found))
     if grid == "sharing":
         tables.append(shares(found))
     return "\n\n".join(tables)

@@ -62,6 +62,16 @@ def test_differences_are_those_of_pairs():
     assert choose.fall([0.1, 0.9, 0.5], window=1) == pytest.approx(0.4)
 
 
+def test_a_rate_is_compared_with_the_best_of_its_rank():
+    """By hand: with rank 8, 1e-4 has 1 of 4 right and 1e-3 has 2; with rank 32, 1e-4 has 3 and 1e-3 has 1."""
+    half, quarter, most = [(1.0, 0.0), (1.0, 0.0)], [(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (1.0, 0.0)]
+    given = {"team": half, "r=8, 1e-4": quarter, "r=32, 1e-3": quarter, "r=32, 1e-4": most}
+    arms = {name: [run(seed, *its) for seed, its in enumerate(runs)] for name, runs in given.items()}
+    of_8, of_32 = choose.against_best({"a setting": arms}).splitlines()[2:]
+    assert of_8.startswith("| a setting | r=8 | 1e-3 | 1e-4: -25.0 [")
+    assert of_32.startswith("| a setting | r=32 | 1e-4 | 1e-3: -50.0 [")
+
+
 def test_tables_go_between_their_comments():
     page = "a\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
     assert choose.pasted(page, "rates", "new") == "a\n<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
@@ -96,7 +106,7 @@ def test_every_line_of_choose_says_what_it_rests_on():
     """A measured line links to its section and has only figures of its tables; others' lines link to their source."""
     text, page = CHOOSE.read_text(encoding="utf-8"), choose.PAGE.read_text(encoding="utf-8")
     sections = dict(section_of(part) for part in page.split("\n## ")[1:])
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "**" in line]
+    lines = text.partition("| if | then | what it rests on |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert len(lines) > 10
     for line in lines:
         for kind, support in re.findall(r"\*\*(Measured|By rule|Others')\*\*: (.*?)(?=\*\*|\|$)", line):

@@ -478,7 +478,7 @@ def test_runs_of_another_experiment_are_not_compared(model_folder, tmp_path):
         ),
     }
     for message, other in changes.items():
-        with pytest.raises(ValueError, match=f"one of another experiment: {message}"):
+        with pytest.raises(cells.OtherExperimentError, match=f"one of another experiment: {message}"):
             report(other, out, seeds=[0], arms=["untrained"])
     report(made.with_args(logging_steps=7), out, seeds=[0], arms=["untrained"])  # changes no result
     with pytest.raises(ValueError, match="was not evaluated with empty messages of reasoner"):
