@@ -16,19 +16,29 @@ NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 def on_page_markdown(markdown, page, config, files):
     """Links to files of the repository lead to copies in the site, which is complete without a network."""
 
+    def add(name, file):
+        if files.get_file_from_path(name) is None:
+            files.append(File.generated(config, name, abs_src_path=str(file)))
+
+    return NAMES.sub(lambda match: entries(match[1]), with_copies(markdown, page.file.src_uri, add))
+
+
+def with_copies(markdown, page, add=lambda name, file: None):
+    """A page with links to copies of files of the repository. `add(name, file)` gets each of them."""
+    up = "../" * page.count("/")
+
     def to_copy(match):
-        file = (Path(page.file.abs_src_path).parent / match[1]).resolve()
+        file = (ROOT / "docs" / page).parent.joinpath(match[1]).resolve()
         if file == ROOT / "docs" / "README.md":  # the list of pages, which the navigation is here
-            return f"]({'../' * page.file.src_uri.count('/')}index.md)"
+            return f"]({up}index.md)"
         if file.is_relative_to(ROOT / "docs") or not file.is_file():
             return match[0]
         path = file.relative_to(ROOT).as_posix()
         name = f"source/{path}" + ("" if path.endswith((".yaml", ".yml")) else ".txt")
-        if files.get_file_from_path(name) is None:
-            files.append(File.generated(config, name, abs_src_path=str(file)))
-        return f"]({'../' * page.file.src_uri.count('/')}{name})"
+        add(name, file)
+        return f"]({up}{name})"
 
-    return NAMES.sub(lambda match: entries(match[1]), LINK.sub(to_copy, markdown))
+    return LINK.sub(to_copy, markdown)
 
 
 def entries(module):
@@ -73,7 +83,7 @@ def on_post_build(config):
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = (Path(config.docs_dir) / path).read_text(encoding="utf-8")
             names = NAMES.sub(lambda match: ", ".join(f"`{match[1]}.{one}`" for one in public_names(match[1])), text)
-            copy.write_text(names, encoding="utf-8")
+            copy.write_text(with_copies(names, path), encoding="utf-8")
         lines.append("")
     (base / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 

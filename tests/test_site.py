@@ -72,6 +72,9 @@ def test_the_site_is_complete(site):
         ):
             assert (file.parent / target).exists(), (str(file.relative_to(site)), target)
         assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://[^"]*', file.read_text()), file
+    for file in site.rglob("*.md"):  # what `llms.txt` leads to
+        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)", file.read_text()):
+            assert (file.parent / target).exists(), (str(file.relative_to(site)), target)
 
 
 @pytest.mark.slow
