@@ -74,7 +74,7 @@ SYMPTOMS = {
         {"move": 1e-3, "agents__planner__grad_norm": 0.1},
         *(PATIENCE, "agents 'planner'.* HAVE NOT MOVED.*`learning_rate`"),
     ),
-    "grown": ({"move": 1e3}, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=5e-06`"),
+    "grown": ({"move": 1e3}, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=1e-05`"),
     "collapsed": (
         {"agents__planner__entropy": 0.001},
         {"agents__planner__entropy": 0.5},

@@ -46,9 +46,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     [`AgentSpec`].
 
     Args:
-        learning_rate (`float`, *optional*, defaults to `5e-6`):
-            Peak learning rate of every adapter whose agent does not set its own `learning_rate`. The default is the
-            value of MARFT's published LoRA runs.
+        learning_rate (`float`, *optional*, defaults to `1e-5`):
+            Peak learning rate of every adapter whose agent does not set its own `learning_rate`. The default is ten
+            times that of [`~trl.GRPOConfig`], as TRL's guide to LoRA takes it; without a `peft_config`, where whole
+            models are trained, set a lower one.
         bf16 (`bool`, *optional*):
             Whether to use bfloat16 mixed precision. If `None`, bfloat16 is used if a GPU supports it and `fp16` is
             off.
@@ -205,7 +206,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
 
-    learning_rate: float = option(5e-06, AT_LEAST_0)
+    learning_rate: float = option(1e-05, AT_LEAST_0)
     loss_type: str | None = option(None, choices=LOSSES)  # type: ignore[assignment]
     preset: str | None = option(None, choices=PRESETS, also=(None,), about="files")
     advantage: str = option("group", choices=BASELINES, also=("gae",))
