@@ -223,6 +223,20 @@ def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
         report(made, str(tmp_path), seeds=[0], arms=["the same"])
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_run_says_whether_its_rewards_differ(model_folder, tmp_path, differ):
+    def reward(completions, **columns):
+        return [float(differ and number % 2) for number in range(len(completions))]
+
+    report(
+        experiment(model_folder, tmp_path / "unused").changed(reward_funcs=reward),
+        str(tmp_path),
+        seeds=[0],
+        arms=["untrained"],
+    )
+    assert result_of(tmp_path, "team-0")["rewards_differ"] is differ
+
+
 def test_views_and_functions_of_agents_are_recorded(model_folder, tmp_path):
     def of(view):
         made = experiment(model_folder, tmp_path, agents=[AgentSpec("reasoner", view=view), *tiny_agents()[1:]])

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from .. import rewards, workflows
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
 from ..system.hints import did_you_mean
+from ..system.modules import module_of
 from ..trainer import MARFTTrainer
 from ..workflows import Workflow, rebuild
 from .command import Parser, UsageError, as_tokens, check_unknown, read_yaml
@@ -118,16 +117,9 @@ def load_module(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"There is no file {path!r}.")
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:  # what it imports from beside it
-        sys.path.insert(0, folder)
-    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else "marft_script"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise UsageError(f"{path!r} is no Python script.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(file)
 
 
 def _of_script(path: str) -> Recipe:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from ..agents import AgentSpec, check_team
 from ..config.checks import check_names
 from ..config.marft_config import MARFTConfig
 from ..system.hints import checked_names, did_you_mean
+from ..system.modules import module_of
 from ..trainer import MARFTTrainer
 from ..workflows import Workflow
 
@@ -175,9 +174,6 @@ def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
     return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 
-_LOADED: set[str] = set()
-
-
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:
     """
     The experiment that a function makes.
@@ -216,14 +212,4 @@ def _module(source: str) -> Any:
     path = Path(source)
     if not path.exists():
         raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
-    if (folder := str(path.resolve().parent)) not in sys.path:  # what it imports from beside it
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # noqa: S101 - a file that ends in .py has both
-    module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(path.stem)
-    if before is None or path.stem in _LOADED or getattr(before, "__file__", None) == module.__file__:
-        sys.modules[path.stem] = module  # else the source of its classes, which runs are compared by, is not found
-        _LOADED.add(path.stem)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path)
