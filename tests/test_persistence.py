@@ -9,9 +9,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import marft_trl
 from marft_trl import AgentSpec, Sequential, TeamManifest
 from marft_trl.rules.rows import Row, Slice
 from marft_trl.runs import commit as commits
+from marft_trl.runs.commit import CheckpointError
 from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.weights.adapters import load_adapter_weights
@@ -548,3 +550,37 @@ def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
     pushed = run_on_hub(hub, tmp_path, code)
     assert pushed.returncode != 0 and "A checkpoint could not be pushed to user/team" in pushed.stderr
     assert (tmp_path / "out" / "checkpoint-2" / "actor" / "adapter_model.safetensors").exists()
+
+
+def test_a_checkout_that_is_not_installed_saves(model_folder, tmp_path):
+    """Clusters run code from `PYTHONPATH`. Without metadata of the package, versions come from its code."""
+    script = f"""
+import importlib.metadata as metadata
+found = metadata.version
+def version(name):
+    if name == "marft-trl":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+from tests.helpers import team_trainer
+trainer = team_trainer({model_folder!r}, {str(tmp_path)!r}, settings={{"max_steps": 1, "save_strategy": "steps"}})
+trainer.train()
+trainer.save_model()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert TeamManifest.load(tmp_path / "checkpoint-1").versions["marft-trl"] == marft_trl.__version__
+    assert f"- marft-trl: {marft_trl.__version__}" in (tmp_path / "README.md").read_text()
+
+
+def test_what_cannot_be_saved_is_known_before_anything_is_generated(model_folder, tmp_path):
+    class Undescribed(Sequential):
+        def describe(self):
+            return {"class": "Undescribed", "tool": lambda: None}
+
+    def reward(completions, **kwargs):
+        raise AssertionError("generated")
+
+    trainer = team_trainer(model_folder, tmp_path, workflow=Undescribed(), reward_funcs=reward)
+    with pytest.raises(CheckpointError, match="could not be saved, so it is not started.*function is not JSON"):
+        trainer.train()

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from ..seams.versions import installed_version
 
 
 # Name -> what it does. The module of a command has its name, with `_` for `-`, and a class `Command`
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0 if given else 2
     if given[0] == "--version":
-        print(f"marft_trl {importlib.metadata.version('marft-trl')}")
+        print(f"marft_trl {installed_version('marft-trl')}")
         return 0
     name = given.pop(0)
     if name not in COMMANDS:

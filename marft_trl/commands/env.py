@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 
+from ..seams.versions import installed_version
 from .command import OptionsCommand, Parser
 
 
@@ -28,11 +28,7 @@ class Command(OptionsCommand):
         import torch
 
         rows = [("platform", platform.platform()), ("python", platform.python_version())]
-        for name in _PACKAGES:
-            try:
-                rows.append((name, importlib.metadata.version(name)))
-            except importlib.metadata.PackageNotFoundError:
-                rows.append((name, "not installed"))
+        rows += [(name, installed_version(name) or "not installed") for name in _PACKAGES]
         rows.append(("processors", f"{os.cpu_count()}, {torch.get_num_threads()} threads of torch"))
         rows.append(("memory", f"{psutil.virtual_memory().total / 1e9:.0f} GB"))
         kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -6,18 +6,19 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..seams.versions import installed_version
 from ..weights.manifest import TeamManifest, is_hub_id
 
 
 # Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.
 _MARKUP = re.compile(r"[\\`*_{}\[\]()#|~!:@]|(?<=www)\.")
-# Tags of every model card
 CARD_NAME = "README.md"
+_PACKAGES = ("marft-trl", "trl", "transformers", "peft")
+# Tags of every model card
 TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]
 PAPER = {
     "title": "MARFT: Multi-Agent Reinforcement Fine-Tuning",
@@ -220,7 +221,7 @@ def team_card(
         paper_id=PAPER["id"],
         citation=PAPER["citation"],
         facts_table=_table("", "", facts or {}),
-        versions="\n".join(f"- {name}: {version(name)}" for name in ("marft-trl", "trl", "transformers", "peft")),
+        versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),
     )
 
 

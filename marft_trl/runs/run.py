@@ -113,6 +113,7 @@ class Run(TrainerCallback):
         processes ([`Processes`]): the processes of the run.
         save (`Callable`): saves a checkpoint of the present state.
         checkpoint_size (`Callable`): about how many bytes a checkpoint has.
+        try_out (`Callable`): writes what a checkpoint has beside weights, and raises for what cannot be written.
         clean_up (`Callable`): called when training ends, in whatever way.
     """
 
@@ -123,10 +124,11 @@ class Run(TrainerCallback):
         processes: Processes,
         save: Callable[[], None],
         checkpoint_size: Callable[[], int],
+        try_out: Callable[[], None],
         clean_up: Callable[[], None] = lambda: None,
     ):
         self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
-        self._checkpoint_size, self._clean_up = checkpoint_size, clean_up
+        self._checkpoint_size, self._try_out, self._clean_up = checkpoint_size, try_out, clean_up
         self._signals = Signals(args.save_strategy != SaveStrategy.NO)
         self._stopped_by, self._resumes = 0, False
         self._began: float | None = None  # when the present step began
@@ -152,6 +154,7 @@ class Run(TrainerCallback):
                 if self._args.should_save:
                     stack.enter_context(folder.held())
                     folder.check_space(self._checkpoint_size())
+                    self._check_can_save()
             self._check_shared()
             checkpoint = self._checkpoints.choose(resume_from_checkpoint)
             stack.enter_context(self._signals.watched())
@@ -163,6 +166,16 @@ class Run(TrainerCallback):
                 if self._processes.have_agreed(error):
                     self._save_after(error)
                 raise
+
+    def _check_can_save(self) -> None:
+        try:
+            self._try_out()
+        except Exception as error:
+            raise CheckpointError(
+                f"This run could not be saved, so it is not started: {type(error).__name__}: {error}. Mend what the "
+                "message names; the workflow's `describe()`, adapter configs and training arguments must be "
+                "serializable."
+            ) from error
 
     def _check_shared(self) -> None:
         """Nodes may have file systems of their own; a checkpoint has parts of all processes."""

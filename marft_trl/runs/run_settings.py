@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..config.options import rules_of
 from ..config.team_setup import TeamSetup
 from ..config.unused import ALWAYS_UNUSED
 from ..rollout.views import View
+from ..seams.versions import installed_version
 from ..system.redaction import without_secrets
 from ..weights.fingerprints import hash_of_weights
 from ..weights.manifest import BaseModel
@@ -105,7 +105,7 @@ class RunSettings:
             "workflow": {**self._describe_workflow(), "team": [agent.name for agent in self._agents]},
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {name: installed_version(name) for name in _PACKAGES},
             "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
@@ -158,13 +158,6 @@ class RunSettings:
         recorded["reward_weights"] = self._weights
         recorded["view"] = callable_name(self._view())
         return recorded
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def plain(value: Any) -> Any:

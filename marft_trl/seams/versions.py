@@ -8,8 +8,8 @@ tests with the lowest and with the newest ones.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -33,6 +33,18 @@ TESTED = {
 }
 
 
+def installed_version(package: str) -> str | None:
+    """
+    Version of a package, by the name of its distribution; `None` if there is none. A checkout on `PYTHONPATH` has no
+    metadata, or those of another version, so the code that is loaded comes first.
+    """
+    loaded = getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+    try:
+        return str(loaded) if loaded else version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def release(text: str) -> tuple[int, int]:
     """Major and minor version. Patches are neither warned of nor asked for."""
     major, minor, *_ = (*Version(text).release, 0)
@@ -41,12 +53,8 @@ def release(text: str) -> tuple[int, int]:
 
 def newer_than_tested() -> dict[str, str]:
     """Installed versions by package, of those that are newer than what the tests have run with."""
-    found = {}
-    for name, (_, newest) in TESTED.items():
-        with contextlib.suppress(PackageNotFoundError):  # a build under another name
-            if release(version(name)) > release(newest):
-                found[name] = version(name)
-    return found
+    found = {name: installed_version(name) for name in TESTED}
+    return {name: text for name, text in found.items() if text and release(text) > release(TESTED[name][1])}
 
 
 @functools.cache

@@ -226,6 +226,7 @@ def assemble(
     checkpoints = Checkpoints(
         team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.copies, best
     )
+    files = _files(trainer, team, args, acting.runner, telling.planner, scoring, base())
     return Parts(
         state=state,
         processes=processes,
@@ -243,9 +244,9 @@ def assemble(
         reporter=telling.reporter,
         evaluations=Evaluations(run, acting.runner, telling.reporter, collapse),
         planner=telling.planner,
-        files=_files(trainer, team, args, acting.runner, telling.planner, scoring, base()),
+        files=files,
         checkpoints=checkpoints,
-        run=_run(trainer, run, checkpoints, rolling.rollouts),
+        run=_run(trainer, run, checkpoints, rolling.rollouts, files),
         look_ahead=rolling.look_ahead,
         health=telling.health,
         collapse=collapse,
@@ -563,12 +564,13 @@ def _collapse(
     return Collapse(run, error) if best is None else Restoring(run, error, team.policies, best, act, copies)
 
 
-def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts) -> Run:
+def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts, files: TeamFiles) -> Run:
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     # Weights and both moments; a warning compares it with the room on the disk
     size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
     save = functools.partial(save_checkpoint_now, trainer)
-    return Run(checkpoints, run.args, run.processes, save, checkpoint_size=lambda: size, clean_up=rollouts.close)
+    try_out = functools.partial(files.try_out, getattr(trainer.model, "peft_config", {}))
+    return Run(checkpoints, run.args, run.processes, save, lambda: size, try_out, clean_up=rollouts.close)
 
 
 def _files(

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
+from peft import PeftConfig
 
 from ..config.marft_config import MARFTConfig
 from ..config.sampling import general_settings, own_settings
@@ -118,6 +121,16 @@ class TeamFiles:
             for name in self._policies.names if self._policies.has_adapters else []:
                 forget_local_base(folder / name)
         self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
+
+    def try_out(self, configs: Mapping[str, PeftConfig]) -> None:
+        """Write all but weights into a folder that is removed. What cannot be saved raises here, before training."""
+        with tempfile.TemporaryDirectory(prefix="marft_trial_") as name:
+            folder = Path(name)
+            self.manifest().save(folder)
+            for adapter, config in configs.items():
+                config.save_pretrained(str(folder / adapter))
+            torch.save(self._args, folder / "training_args.bin")
+            self.save_card(folder, [])
 
     def save_card(
         self,

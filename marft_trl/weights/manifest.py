@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..agents import AgentSpec, check_name, check_team
 from ..episodes.tools import ToolLimits
+from ..seams.versions import installed_version
 
 
 MANIFEST_NAME = "marft_team.json"
@@ -214,7 +214,7 @@ class TeamManifest:
             "adapters": self.adapters,
             "base": asdict(self.base) if self.base is not None else None,
             "inference": asdict(self.inference) if self.inference is not None else None,
-            "versions": {name: version(name) for name in _PACKAGES},
+            "versions": {name: installed_version(name) for name in _PACKAGES},
             **({"anonymous": self.anonymous} if self.anonymous else {}),
         }
         path = Path(folder) / MANIFEST_NAME
