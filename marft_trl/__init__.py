@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .workflows import Sequential, Workflow
 
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 _MODULES = {
     "AgentSpec": "agents",
     "Episode": "episodes",

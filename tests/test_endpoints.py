@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from marft_trl import AgentSpec, Sequential, endpoint_reply
 from marft_trl.applications.client import EndpointError
 from marft_trl.rewards import judge_reward
+from marft_trl.rewards.judge import check_judges, score_in
 from marft_trl.weights.manifest import TeamManifest
 
 import pytest
@@ -130,10 +131,60 @@ def test_a_judge_is_asked_once_for_each_answer_and_its_scores_are_mapped(model, 
     assert "has no score from 0 to 10" in caplog.text and len(model.asked) == 4
     assert asyncio.run(reward(**columns)) == [0.75, 0.0, 0.75, None] and len(model.asked) == 4
     system, shown = (one["content"] for one in model.asked[0][2]["messages"])
-    assert system.startswith("Is it good?") and "from 0 to 10" in system and "<solution " in shown
+    assert system.startswith("Is it good?") and "from 0 to 10" in system and "<column solution " in shown
     assert model.asked[0][2]["temperature"] == 0
     with pytest.raises(ValueError, match="'solution', which is no column"):
         asyncio.run(reward(prompts=["q"], completions=["a"]))
+
+
+def test_a_judge_is_shown_columns_of_any_name_beside_the_answer():
+    seen, logged = [], {}
+
+    def ask(messages):
+        seen.append(messages[1]["content"])
+        return "no idea"
+
+    reward = judge_reward(ask, "Is it right?", columns=["answer", "task"], name="right")
+    columns = {"answer": ["the reference"], "task": ["the topic"], "log_metric": logged.__setitem__}
+    assert asyncio.run(reward(prompts=["the question"], completions=["the completion"], **columns)) == [None]
+    assert all(text in seen[0] for text in ("the reference", "the topic", "the question", "the completion"))
+    assert logged == {"right/unread": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        *[(f"Score: {form}", 0.8) for form in ("<8>", "8", "$8$", "+8", "`8`", "[8]", "8/10", "8.0", r"\boxed{8}")],
+        *[(text, 0.8) for text in ("**Score**: 8", "**Score: 8**", "score\uff1a8", '{"score": 8}', "_Score_ = 8")],
+        *[("Score: 7,5", 0.75), ("Score: 3, then\nScore: 8", 0.8), ("final_score: 8", 0.8), ("Score: -0.0", 0.0)],
+        # Nothing on the scale, no score, or two
+        *[
+            (f"Score: {form}", None)
+            for form in ("1,000", "11", "-1", "\u22128", "8-9", "8 \u2013 9", "1.2.3", "eight")
+        ],
+        *[("Underscore: 4", None), ("8 of 10", None), ("", None)],
+    ],
+)
+def test_a_score_is_read_in_every_form_or_not_at_all(text, score):
+    assert score_in(text, (0, 10)) == score
+
+
+def test_a_judge_is_not_trained_on_its_own_scores():
+    frozen, score = AgentSpec("judge", trainable=False), judge_reward("judge")
+    solver = AgentSpec("solver")
+    for agents, team, of_agents in (
+        ([solver, AgentSpec("judge")], [score], {}),
+        ([solver, AgentSpec("judge", trainable=False, adapter="solver")], [score], {}),
+        ([solver, AgentSpec("judge")], [], {"judge": [score]}),
+    ):
+        with pytest.raises(ValueError, match="would train 'judge' on the score that it gives itself"):
+            check_judges(agents, team, of_agents)
+    check_judges([solver, frozen], [score], {})
+    check_judges([solver, AgentSpec("judge", reply=lambda messages: "")], [score], {})
+    check_judges([solver, AgentSpec("judge", copy_of="solver")], [score], {})
+    check_judges([solver, AgentSpec("judge")], [], {"solver": [score]})
+    with pytest.raises(ValueError, match="'jugde'.* names no agent .*Did you mean 'judge'"):
+        check_judges([solver, frozen], [judge_reward("jugde")], {})
 
 
 def test_what_is_judged_cannot_end_its_frame_or_score_itself():
@@ -161,7 +212,13 @@ def test_an_agent_of_the_team_judges(model_folder, tmp_path):
     before = weights(trainer)
     trainer.train()
     assert moved(before, weights(trainer))
-    assert any("rewards/judge_reward/mean" in entry for entry in trainer.state.log_history)
+    assert all(
+        "rewards/judge_reward/mean" in entry and entry["judge_reward/unread"] == 0
+        for entry in trainer.state.log_history[:2]
+    )
+    trained = [AgentSpec("actor"), AgentSpec("judge")]
+    with pytest.raises(ValueError, match="would train 'judge'"):
+        team_trainer(model_folder, tmp_path, agents=trained, reward_funcs=judge_reward("judge"))
     with pytest.raises(ValueError, match="Let the workflow ask it"):
         asyncio.run(judge_reward("critic")(completions=["x"], turns=[[]]))
 
@@ -172,7 +229,12 @@ def test_an_agent_of_the_team_judges(model_folder, tmp_path):
         (("http://x/v1",), {"model": "m"}, "`rubric` is missing"),
         (("http://x/v1", "r"), {}, "`model` is missing"),
         (("judge",), {"scale": (5, 5)}, "`scale` must be"),
-        ((print, "r"), {"temperature": 1}, "'temperature' is a setting of an endpoint"),
+        ((print, "r"), {"temperature": 1}, "`temperature=1` has no effect, since `judge` is a function"),
+        ((print, "r"), {"model": "m"}, "`model='m'` has no effect"),
+        (("judge", "r"), {}, "`rubric='r'` has no effect, since the agent 'judge' judges"),
+        (("judge",), {"model": "m"}, "`model='m'` has no effect"),
+        (("judge",), {"columns": ["answer"]}, "`columns=.* has no effect"),
+        (("judge",), {"temperature": 0}, "`temperature=0` has no effect"),
     ],
 )
 def test_what_a_judge_needs(arguments, options, message):

@@ -38,7 +38,8 @@ def installed_version(package: str) -> str | None:
     Version of a package, by the name of its distribution; `None` if there is none. A checkout on `PYTHONPATH` has no
     metadata, or those of another version, so the code that is loaded comes first.
     """
-    loaded = getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+    module = sys.modules.get(package.replace("-", "_"))
+    loaded = vars(module).get("__version__") if module is not None else None  # `getattr` may load a lazy module
     try:
         return str(loaded) if loaded else version(package)
     except PackageNotFoundError:

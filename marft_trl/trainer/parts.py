@@ -192,9 +192,8 @@ def assemble(
     # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
     collapse = _collapse(team, run, rolling.rollouts, telling.reporter, best, acting.copies)
-    sampling = None
-    if args.dynamic_sampling:
-        sampling = DynamicSampling(run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
+    further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
+    sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
     fills = fills_of(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = Experience(

@@ -21,6 +21,7 @@ from ..config.dataset_checks import check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
+from ..rewards.judge import check_judges
 from ..rollout.reward_checks import check_rewards, check_turn_rewards
 from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS, Critic
@@ -217,6 +218,7 @@ def rewards_of(
         except ValueError as error:
             raise ValueError(f"`remove_unused_columns=True` leaves prompts alone. Set it to False. {error}") from None
     of_turns = turn_reward_funcs(args, agents, workflow)
+    check_judges(agents, functions, of_turns)
     check_turn_rewards(of_turns, train_dataset)
     return functions, of_turns
 
