@@ -5,6 +5,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# The same device everywhere: tolerances are those of a CPU. `MARFT_TEST_CUDA=1` leaves GPUs visible.
+if not os.environ.get("MARFT_TEST_CUDA"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import fcntl
 import gc

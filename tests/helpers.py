@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from dataclasses import replace
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
@@ -29,6 +30,7 @@ SETTINGS = {
     "save_strategy": "no",
     "disable_tqdm": True,
     "report_to": [],
+    "bf16": False,  # the default with a GPU, and tests compare float32 results
 }
 
 
@@ -181,6 +183,14 @@ def add(a: int, b: int) -> int:
         b: the second
     """
     return a + b
+
+
+def ended(episodes, cut=()):
+    """Episodes as if their turns had ended, but for those of the episodes `cut`: tiny models end at will."""
+    return [
+        replace(episode, turns=tuple(replace(turn, truncated=index in cut) for turn in episode.turns))
+        for index, episode in enumerate(episodes)
+    ]
 
 
 def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None, aliases=None, patience=None):

@@ -10,10 +10,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from .helpers import lora, team_trainer, tiny_dataset
+from .helpers import ended, lora, team_trainer, tiny_dataset
 
 
 NAMES = ["reasoner", "actor"]
+CUT = (1, 6)
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,8 @@ def played(tmp_path_factory, model_folder):
     """A trainer, its episodes, and their rewards."""
     trainer = team_trainer(model_folder, tmp_path_factory.mktemp("played"))
     rows = list(tiny_dataset(3))
-    episodes = trainer.team.run(rows, num_samples=4, seed=0)
-    rewards = [float(sum(map(ord, one.answer.text)) % 5) for one in episodes]
+    episodes = ended(trainer.team.run(rows, num_samples=4, seed=0), cut=CUT)
+    rewards = [float(7 * index % 5) for index in range(len(episodes))]
     return trainer.team, episodes, rewards
 
 
@@ -44,7 +45,7 @@ def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, mo
     ]
     turns = turns_of([episodes[index] for index in kept], "actor")
     assert len(dataset) == len(turns) > 0 and set(dataset["agent"]) == {"actor"}
-    assert all(reward == rewards[index] for reward, index in zip(dataset["reward"], kept, strict=False))
+    assert list(dataset["reward"]) == [rewards[index] for index in kept if index not in CUT]
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(model_folder),
         settings(SFTConfig, tmp_path),
@@ -161,12 +162,14 @@ def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_lef
         ({"rewards": [1.0]}, "each of the 12 episodes, got 1 numbers"),
         ({"rewards": [float("nan")] * 12}, "not all of them finite"),
         ({"rewards": [1.0] * 12, "threshold": 2.0}, "lower `threshold`"),
+        ({}, "all 24 were cut at their length limit.*Raise `max_completion_length`"),
         ({"kind": "dpo", "rewards": [1.0] * 12}, "No pair is left"),
     ],
     ids=str,
 )
 def test_what_makes_no_dataset(played, arguments, message):
     team, episodes, _ = played
+    episodes = episodes if arguments else ended(episodes, cut=range(12))
     with pytest.raises(ValueError, match=message):
         team.to_dataset(episodes, **arguments)
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
-from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+from .helpers import config, ended, lora, moved, team_trainer, varied_reward, weights
 from .test_persistence import hub, run_on_hub  # noqa: F401  # a fixture
 
 
@@ -185,8 +185,8 @@ def test_a_saved_team_is_trained_on(load, model_folder, tmp_path, warm):
     """With an agent whose adapter `SFTTrainer` has warmed up on episodes of the team, too."""
     team = load()
     if warm:
-        episodes = team.run(QUESTIONS, num_samples=2, seed=0)
-        rewards = [float(len(one.answer.text)) for one in episodes]
+        episodes = ended(team.run(QUESTIONS, num_samples=2, seed=0))
+        rewards = [float(index) for index in range(len(episodes))]
         base, tokenizer = (
             AutoModelForCausalLM.from_pretrained(model_folder),
             AutoTokenizer.from_pretrained(model_folder),

@@ -73,7 +73,7 @@ def to_dataset(
                 turns = [turn for turn in _turns(episodes[index], names) if not turn.truncated]
                 rows += [{**_shaped(turn, kind), "agent": turn.agent, "reward": scores[index]} for turn in turns]
     if not rows:
-        raise ValueError(_nothing_left(kind, names))
+        raise ValueError(_nothing_left(kind, names, [turn for one in episodes for turn in _turns(one, names)]))
     if template:
         rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
     return Dataset.from_list(rows)
@@ -158,7 +158,12 @@ def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[di
     return pairs
 
 
-def _nothing_left(kind: str, names: Sequence[str]) -> str:
+def _nothing_left(kind: str, names: Sequence[str], turns: Sequence[Turn]) -> str:
+    if turns and all(turn.truncated for turn in turns):
+        return (
+            f"No turn of {', '.join(map(repr, names))} is left: all {len(turns)} were cut at their length limit, so "
+            "they have no end to learn. Raise `max_completion_length`."
+        )
     if kind == "dpo":
         return (
             f"No pair is left for {', '.join(map(repr, names))}: two episodes of a prompt have to differ in their "
