@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
 import subprocess
@@ -15,6 +16,7 @@ from marft_trl.applications import AppEndpoint
 from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.rerun import Rerun
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
@@ -918,6 +920,39 @@ def test_of_the_same_answers_each_is_the_turn_of_its_place():
     (episode,) = played(app, answer)
     shown = [one["content"] for one in turns[2].given.messages if one["role"] == "assistant"]
     assert [turn.index for turn in shown] == [0, 1] and shown == list(episode.turns[:2])
+
+
+@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]])
+@pytest.mark.parametrize("about", ["removed", "changed", "candidate"])
+def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order):
+    """Whichever comes first: of two requests that are under way at once, that depends on how long answers take."""
+
+    async def app(row, endpoint):
+        ask = Client(endpoint)
+        for text in orders.pop(0):
+            await ask("ann", user(text))
+
+    def said(requests):
+        texts = [one.given.messages[-1]["content"] for one in requests]
+        asked.extend(zip(requests, texts, [one.by_reference for one in requests], strict=True))
+        return [one.completed(f"{text} {len(asked)}") for one, text in zip(requests, texts, strict=True)]
+
+    orders, asked = [["one", "two"], order], []
+    (record,) = played(app, said)
+    is_candidate = about == "candidate"
+    if is_candidate:  # for the second turn, when the first one has been taken
+        request = asked[1][0]
+        record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
+        rerun = Rerun(record, candidate=(request.ask, request.completed("better")))
+    else:
+        rerun = Rerun(record, **{about: 1})
+    (again,) = collect(ExternalApp(app), [record.row], ["ann"], said, [rerun])
+    expected = {"one": "one 1", "two": {"removed": "", "changed": "two 3", "candidate": "better"}[about]}
+    assert [turn.text for turn in again.turns] == [expected[text] for text in order]
+    assert [(text, by_reference) for _, text, by_reference in asked[2:]] == [("two", True)] * (about == "changed")
+    assert rerun.holds_turn
+    # What was read before the second request is what had been read in the record, if it is there
+    assert [turn.sees for turn in again.turns] == [(), (0,) if order == ["one", "two"] else ()]
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,63 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
     assert trainer.parts.state.metrics["train"]["branches/turns"] == [4 * (1 + 2 + 2 + 1 + 2)]
 
 
+class Dice(Workflow):
+    """Shows what is rolled: a re-run in which it is something else shows the player something else."""
+
+    def __init__(self):
+        self.rolls = ""
+
+    async def run(self, episode):
+        for _ in range(2):
+            roll, self.rolls = self.rolls[:1] or "0", self.rolls[1:]
+            episode.observe(roll)
+            await episode.turn("player")
+
+
+def dice(model_folder, tmp_path, rolls, lengths, **settings):
+    """The advantages of a batch, of turns with so many tokens in order; the reward counts the tokens of an episode."""
+
+    def tokens(completions, turns, **kwargs):
+        return [float(sum(len(turn.completion_ids) for turn in its)) for its in turns]
+
+    workflow, agents = Dice(), [AgentSpec("player")]
+    settings |= {"num_generations": 1, "gradient_checkpointing": False}
+    trainer = team_trainer(
+        model_folder, tmp_path, agents=agents, workflow=workflow, reward_funcs=tokens, settings=settings
+    )
+    workflow.rolls, left = rolls, [int(one) for one in lengths]
+
+    def generate(agents, prompt_ids):
+        return [Sampled([5] * left.pop(0)) for _ in agents]
+
+    trainer.parts.runner.generator.generate = by_hand(generate)
+    trainer.model.train()
+    count = trainer.args.per_device_train_batch_size
+    (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"} for _ in range(count)])
+    assert not workflow.rolls and not left
+    rows = sorted(slice_.rows, key=lambda row: row.number)
+    return [row.advantage for row in rows], trainer.parts.state.metrics["train"]["rerun/lost"]
+
+
+def test_a_rerun_without_its_turn_says_nothing_about_it(model_folder, tmp_path, caplog):
+    """Two episodes of 2 + 3 tokens. Each turn has a re-run without it; those of the second episode roll otherwise."""
+    settings = {"advantage": "none", "credit": "removed", "per_device_train_batch_size": 2}
+    rolls = "12" + "34" + "1199" + "7344"  # what comes after the removed first turn is another one anyway: 7
+    lengths = "22" + "33" + "44" + "161"
+    advantages, lost = dice(model_folder, tmp_path, rolls, lengths, **settings)
+    assert advantages == [5.0 - 1.0, 5.0 - 2.0, 0.0, 0.0] and lost == [0.5]
+    assert caplog.text.count("2 of 4 re-runs of `credit='removed'` DO NOT CONTAIN THE TURN") == 1
+
+
+def test_a_candidate_that_its_episode_does_not_hold_is_compared_with_none(model_folder, tmp_path):
+    """Three candidates for each turn, of 1, 2 and 3 tokens; of each three completions one rolls otherwise."""
+    settings = {"advantage": "c3", "turn_candidates": 3, "per_device_train_batch_size": 1}
+    rolls = "1" + "119" + "555" + "3" + "111" + "338"
+    lengths = "123" + "7" + "444" + "123" + "7"
+    advantages, lost = dice(model_folder, tmp_path, rolls, lengths, **settings)
+    assert advantages == [-1.0, 1.0, 0.0] * 2 and lost == [1 / 3]
+
+
 def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
     class Cut(Workflow):
         async def run(self, episode):

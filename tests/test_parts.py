@@ -296,7 +296,7 @@ def test_rollouts_report_counts_and_stop_at_unscored_batches(tmp_path, processes
         resumed.run(rows, training=True)
 
 
-def test_a_report_without_a_model(tmp_path, processes):
+def test_a_report_without_a_model(tmp_path, processes, caplog):
     board, tables = Board(), []
     state = SimpleNamespace(
         num_tokens_seen=0,
@@ -309,11 +309,15 @@ def test_a_report_without_a_model(tmp_path, processes):
     tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(one) for one in ids], decode=str)
     rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
     settings = SimpleNamespace(log_completions=True, num_completions_to_print=None, group_size=lambda training: 2)
-    run = run_of(config(tmp_path), processes, board, settings, state)
+    run = run_of(config(tmp_path, credit="removed"), processes, board, settings, state)
     reporter = Reporter(team_of(), run, rewards, tokenizer, UserRandomness(0, torch.device("cpu")))
-    advantages = [[0.5, None], [[0.1, 0.3], None]]
-    reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], {"turns": 2, "tokens": 10})
+    advantages, others = [[0.5, None], [[0.1, 0.3], None]], {"turns": 2, "tokens": 10, "reruns": 2, "lost": 0}
+    # As if another process had lost some re-runs
+    processes.gather = lambda its: [*its, {"reruns": 6, "lost": 2}] if its == [others] else its
+    reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], others)
     train = board["train"]
+    assert train["rerun/lost"] == [0.25]
+    assert caplog.text.count("2 of 8 re-runs of `credit='removed'` DO NOT CONTAIN THE TURN") == 1
     assert train["reward"] == [0.5] and train["style"] == [1.5] and train["branches/tokens"] == [10.0]
     assert train["agents/planner/completions/mean_length"] == [2.0] and train["agents/solver/turns"] == [1.0]
     assert state.num_tokens_seen == 2 * (1 + 2 + 2 + 1) + 10 and train["num_tokens"] == [state.num_tokens_seen]

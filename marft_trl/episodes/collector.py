@@ -314,17 +314,28 @@ class _Collection:
 
     async def _write(self, request: Request) -> Turn:
         """The turn of an agent whose turns a function writes. It waits for no batch."""
-        episode = request.episode
-        rerun = self._reruns[episode.index] if self._reruns is not None else None
-        found = rerun.find(request.agent, request.seen)[0] if rerun is not None else None
-        if found is not None and rerun is not None:
-            completion = rerun.completion(found, len(episode.turns), request.seen)
-        else:
-            completion = await self._scripts[request.agent](request)
+        found = self._find(request)
+        completion = self._recorded(request, found) or await self._scripts[request.agent](request)
         if isinstance(completion, EndOfEpisode):
             raise completion
+        return self._taken(request, completion, found)
+
+    def _find(self, request: Request) -> Found | None:
+        """What was recorded for a request of a re-run."""
+        return self._reruns[request.episode.index].find(request.ask) if self._reruns is not None else None
+
+    def _recorded(self, request: Request, found: Found | None) -> Completion | None:
+        """The recorded completion of a request, if it has one."""
+        if self._reruns is None or found is None:
+            return None
+        return self._reruns[request.episode.index].completion(found, request.ask)
+
+    def _taken(self, request: Request, completion: Completion, found: Found | None) -> Turn:
+        """The turn of a request, which its episode has now."""
         turn = request.turn(completion)
-        episode.add(turn, request.seen)
+        request.episode.add(turn, request.ask)
+        if self._reruns is not None and found is not None:
+            self._reruns[request.episode.index].add(turn, found)
         return turn
 
     async def run(self, groups: Sequence[Sequence[int]]) -> list[Episode]:
@@ -460,32 +471,25 @@ class _Collection:
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """Answer requests in order, with recorded completions if there are any, else with generated ones."""
-        found: list[Found | None] = [None] * len(batch)
+        found = [self._find(request) for request in batch]
         earlier: Counter[int] = Counter()  # by episode
-        for position, request in enumerate(batch):
-            index, by_reference = request.episode.index, False
-            if self._reruns is not None:
-                found[position], by_reference = self._reruns[index].find(request.agent, request.seen)
+        for position, (request, known) in enumerate(zip(batch, found, strict=True)):
+            index, by_reference = request.episode.index, known is not None and known.completion is None
             number = len(request.episode.turns) + earlier[index]
             batch[position] = replace(request, by_reference=by_reference, number=number)
             earlier[index] += 1
-        asked = [request for request, known in zip(batch, found, strict=True) if known is None]
+        pairs = list(zip(batch, found, strict=True))
+        asked = [request for request, known in pairs if known is None or known.completion is None]
         answers = iter(await self._answer(asked)) if asked else iter(())
         await asyncio.sleep(0)  # what others have cancelled meanwhile is not noted
-        for request, known in zip(batch, found, strict=True):
-            if known is None or self._reruns is None:
-                completion = next(answers)
-            else:
-                rerun = self._reruns[request.episode.index]
-                completion = rerun.completion(known, len(request.episode.turns), request.seen)
+        for request, known in pairs:
+            completion = self._recorded(request, known) or next(answers)
             if request.waiter.done():  # its episode was cancelled meanwhile
                 continue
             if isinstance(completion, EndOfEpisode):
                 request.waiter.set_exception(completion)
                 continue
-            turn = request.turn(completion)
-            request.episode.add(turn, request.seen)
-            request.waiter.set_result(turn)
+            request.waiter.set_result(self._taken(request, completion, known))
 
 
 async def _all_or_first_error(tasks: Sequence[asyncio.Task]) -> None:

@@ -88,7 +88,7 @@ class LiveEpisode:
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
         self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
-        self._asked: list[tuple[Seen, ...]] = []
+        self._asks: list[Ask] = []
         self.history: list[Seen] = []
         self._fed: list[int] = []
         self._earned: Counter[int] = Counter()
@@ -115,7 +115,8 @@ class LiveEpisode:
             answer=self.answer,
             feedback=tuple(self.feedback),
             history=tuple(self.history),
-            asked=tuple(self._asked),
+            asked=tuple(ask.seen for ask in self._asks),
+            given=tuple(ask.given for ask in self._asks),
             fed=tuple(self._fed),
             earned=tuple(self._earned[turn.index] for turn in self.turns),
             own={name: tuple(its[turn.index] for turn in self.turns) for name, its in self._own.items()},
@@ -231,6 +232,8 @@ class LiveEpisode:
             )
         self._horizons = ()
         self._orders += 1
+        # A copy for the record: the caller may go on with its list
+        given = dataclasses.replace(given, messages=[dict(message) for message in given.messages])
         return await self._speak(self, Ask(agent, seen, tuple(given.tools), order=self._orders, given=given))
 
     def _check_room(self, agent: str) -> None:
@@ -499,11 +502,11 @@ class LiveEpisode:
             for name in names
         )
 
-    def add(self, turn: Turn, seen: Sequence[Seen]) -> None:
+    def add(self, turn: Turn, ask: Ask) -> None:
         """Append a finished turn. Called by what runs the episode, not by workflows."""
         self.turns.append(turn)
         self.history.append(turn)
-        self._asked.append(tuple(seen))
+        self._asks.append(ask)
 
     def _seen(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
         self._check_agent(agent, method)

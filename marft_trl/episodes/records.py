@@ -231,6 +231,7 @@ class Episode:
         history (`tuple[Turn | Feedback, ...]`): turns and feedback together, in the order in which they came.
         asked (`tuple[tuple[Turn | Feedback, ...], ...]`): for each turn the items that the workflow asked to show,
             whether or not they fitted into the model's window.
+        given (`tuple[Given, ...]`): for each turn the messages that another program had written for it, or `None`.
         fed (`tuple[int, ...]`): positions of the turns that went into the environment, in that order.
         earned (`tuple[float, ...]`): reward that each turn earned in the workflow, `K` numbers.
         own (`Mapping[str, tuple[float, ...]]`): for agents that were rewarded by name, the part of `earned` that was
@@ -256,6 +257,7 @@ class Episode:
     feedback: tuple[Feedback, ...] = ()
     history: tuple[Seen, ...] = ()
     asked: tuple[tuple[Seen, ...], ...] = ()
+    given: tuple[Any, ...] = ()
     fed: tuple[int, ...] = ()
     earned: tuple[float, ...] = ()
     own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

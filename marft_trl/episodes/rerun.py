@@ -3,41 +3,40 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import Completion, Episode, Seen, Turn
-
-
-# What a turn was made from: the agent, and the items it was to see: turns of the recorded episode by their positions
-# (-1 for turns that were not in it), and feedback by its source and text.
-_Place = tuple[str, tuple[Any, ...]]
+from .asks import Ask, Given
+from .records import Completion, Episode, Feedback, Seen, Turn
 
 
 class Found(NamedTuple):
     """
-    A recorded completion.
+    What was recorded for a request.
 
     Args:
-        completion ([`Completion`]): what was generated.
+        completion ([`Completion`], *optional*): what was generated; `None` if the agent's reference has to generate
+            it.
         asked (`tuple[Turn | Feedback, ...]`): items that the recorded workflow asked to show for it.
-        origin (`int`, *optional*): position of its turn in the recorded episode; `None` for a candidate and for an
-            empty turn in place of another one, which have none.
+        origin (`int`, *optional*): position of its turn in the recorded episode; `None` for a candidate.
+        is_other (`bool`): whether it is the turn that the re-run is made for.
     """
 
-    completion: Completion
+    completion: Completion | None
     asked: tuple[Seen, ...]
     origin: int | None
+    is_other: bool
 
 
 class Rerun:
     """
     Answers the requests of a re-run from a recorded episode.
 
-    A request for the same agent with the same turns to see gets the recorded completion, which was drawn from the very
-    same observation. Every other turn, above all those that see the changed one, is left to be generated.
+    A request that shows an agent the same as a recorded one gets its completion, which was drawn from the very same
+    observation. Every other turn, above all those that see the changed one, is left to be generated.
 
     Args:
         episode ([`Episode`]):
@@ -46,10 +45,15 @@ class Rerun:
             Index of the turn that is not repeated: it is sampled anew from the agent's reference.
         removed (`int`, *optional*):
             Index of the turn that is an empty one.
-        candidate (`tuple[str, Sequence[Turn | Feedback], Completion]`, *optional*):
-            Agent, items to see and completion of a turn that is yet to come.
+        candidate (`tuple[Ask, Completion]`, *optional*):
+            The request for a turn that is yet to come, and its completion.
         skip (`int`, *optional*, defaults to `0`):
-            Number of pending requests that ask for the same as `candidate` and come before it; they are generated.
+            Number of pending requests that show the same as that of `candidate` and come before it; they are
+            generated.
+
+    Attributes:
+        holds_turn (`bool`): whether the changed, removed or candidate turn has been taken. A re-run that has ended
+            without it says nothing about this turn.
     """
 
     def __init__(
@@ -57,51 +61,82 @@ class Rerun:
         episode: Episode,
         changed: int | None = None,
         removed: int | None = None,
-        candidate: tuple[str, Sequence[Seen], Completion] | None = None,
+        candidate: tuple[Ask, Completion] | None = None,
         skip: int = 0,
     ):
         self.copies = episode.copies  # opponents are the same ones
-        # For each place what was recorded there, in order; `None` for a turn that is to be generated
-        self._recorded: dict[_Place, list[Found | None]] = defaultdict(list)
-        self._changed_place: _Place | None = None
+        self.holds_turn = False
+        # For each key what was recorded, in order; `None` for a turn that is to be generated
+        self._recorded: dict[tuple, list[Found | None]] = defaultdict(list)
+        # Turns of the re-run by their positions in the record, and the positions of those that are as recorded
+        self._turns: dict[int, Turn] = {}
         self._origins: dict[int, int] = {}
-        for turn, asked in zip(episode.turns, episode.asked, strict=True):
-            place = turn.agent, tuple(map(_key, asked))
+        for turn, asked, given in zip(episode.turns, episode.asked, episode.given, strict=True):
             shown = [item for item in asked if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
-            is_changed = turn.index == changed
-            found: Found | None = Found(Completion.of(turn, shown), asked, turn.index)
+            completion: Completion | None = Completion.of(turn, shown)
             if turn.index == removed:
-                empty = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
-                found = Found(empty, asked, None)
-            self._recorded[place].append(None if is_changed else found)
-            if is_changed:
-                self._changed_place = place
+                completion = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
+            if turn.index == changed:
+                completion = None
+            found = Found(completion, asked, turn.index, turn.index in (changed, removed))
+            self._recorded[observation_key(turn.agent, asked, given)].append(found)
         if candidate is not None:
-            agent, seen, completion = candidate
-            found = Found(completion, tuple(seen), None)
-            self._recorded[agent, tuple(map(_key, seen))] += [*[None] * skip, found]
+            ask, completion = candidate
+            found = Found(completion, ask.seen, None, True)
+            self._recorded[observation_key(ask.agent, ask.seen, ask.given)] += [*[None] * skip, found]
 
-    def find(self, agent: str, seen: Sequence[Seen]) -> tuple[Found | None, bool]:
-        """
-        The recorded completion for a request of the re-run, to be given to [`~Rerun.completion`], or `None` if it has
-        to be generated; and whether the agent's reference has to generate it.
-        """
-        origins = tuple(self._origins.get(item.index, -1) if isinstance(item, Turn) else _key(item) for item in seen)
-        place = agent, origins
-        waiting = self._recorded[place] if -1 not in origins else []
-        if not waiting:
-            return None, False
-        found = waiting.pop(0)
-        return found, found is None and place == self._changed_place
+    def find(self, ask: Ask) -> Found | None:
+        """What was recorded for a request of the re-run; `None` if it has to be generated."""
+        waiting = self._recorded.get(observation_key(ask.agent, ask.seen, ask.given, self._origins))
+        return waiting.pop(0) if waiting else None
 
-    def completion(self, found: Found, index: int, seen: Sequence[Seen]) -> Completion:
-        """A recorded completion for turn number `index` of the re-run, which asked for `seen`."""
-        if found.origin is not None:
-            self._origins[index] = found.origin
+    def completion(self, found: Found, ask: Ask) -> Completion | None:
+        """The completion of what was found, as shown in the re-run."""
+        if found.completion is None:
+            return None
+        pairs: Iterable[tuple[Seen, Seen]] = zip(ask.seen, found.asked, strict=True) if ask.given is None else ()
+        if ask.given is not None:  # what a program had read is what it had read, whichever answer comes first now
+            old = [item for item in found.asked if isinstance(item, Turn) and item.index in self._turns]
+            pairs = [(self._turns[item.index], item) for item in old]
         shown = {id(item) for item in found.completion.seen}
-        pairs = zip(seen, found.asked, strict=True)
         return replace(found.completion, seen=tuple(new for new, old in pairs if id(old) in shown))
 
+    def add(self, turn: Turn, found: Found) -> None:
+        """Note that a turn of the re-run was taken, for which something was found."""
+        self.holds_turn |= found.is_other
+        if found.origin is not None:
+            self._turns[found.origin] = turn
+            if not found.is_other:
+                self._origins[turn.index] = found.origin
 
-def _key(item: Seen) -> Any:
-    return item.index if isinstance(item, Turn) else (item.agent, item.text)
+
+def observation_key(
+    agent: str, seen: Sequence[Seen], given: Given | None = None, origins: Mapping[int, int] | None = None
+) -> tuple:
+    """
+    What two requests have in common that show an agent the same.
+
+    Args:
+        agent (`str`): name of the agent.
+        seen (`Sequence[Turn | Feedback]`): items to show.
+        given ([`Given`], *optional*): messages to show in their place. When answers have arrived decides what has been
+            seen, but not what is shown.
+        origins (`Mapping[int, int]`, *optional*): positions in the record of the turns of a re-run that are as they
+            were recorded; a request that shows another turn is like no recorded one.
+    """
+
+    def key(item: Any) -> Any:
+        if isinstance(item, Turn):
+            return item.index if origins is None else origins.get(item.index, -1)
+        return (item.agent, item.text, item.tool, item.audience) if isinstance(item, Feedback) else repr(item)
+
+    if given is None:
+        return agent, tuple(map(key, seen))
+    messages = [_without_ids(message) for message in given.messages]
+    return agent, json.dumps([messages, list(given.tools), list(given.stop)], sort_keys=True, default=key)
+
+
+def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the ids of calls, which count the turns of an episode."""
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls, "tool_call_id": None}

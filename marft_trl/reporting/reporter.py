@@ -18,6 +18,8 @@ from ..functional import nan_std
 from ..metrics.at_k import Vote, at_k, last_box, sample_rows, write_samples
 from ..metrics.evaluation import EvalMetric, measure_answers, summarize
 from ..rollout.rollouts import Rollout
+from ..rules.credit_rules import CREDITS
+from ..seams.logs import get_logger
 from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
@@ -26,6 +28,9 @@ from .games import GameMetrics
 from .traces import log_traces
 from .transcripts import Advantage, Transcript
 from .transcripts_page import INDEX, html_page, write_index
+
+
+logger = get_logger(__name__)
 
 
 # Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.
@@ -98,6 +103,7 @@ class Reporter:
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
+        self._told_of_lost = False
         self.generated_tokens = 0  # in training, candidates and re-runs included
         self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
         self._k: Sequence[int] | None = run.args.eval_k
@@ -131,7 +137,7 @@ class Reporter:
             advantages (`Sequence`): for each episode of this process the advantage of its turns: a number, one for
                 each token, or `None` where there is no training row.
             own_rewards (`Sequence`): for each episode the own rewards of its turns by function; may be empty.
-            generated (`Mapping[str, int]`): `turns` and `tokens` of candidates and re-runs.
+            generated (`Mapping[str, int]`): numbers of candidates and re-runs.
         """
         sampled = rollout.drawn or rollout  # rewards of episodes that were chosen by their rewards say little
         for index, name in enumerate(self._rewards.names):
@@ -184,6 +190,7 @@ class Reporter:
         extra = self._processes.gather([dict(generated)])
         for name in ("turns", "tokens") if any(extra) else ():
             self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
+        self._report_reruns(*(sum(one.get(name, 0) for one in extra) for name in ("reruns", "lost")))
         self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
         self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
         sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # functions write others
@@ -205,6 +212,21 @@ class Reporter:
             self._metrics.add(f"agents/{agent}/turns", len(mine) / len(rollout.rewards))
             rewards = rollout.rewards[[turn.episode for turn in mine]] if mine else rollout.rewards[:0]
             self._metrics.add(f"agents/{agent}/reward", torch.nanmean(rewards).item())
+
+    def _report_reruns(self, count: int, lost: int) -> None:
+        """Report the re-runs of all processes that do not hold the turn that they were made for."""
+        if count:
+            self._metrics.add("rerun/lost", lost / count)
+        if lost and not self._told_of_lost:
+            self._told_of_lost = True
+            name = "credit" if CREDITS[self._args.credit].reruns else "advantage"
+            logger.warning(
+                f"{lost} of {count} re-runs of `{name}={getattr(self._args, name)!r}` DO NOT CONTAIN THE TURN that "
+                "they were made for, because the workflow did not show its agent the same again. They are left out; "
+                "a turn or candidate without any other re-run has the advantage 0. Make what agents are shown a "
+                "function of the dataset row and the turns: draw random numbers from a seed in the row, and leave out "
+                "times and whichever answer comes first. `rerun/lost` logs the share; this warning is logged once."
+            )
 
     def _report_user_metrics(self) -> None:
         """Values that reward functions passed to `log_metric`, averaged over processes."""

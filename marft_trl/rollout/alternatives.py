@@ -13,7 +13,7 @@ from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..episodes.rerun import Rerun
+from ..episodes.rerun import Rerun, observation_key
 from ..rules.credit_rules import CREDITS
 from .own_returns import OwnReturns
 from .reward_scorer import RewardScorer
@@ -60,7 +60,10 @@ class Alternatives:
         return nodes
 
     def take_generated(self) -> dict[str, int]:
-        """Take the numbers of `turns` and `tokens` that were generated since the last call."""
+        """
+        Take the numbers of `turns` and `tokens` that were generated since the last call, of `reruns`, and of those
+        that were `lost`: they do not hold the turn that they were made for.
+        """
         generated, self._generated = dict(self._generated), Counter()
         return generated
 
@@ -112,7 +115,7 @@ class Alternatives:
             reruns = [
                 Rerun(
                     records[index],
-                    candidate=(requests[index].agent, requests[index].seen, candidates[index][place]),
+                    candidate=(requests[index].ask, candidates[index][place]),
                     skip=skips[index],
                 )
                 for index, place in jobs
@@ -122,7 +125,7 @@ class Alternatives:
             rows = [episode.row for episode in episodes for _ in range(samples)]
             completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
             agents = [requests[index].agent for index, _ in jobs for _ in range(samples)]
-            found = self._of_agents(completed, agents).view(len(jobs), samples)
+            found = self._rewards(completed, agents, reruns).view(len(jobs), samples)
             worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.of_turns(episodes, flat).sums
@@ -136,8 +139,8 @@ class Alternatives:
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
         For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is another one and what depends on it is
-        generated again; NaN for the turns of frozen agents. Turn `k` is sampled anew from the reference of its agent,
-        or is empty (`credit="removed"`).
+        generated again; NaN for the turns of frozen agents, and for re-runs that do not hold turn `k`. Turn `k` is
+        sampled anew from the reference of its agent, or is empty (`credit="removed"`).
         """
         samples = self._args.counterfactual_samples
         rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
@@ -158,17 +161,19 @@ class Alternatives:
             rows = [episodes[index].row for index, _ in jobs]
             completed = self._runner.run(rows, self._counted, reruns, first=first)
             agents = [episodes[index].turns[k].agent for index, k in jobs]
-            for (index, k), reward in zip(jobs, self._of_agents(completed, agents), strict=True):
+            for (index, k), reward in zip(jobs, self._rewards(completed, agents, reruns), strict=True):
                 rewards[index][k, sample] = reward
         return rewards
 
-    def _of_agents(self, episodes: Sequence[Episode], agents: Sequence[str]) -> torch.Tensor:
-        """Reward `(N,)` of each episode for an agent, NaN where nothing scored it."""
+    def _rewards(self, episodes: Sequence[Episode], agents: Sequence[str], reruns: Sequence[Rerun]) -> torch.Tensor:
+        """Reward `(N,)` of each re-run for an agent, NaN where nothing scored it, and without the turn it is for."""
         rewards = self._scorer.of_episodes(episodes)
         for index, (episode, agent) in enumerate(zip(episodes, agents, strict=True)):
             if episode.own:
                 rewards[index] = self._own.of_agent(rewards[index].item(), episode, agent)
-        return rewards
+        lost = torch.tensor([not rerun.holds_turn for rerun in reruns], dtype=torch.bool)
+        self._generated.update(reruns=len(reruns), lost=int(lost.sum()))
+        return rewards.masked_fill(lost, torch.nan)
 
     async def _counted(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         completions = await self._runner.answer(requests, key)
@@ -183,13 +188,13 @@ class Alternatives:
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:
     """
-    For each request, the number of earlier requests for the same agent and the same items of its episode. Parallel
+    For each request, the number of earlier requests of its episode that show the same agent the same. Parallel
     branches can ask for identical turns.
     """
     seen: Counter[tuple] = Counter()
     counts = []
     for request in requests:
-        place = request.episode.index, request.agent, tuple((type(item), item.index) for item in request.seen)
+        place = request.episode.index, observation_key(request.agent, request.seen, request.given)
         counts.append(seen[place])
         seen[place] += 1
     return counts

@@ -183,7 +183,7 @@ class Rollouts:
         return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, nodes, has_own_returns)
 
     def take_generated(self) -> dict[str, int]:
-        """Take the numbers of `turns` and `tokens` of candidates and re-runs since the last call."""
+        """Take the numbers of candidates and re-runs since the last call, see [`Alternatives.take_generated`]."""
         return self._alternatives.take_generated() if self._alternatives is not None else {}
 
     def close(self) -> None:
