@@ -2,14 +2,17 @@
 
 import math
 
+from marft_trl import AgentSpec
 from marft_trl.learning.value_scale import ValueScale
+from marft_trl.rollout.generator import Sampled
 from marft_trl.rules.rows import Row
-from marft_trl.workflows import EnvironmentLoop
+from marft_trl.workflows import EnvironmentLoop, ExternalApp
 
 import pytest
 import torch
 
-from .helpers import team_trainer
+from .helpers import by_hand, team_trainer
+from .test_applications import Client
 from .test_own_returns import Alternating, run, worth
 from .test_parts import one_process
 
@@ -124,3 +127,24 @@ def test_a_central_critic_reads_what_others_did(model_folder, tmp_path, critic):
         assert len({tuple(one.prompt_ids.tolist()) for one in seconds}) == 1
         assert len({tuple(one.critic_prompt_ids.tolist()) for one in seconds}) == len(said)
     assert all({row.agent for row in its if row.last_value} == {"left", "right"} for its in rows)
+
+
+def test_a_central_critic_reads_the_messages_of_an_application(model_folder, tmp_path):
+    """Also those for turns before, and each once, however often they are sent again."""
+
+    async def app(row, endpoint):
+        ask = Client(endpoint)
+        code = {"role": "user", "content": "the code is 17"}
+        plan = await ask("ann", code)
+        await ask("ben", {"role": "user", "content": "what did she say?"})
+        await ask("ann", code, {"role": "assistant", "content": plan.content}, {"role": "user", "content": "again"})
+
+    settings = {**PPO, "critic": "shared", "critic_sees": "history", "per_device_train_batch_size": 1}
+    agents = [AgentSpec("ann"), AgentSpec("ben")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=ExternalApp(app), settings=settings)
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [Sampled([5, 6]) for _ in agents])
+    (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"}])
+    rows = sorted(slice_.rows, key=lambda row: row.number)
+    read = [trainer.processing_class.decode(row.critic_prompt_ids) for row in rows]
+    told = [[text.count(one) for one in ("the code is 17", "what did she say?", "again")] for text in read]
+    assert told == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

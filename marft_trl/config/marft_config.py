@@ -93,7 +93,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             last hidden state of the base, which is not trained.
         critic_sees (`str`, *optional*, defaults to `"observation"`):
             What the critic reads before it values a turn: the `"observation"` of its agent (IPPO), or the whole
-            `"history"`, all turns and feedback before the joint step (MAPPO), which takes longer passes.
+            `"history"`, all turns, feedback and messages of applications before the joint step (MAPPO), which takes
+            longer passes.
         normalize_values (`bool`, *optional*, defaults to `False`):
             Whether the critic predicts returns normalized by their running mean and standard deviation.
         gamma (`float`, *optional*, defaults to `1.0`):

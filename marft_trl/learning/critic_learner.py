@@ -11,7 +11,7 @@ import torch
 
 from .. import functional
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.records import Turn
+from ..episodes.records import Episode, Feedback, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
 from ..rules.credit_rules import CREDITS
@@ -139,8 +139,8 @@ class CriticLearner:
             for turn in episode.turns:
                 before = episode.history[: episode.history.index(turn)]
                 now = steps[turn.index]
-                seen = tuple(one for one in before if not isinstance(one, Turn) or steps[one.index] < now)
-                queries.append((self._specs[turn.agent], episode.prompt, seen, ()))
+                seen = [one for one in before if not isinstance(one, Turn) or steps[one.index] < now]
+                queries.append((self._specs[turn.agent], episode.prompt, _with_messages(episode, seen, turn), ()))
         observations = self._runner.observe(queries)
         return [
             replace(row, critic_prompt_ids=torch.tensor(one.ids, dtype=torch.long))
@@ -166,7 +166,7 @@ class CriticLearner:
             (
                 self._specs[horizon.agent],
                 rollout.episodes[index].prompt,
-                rollout.episodes[index].history if sees_all else horizon.seen,
+                _with_messages(rollout.episodes[index], rollout.episodes[index].history) if sees_all else horizon.seen,
                 () if sees_all else horizon.functions,
             )
             for index, horizon in cut
@@ -290,3 +290,26 @@ class CriticLearner:
         sums.add(torch.stack([losses.detach().sum(), clipped.sum(), mask.sum()]))
         share = self._processes.count / slice_.value_targets[batch.agent]
         return losses.sum() * share / accumulation_steps
+
+
+def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = None) -> tuple[Seen, ...]:
+    """
+    What happened, with the messages that a program had written for each turn before it, each text once.
+
+    Args:
+        episode ([`Episode`]): the episode.
+        seen (`Sequence[Turn | Feedback]`): what happened.
+        turn ([`Turn`], *optional*): the turn that comes next, of which the messages are told alone.
+    """
+    found: list[Seen] = []
+    texts: set[str] = set()
+    for item in [*seen, *([turn] if turn is not None else [])]:
+        given = episode.given[item.index] if isinstance(item, Turn) else None
+        for message in given.messages if given is not None else ():
+            text = message["content"]  # an earlier turn stands as itself
+            if isinstance(text, str) and text not in texts:
+                texts.add(text)
+                found.append(Feedback(text, "application"))
+        if item is not turn:
+            found.append(item)
+    return tuple(found)
