@@ -32,6 +32,14 @@ FAMILIES = {
         "final_logit_softcapping": 5.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma4_text": {  # the last layers read the keys and values of the first
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 6,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 8,
+    },
     "phi3": {},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
     | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
@@ -42,7 +50,8 @@ TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
 def family_base(family, vocabulary=VOCABULARY):
     """A model of a family, randomly initialized."""
     common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id")}
-    config = AutoConfig.for_model(family, **{**common, **FAMILIES[family], "vocab_size": vocabulary})
+    sizes = {"vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary}
+    config = AutoConfig.for_model(family, **{**common, **FAMILIES[family], **sizes})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).float()
 
