@@ -13,9 +13,11 @@ import time
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.applications import AppEndpoint
+from marft_trl.episodes import collector
 from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
@@ -1011,6 +1013,48 @@ def test_a_program_is_ended_with_a_run_that_ends(program, tmp_path):
 
 def _runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("why", "rows"), [("by the episode", 1), ("by what samples", 2), ("given up", 1)])
+def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
+    """Also two of them, each of which keeps the other one waiting for a while."""
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            await send("chat/completions", chat("ann", "x"))
+            while True:
+                with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+                    async with asyncio.timeout(0.02 if why == "given up" else None):
+                        await send("chat/completions", chat("ann", "y"))
+                await asyncio.sleep(0.05 * row["number"])
+
+    def answer(requests):
+        if why == "by what samples":
+            return [
+                one.completed("z") if not one.episode.turns else EndOfEpisode("It is too long.") for one in requests
+            ]
+        return said_to(requests)
+
+    most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0
+    setting, given = Setting(("ann",), max_turns=most), [{"prompt": "x", "number": number} for number in range(rows)]
+    began = time.monotonic()
+    with pytest.raises(EpisodeError, match="has waited for `.*app` for 0.5 seconds|asked 1000 times without"):
+        collector.collect(ExternalApp(app, together=together), given, setting, answer, patience=0.5)
+    assert time.monotonic() - began < 20
+
+
+def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
+    def app(row, endpoint):
+        while True:
+            with contextlib.suppress(Exception):
+                status_of(endpoint, "chat/completions", json.dumps(chat("eve", "x")).encode())
+
+    with pytest.raises(EpisodeError, match="has waited for"):
+        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, patience=0.2)
+    end = time.monotonic() + 20
+    while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert time.monotonic() < end
 
 
 def test_episodes_share_a_client_and_end_at_different_times():

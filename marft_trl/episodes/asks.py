@@ -61,11 +61,12 @@ class Ask(NamedTuple):
     given: Given | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
-    """A function that an episode waits for."""
+    """A function that an episode waits for, and for how many seconds it has; `None` before the first look."""
 
     name: str
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from ..system.event_loop import STARTED, Around, Stepped
 from ..system.watchdog import TimeLimit
+from .asks import Call
 from .live import LiveEpisode
 from .records import EndOfEpisode, Messages, Turn
 
@@ -174,21 +175,19 @@ class Watch:
     def __init__(self, workflow: Runs, patience: float | None, limit: TimeLimit | None):
         self._workflow, self._limit = workflow, limit
         self._patience = patience
-        # Start time of each wait. Keys: calls of functions, and states of episodes that wait for something else
-        self._since: dict[Any, float] = {}
-        self._looked: float | None = None  # time of the latest look
+        # Waits by episode and kind, each with the number of turns and the state at which it began
+        self._waits: dict[tuple[int, str], tuple[tuple[int, int], Call]] = {}
+        self._looked = 0.0  # time of the latest look
 
     def begin(self) -> None:
-        now = time.monotonic()
-        if self._looked is not None:  # the time of generation does not count
-            self._since = {awaited: since + now - self._looked for awaited, since in self._since.items()}
-        self._looked = now
+        self._looked = time.monotonic()  # the time of generation does not count
         if self._limit is not None:
             self._limit.restart()
 
     def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
         """
-        Check the episodes that wait for something other than a turn.
+        Check the episodes that wait for something other than a turn. Time in which they wait for a turn does not
+        count, and does not begin a limit again: the turn may be refused.
 
         Args:
             episodes (`Sequence[LiveEpisode]`): all episodes.
@@ -201,28 +200,42 @@ class Watch:
             self._limit.restart()  # the event loop is not blocked
         if self._patience is None:
             return
-        self._looked = time.monotonic()
-        now, answered = self._looked, sum(episode.answered_calls for episode in episodes)
-        found: dict[Any, tuple[LiveEpisode, str, float]] = {}
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        answered = sum(episode.answered_calls for episode in episodes)
         for episode in (episodes[index] for index in elsewhere):
-            for call in episode.calling:
-                found[call] = episode, f"`{call.name}`", self._patience
-            if not episode.busy and not episode.calling:
-                what, state = "something that is neither a turn nor a tool", (episode.index, len(episode.turns))
-                # The first limit restarts whenever a call of any episode returns, since this episode may queue for a
-                # call of its own. The second limit bounds the whole wait.
-                found[state, answered] = episode, what, self._patience
-                found[state, "own", episode.answered_calls] = episode, what, self._patience * len(episodes)
-        self._since = {awaited: self._since.get(awaited, now) for awaited in found}
-        for awaited, (episode, what, patience) in found.items():
-            if now - self._since[awaited] > patience:
-                raise EpisodeError(
-                    f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                    f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: it has waited for "
-                    f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or set "
-                    "a larger `workflow_timeout`.",
-                    episode.index,
-                )
+            for wait, what, patience in self._waits_of(episode, answered, len(episodes)):
+                wait.seconds = 0.0 if wait.seconds is None else wait.seconds + passed
+                if wait.seconds > patience:
+                    raise EpisodeError(
+                        f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                        f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: it has waited for "
+                        f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or "
+                        "set a larger `workflow_timeout`.",
+                        episode.index,
+                    )
+
+    def _waits_of(self, episode: LiveEpisode, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
+        """What an episode waits for: each wait, what it is for, and its limit in seconds."""
+        patience = cast(float, self._patience)
+        yield from ((call, f"`{call.name}`", patience) for call in episode.calling)
+        if episode.busy or episode.calling:
+            return
+        if episode.waits_for is not None:
+            yield self._wait(episode, "application"), episode.waits_for, patience
+            return
+        # The first limit restarts whenever a call of any episode returns, since this episode may queue for a call of
+        # its own. The second limit bounds the whole wait.
+        what = "something that is neither a turn nor a tool"
+        yield self._wait(episode, "any", answered), what, patience
+        yield self._wait(episode, "own", episode.answered_calls), what, patience * count
+
+    def _wait(self, episode: LiveEpisode, kind: str, state: int = 0) -> Call:
+        """The wait of an episode, which begins again when the episode has a further turn or the state has changed."""
+        key, since = (episode.index, kind), (len(episode.turns), state)
+        if key not in self._waits or self._waits[key][0] != since:
+            self._waits[key] = since, Call(kind)
+        return self._waits[key][1]
 
 
 def brief(prompt: str | Messages, limit: int = 80) -> str:

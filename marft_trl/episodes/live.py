@@ -60,6 +60,8 @@ class LiveEpisode:
         busy (`int`): number of its branches that wait for tools or for functions in a thread.
         calling (`list[Call]`): functions that it has called and waits for.
         answered_calls (`int`): number of functions that have come back.
+        waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only a
+            turn is progress of a program: a request may be refused, and made again without end.
         around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 
@@ -82,6 +84,7 @@ class LiveEpisode:
         self.busy = 0
         self.calling: list[Call] = []
         self.answered_calls = 0
+        self.waits_for: str | None = None
         self.around: Around = contextlib.nullcontext
         self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
         self._requested: list[Coroutine[Any, Any, Turn]] = []

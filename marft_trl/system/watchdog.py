@@ -99,7 +99,7 @@ class TimeLimit:
                 if not self._was_reached.is_set():  # by the system's timer
                     signal.pthread_kill(self.thread, _SIGNAL)
             else:  # reaches code in Python alone, at its next bytecode
-                _raise_in(self.thread, TookTooLong)
+                raise_in(self.thread, TookTooLong)
                 self._was_reached.set()
         end = time.monotonic() + GRACE
         while time.monotonic() < end and not self._is_done.wait(0.05):
@@ -115,7 +115,7 @@ class TimeLimit:
         with self._lock:
             self._is_done.set()
         if self.error is not None and self.thread != threading.main_thread().ident:
-            _raise_in(self.thread, None)  # what was to be raised and has not been yet
+            raise_in(self.thread, None)  # what was to be raised and has not been yet
 
 
 def _end_process(message: str) -> None:
@@ -219,7 +219,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             raise TookTooLong(str(error))
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+def raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an exception in a thread at its next bytecode; `None` takes back one that has not been raised yet."""
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..applications.program import AppResult, arguments_of, parts_of, run_program
@@ -21,10 +21,14 @@ from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Turn
 from ..episodes.tools import MALFORMED
+from ..system.watchdog import raise_in
 from .base import Workflow, callable_name
 
 
 logger = logging.getLogger(__name__)
+
+# Largest number of requests in a row that have had no turn: refusals may take time that does not count as the program's
+_MOST_REFUSED = 1000
 
 
 class ExternalApp(Workflow):
@@ -44,7 +48,7 @@ class ExternalApp(Workflow):
     ```
 
     An episode ends when the program or function does. A program that ends with another status than 0, or a function
-    that raises, is a failed episode (`on_episode_error`); one that does not ask for `workflow_timeout` seconds, too.
+    that raises, is a failed episode (`on_episode_error`); one that gets no turn for `workflow_timeout` seconds, too.
 
     Args:
         app (`str`, `Sequence[str]` or `Callable`):
@@ -229,15 +233,24 @@ class _Conversation:
         self._app, self._episode, self._session = app, episode, session
         self._said: list[tuple[Turn, Said, Asked]] = []
         self._open: list[Waiting] = []
+        self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
 
     async def hold(self, running: asyncio.Future) -> None:
-        """Answer requests until the application has ended."""
+        """
+        Answer requests until the application has ended.
+
+        Raises:
+            RuntimeError: it asks again and again, and is refused each time.
+        """
+        self._episode.waits_for = self._app.name
         arrival = asyncio.ensure_future(self._session.inbox.get())
         try:
             while not running.done():
-                with self._waiting():
-                    await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+                if self._refused >= _MOST_REFUSED:
+                    why = f" Its last request was refused: {self._session.refused}" if self._session.refused else ""
+                    raise RuntimeError(f"the application asked {self._refused} times without getting a turn.{why}")
                 if not arrival.done():
                     continue
                 batch = [arrival.result()]
@@ -263,17 +276,13 @@ class _Conversation:
             for waiting in {*self._open, *left}:
                 waiting.settle(RequestError("The episode has ended.", 401, code="invalid_api_key"))
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """While no agent is asked, the episode waits for the application, which a time limit is to name."""
-        with contextlib.nullcontext() if self._tasks else self._episode.waiting_for(self._app.name.strip("`")):
-            yield
-
     async def _answer(self, waiting: Waiting) -> None:
+        self._refused += 1
         try:
             turn = await self._turn(waiting.asked, waiting.seen)
             said = Said.of(turn, waiting.asked.stop)
             self._said.append((turn, said, waiting.asked))
+            self._refused = 0
             waiting.settle((said, turn))
         except asyncio.CancelledError:
             waiting.settle(RequestError("The request was given up.", 409))
@@ -337,7 +346,10 @@ def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns. Other episodes go on meanwhile, whose functions have threads of their own."""
+    """
+    What a function returns. Other episodes go on meanwhile, whose functions have threads of their own. A function is
+    interrupted when its episode has ended.
+    """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -349,8 +361,14 @@ async def _in_own_thread(function: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_settle, outcome, value, error)
 
-    threading.Thread(target=work, name="marft-app", daemon=True).start()
-    return await outcome
+    thread = threading.Thread(target=work, name="marft-app", daemon=True)
+    thread.start()
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        if thread.is_alive() and thread.ident is not None:
+            raise_in(thread.ident, SystemExit)  # not an `Exception`, which functions catch
+        raise
 
 
 def _settle(outcome: asyncio.Future, value: Any, error: Exception | None) -> None:
