@@ -109,7 +109,6 @@ def test_a_reference_goes_to_the_device_of_its_process(tmp_path, peft_config):
     args = SimpleNamespace(
         **{"beta": 0.1, "world_size": 1, "device": torch.device("cuda", 0), "model_init_kwargs": {"dtype": "float32"}},
         **{
-            "ddp_broadcast_buffers": False,
             "importance_sampling_level": "token",
             "use_vllm": False,
             "sync_ref_model": False,

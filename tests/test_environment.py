@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from .helpers import by_hand, calling, collect, earned, echo, moved, team_trainer, weights
+from .helpers import by_hand, calling, collect, config, earned, echo, moved, team_trainer, weights
 
 
 class Countdown:
@@ -241,6 +241,18 @@ def test_rewards_arrive_where_they_were_earned(model_folder, tmp_path, settings,
     assert trainer.reward_func_names == ["one", "environment_reward"]
     assert trainer.parts.state.metrics["train"]["rewards/environment_reward/mean"] == [3.0]
     assert trainer.parts.state.metrics["train"]["workflow/rounds"] == [2.0]
+
+
+def test_training_leaves_the_settings_as_they_were(small_model, tmp_path):
+    """A sweep makes several trainers from the same settings."""
+    args = config(tmp_path, reward_weights=[2.0], beta=0.1, max_steps=1)
+    before = args.to_dict()
+    for _ in range(2):
+        arguments = {"workflow": EnvironmentLoop(Countdown), "agents": TEAM, "reward_funcs": one}
+        trainer = team_trainer(small_model, tmp_path, args=args, train_dataset=ROWS, **arguments)
+        assert trainer.reward_weights.tolist() == [2.0, 1.0]
+        trainer.train()
+        assert args.to_dict() == before
 
 
 def test_a_rerun_in_an_environment_repeats_what_has_not_changed(model_folder, tmp_path):

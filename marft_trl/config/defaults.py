@@ -25,6 +25,8 @@ def resolve(config: Any) -> None:
         # accelerate would look for a process group that nobody has made
         logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect on one process.")
         config.ddp_backend = None
+    if config.ddp_broadcast_buffers is None:
+        config.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
     if config.loss_type is None:
         config.loss_type = LEVELS[config.level].loss_type if config.level in LEVELS else "dapo"
     if config.loss_type == "cispo" and config.epsilon_high is None:

@@ -98,22 +98,25 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constructing_parent(
-    args: Any, has_adapters: bool, model_was_named: bool, ratio: str | None = None
+    args: Any,
+    has_adapters: bool,
+    model_was_named: bool,
+    ratio: str | None = None,
+    reward_weights: list[float] | None = None,
 ) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. Data parallelism does not
-    broadcast buffers, unless that is set. What the constructor says of `importance_sampling_level` is about the ratio
-    that will be used.
+    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. What the constructor says of
+    `importance_sampling_level` is about the ratio that will be used. The arguments are the user's, who may make a
+    second trainer from them, so they are unchanged afterwards.
 
     Args:
         args ([`MARFTConfig`]): training arguments.
         has_adapters (`bool`): whether the team has adapters.
         model_was_named (`bool`): whether the model was passed by its name.
         ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
+        reward_weights (`list[float]`, *optional*): of all reward functions; `None` for that of the training arguments.
     """
-    if args.ddp_broadcast_buffers is None:
-        args.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
     kwargs, is_placed = args.model_init_kwargs, False
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
         # Of the reference, which TRL would spread over all devices
@@ -122,6 +125,8 @@ def constructing_parent(
         "importance_sampling_level": ratio or args.importance_sampling_level,
         "model_init_kwargs": kwargs,
     }
+    if reward_weights is not None:
+        bent["reward_weights"] = reward_weights
     quiet = without_false_warning(model_was_named or is_placed)
     with without_reference(args, if_=has_adapters), without_vllm(args), swapped(args, bent), quiet:
         yield

@@ -166,7 +166,7 @@ class MARFTTrainer(GRPOTrainer):
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
         train_dataset = setup.dataset_of(args, self.workflow, train_dataset, eval_dataset)
-        reward_funcs, turn_rewards = setup.rewards_of(
+        reward_funcs, reward_weights, turn_rewards = setup.rewards_of(
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
@@ -190,7 +190,7 @@ class MARFTTrainer(GRPOTrainer):
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)
-        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio):
+        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, reward_weights):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],

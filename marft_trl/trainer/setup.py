@@ -202,15 +202,15 @@ def rewards_of(
     reward_funcs: Any,
     train_dataset: Any,
     eval_dataset: Any,
-) -> tuple[list, dict[str, tuple[Callable, ...]]]:
+) -> tuple[list, list[float] | None, dict[str, tuple[Callable, ...]]]:
     """
-    The reward functions of the team, and those of single turns by agent, after all checks: a column that a function
-    asks for has to be in the dataset.
+    The reward functions of the team, their weights, and the functions of single turns by agent, after all checks: a
+    column that a function asks for has to be in the dataset.
 
     Raises:
         ValueError, TypeError: a function cannot be used, or nothing scores the team or an agent.
     """
-    functions = team_reward_funcs(reward_funcs, args, workflow)
+    functions, weights = team_reward_funcs(reward_funcs, args, workflow)
     check_rewards(functions, train_dataset, eval_dataset)
     if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
         try:
@@ -220,7 +220,7 @@ def rewards_of(
     of_turns = turn_reward_funcs(args, agents, workflow)
     check_judges(agents, functions, of_turns)
     check_turn_rewards(of_turns, train_dataset)
-    return functions, of_turns
+    return functions, weights, of_turns
 
 
 def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
@@ -299,11 +299,12 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     return workflow
 
 
-def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) -> list:
+def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) -> tuple[list, list[float] | None]:
     """
-    Return the reward functions of the team. If the workflow earns rewards, [`environment_reward`] is added to them. If
-    `args.reward_weights` is set, the added function gets the weight 1.
+    Return the reward functions of the team and their weights. If the workflow earns rewards, [`environment_reward`] is
+    added to them. If `args.reward_weights` is set, the added function gets the weight 1.
     """
+    weights = args.reward_weights
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
     if workflow.earns and uses_candidates(args) and CREDITS[args.credit].scores_turns:
@@ -323,10 +324,10 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
             "with `credit_kind='rewards'` it cannot stay with the turns that earned it. Set `credit_kind='returns'`."
         )
     if workflow.earns and environment_reward not in functions:
-        if args.reward_weights is not None and len(args.reward_weights) == len(functions):
-            args.reward_weights = [*args.reward_weights, 1.0]
+        if weights is not None and len(weights) == len(functions):
+            weights = [*weights, 1.0]
         functions = [*functions, environment_reward]
-    return functions
+    return functions, weights
 
 
 def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | None = None) -> list[AgentSpec]:
