@@ -75,6 +75,7 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
         {"loss_type": "sapo", "top_p": 0.9, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.1},
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_checkpointing": False},
         {"loss_type": "vespo", "scale_rewards": "none", "mask_truncated_completions": True},
+        {"generation_kwargs": {"num_beams": 2}},
         {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 2},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},

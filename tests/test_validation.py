@@ -359,11 +359,19 @@ def test_cispo_bounds_ratios_above_one(tmp_path, caplog):
         config(tmp_path, loss_type="cispo", epsilon_high=0.2)
 
 
+def test_beams_are_warned_of_once(model_folder, tmp_path, caplog):
+    settings = {"generation_kwargs": {"num_beams": 2}}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    assert trainer.parts.runner.generator.settings("actor")["num_beams"] == 2
+    assert [r.message.count("likeliest of its beams") for r in caplog.records if "num_beams" in r.message] == [1]
+    config(tmp_path, generation_kwargs={"num_beams": 1})
+    assert caplog.text.count("num_beams") == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
-        ({"generation_kwargs": {"num_beams": 3}}, "a beam is no sample"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 for ever"),

@@ -12,11 +12,14 @@ from typing import Any
 from ..rules.baselines import BASELINES
 from ..rules.credit_rules import CREDITS
 from ..rules.levels import LEVELS
+from ..seams.logs import get_logger
 from ..seams.losses import LOSSES
 from ..system.hints import did_you_mean
 from .inherited import INHERITED
 from .options import Option, check_choice, check_flag, check_number, has_effect, rules_of
 
+
+logger = get_logger(__name__)
 
 # Further tries of what has failed, with `on_episode_error="retry"`
 EPISODE_RETRIES = 2
@@ -404,7 +407,6 @@ def check_timeouts(args: Any, num_processes: int, patience: float | None) -> Non
 # Settings of `generate` that a team cannot be trained with
 _NOT_IN_GENERATION = {
     "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
-    "num_beams": "a beam is no sample of the policy. Leave it out.",
     "stop_strings": "pass `AgentSpec(stop=...)`, which also says where the turn ends.",
     "return_dict_in_generate": "turns are token ids. Leave it out.",
 }
@@ -444,7 +446,14 @@ def check_supported(args: Any) -> None:
             f"`gradient_accumulation_steps={args.gradient_accumulation_steps}`, by which generation batches are made. "
             "Set `gradient_accumulation_steps` alone."
         )
+    generation = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
     for name, why in _NOT_IN_GENERATION.items():
-        value = (args.generation_kwargs or {}).get(name) if isinstance(args.generation_kwargs, dict) else None
+        value = generation.get(name)
         if value not in (None, 1, False):
             raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")
+    if generation.get("num_beams") not in (None, 1):
+        logger.warning(
+            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: each turn is the likeliest of its beams "
+            "and not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, "
+            "and a saved team, which samples, answers differently. Leave it out to sample."
+        )
