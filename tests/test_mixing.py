@@ -184,6 +184,8 @@ def test_a_4_bit_base(small_model, tmp_path):
         settings={"gradient_checkpointing": False, "mixed_passes": True},
     )  # fmt: skip
     for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:  # TRL puts adapters of such a base into bfloat16, whose sums depend on their order
+            parameter.data = parameter.data.float()
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     slice_ = sliced(trainer)

@@ -396,6 +396,7 @@ def test_the_ranges_of_versions_are_those_of_the_package():
 
     asked = dict(re.findall(r'"([a-z_-]+)>=([\d.]+),<\d+"', (ROOT / "pyproject.toml").read_text()))
     assert asked.items() <= {name: lowest for name, (lowest, _) in TESTED.items()}.items() and len(asked) == 7
+    assert f'"torch>={TESTED["torch"][0]}"' in (ROOT / "pyproject.toml").read_text()
     for name, pinned in re.findall(r"^([a-z_]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
         assert name not in TESTED or Version(pinned).release[:2] <= Version(TESTED[name][1]).release[:2], name
 

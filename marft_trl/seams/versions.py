@@ -20,7 +20,7 @@ from .logs import get_logger
 
 logger = get_logger(__name__)
 
-# The lowest version that works, and the newest that the tests have run with. `pyproject.toml` leaves torch to TRL.
+# The lowest version that works, and the newest that the tests have run with.
 TESTED = {
     "trl": ("1.16", "1.16"),
     "transformers": ("5.16", "5.24"),
@@ -29,7 +29,7 @@ TESTED = {
     "datasets": ("4.8", "5.2"),
     "bitsandbytes": ("0.49", "0.50"),
     "evaluate": ("0.4.5", "0.4.6"),
-    "torch": ("2.13", "2.13"),
+    "torch": ("2.11", "2.14"),
 }
 
 
