@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ..system.redaction import for_log, without_secrets
+
 
 # Statuses after which a request is tried again: too many requests, conflicts, and faults of the server
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -56,7 +58,7 @@ class EndpointReply:
         self.__name__ = "endpoint_reply"
 
     def __repr__(self) -> str:
-        return f"endpoint_reply({self.base_url!r}, {self.model!r})"
+        return f"endpoint_reply({without_secrets(self.base_url)!r}, {self.model!r})"
 
     def __deepcopy__(self, memo: dict) -> EndpointReply:
         return self  # it has no state but connections
@@ -94,7 +96,7 @@ class EndpointReply:
                     ):
                         if response.status == 200:
                             return _text_of(await response.json(), self)
-                        why = f"status {response.status}: {(await response.text())[:300]}"
+                        why = f"status {response.status}: {for_log(await response.text(), key)[:300]}"
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)
@@ -102,7 +104,7 @@ class EndpointReply:
                     why = f"{type(error).__name__}: {error}".rstrip(": ")
                 if number + 1 < self._tries:
                     await asyncio.sleep(wait)
-        raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {why}.")
+        raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {for_log(why, key)}.")
 
 
 def endpoint_reply(
@@ -140,7 +142,7 @@ def _text_of(answer: Any, whose: EndpointReply) -> str:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
-        raise EndpointError(f"{whose!r} answered without a message: {str(answer)[:300]}") from error
+        raise EndpointError(f"{whose!r} answered without a message: {for_log(str(answer))[:300]}") from error
     if not isinstance(text, str):
         raise EndpointError(f"{whose!r} answered with {text!r} in place of a text.")
     return text

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..reporting.transcripts import printable
+from ..system.redaction import for_log, printable
 from ..team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from .command import OptionsCommand, Parser
 from .teams import add_team_arguments, load_team
@@ -82,6 +82,6 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
     except KeyboardInterrupt:
         print(" (stopped)")
     except Exception as error:  # such as a question that is longer than the window, or a workflow that fails
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"\n{type(error).__name__}: {for_log(str(error))}", file=sys.stderr)
         return 1
     return 0

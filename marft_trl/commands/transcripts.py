@@ -9,7 +9,7 @@ import re
 import webbrowser
 from pathlib import Path
 
-from ..reporting.transcripts import printable
+from ..system.redaction import printable
 from .command import OptionsCommand, Parser, UsageError
 
 

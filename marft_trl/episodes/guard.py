@@ -113,7 +113,7 @@ async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event)
         if not episode.turns:
             raise EpisodeError(
                 f"Episode {episode.index} cannot begin, on the prompt {brief(episode.prompt)}: {end}", episode.index
-            ) from None
+            ) from end
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
             raise

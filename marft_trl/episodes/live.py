@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ..system.event_loop import Around, in_thread, one_at_a_time
 from .asks import Ask, Call, Given, Setting
-from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, unknown_agent
+from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, TurnLimitError, unknown_agent
 from .tools import call_tools, tool_name
 
 
@@ -241,7 +241,7 @@ class LiveEpisode:
 
     def _check_room(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
-            raise RuntimeError(
+            raise TurnLimitError(
                 f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
                 "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
             )

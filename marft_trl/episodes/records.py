@@ -302,7 +302,33 @@ class EndOfEpisode(BaseException):
     Raised by `episode.turn` if an observation does not fit the model's window and `context_overflow="end_episode"`.
     The episode then ends with the turns it has. It is a `BaseException`, so that `except Exception` in a workflow does
     not catch it.
+
+    Args:
+        problem (`str`): why.
+        is_too_long (`bool`, *optional*, defaults to `True`): whether it is for want of room.
     """
+
+    def __init__(self, problem: str, is_too_long: bool = True):
+        super().__init__(problem)
+        self.is_too_long = is_too_long
+
+
+class PromptError(ValueError):
+    """
+    What an agent is to be shown cannot be rendered, or does not fit the model's window.
+
+    Args:
+        problem (`str`): why.
+        is_too_long (`bool`, *optional*, defaults to `False`): whether it does not fit.
+    """
+
+    def __init__(self, problem: str, is_too_long: bool = False):
+        super().__init__(problem)
+        self.is_too_long = is_too_long
+
+
+class TurnLimitError(RuntimeError):
+    """A workflow asks for more turns than an episode may have."""
 
 
 def unknown_agent(name: object, known: Sequence[str], where: str) -> str:

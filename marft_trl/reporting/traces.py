@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .transcripts import Entry, Transcript, printable
+from ..system.redaction import printable
+from .transcripts import Entry, Transcript
 
 
 def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -> None:

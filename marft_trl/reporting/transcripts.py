@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..episodes.records import Episode, Feedback, Messages, Turn
+from ..system.redaction import printable
 
 
 # Advantage of a turn: one number, or one per token; `None` if the turn was not trained on.
@@ -197,8 +198,3 @@ def _wrap(line: str, width: int) -> list[str]:
     if len(line) > 20 * width:
         return [line[start : start + width] for start in range(0, len(line), width)]
     return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False) or [""]
-
-
-def printable(text: str) -> str:
-    """Replace characters that would move the cursor, colour the terminal or reverse the direction of writing."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..system.files import write_atomically
-from .transcripts import Entry, Transcript, printable
+from ..system.redaction import printable
+from .transcripts import Entry, Transcript
 
 
 INDEX = "index.html"

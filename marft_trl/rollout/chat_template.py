@@ -15,15 +15,11 @@ from transformers.utils import get_json_schema
 
 from ..config.dataset_checks import has_other_content
 from ..episodes.asks import Function
-from ..episodes.records import Messages
+from ..episodes.records import Messages, PromptError
 
 
 # Number of pieces of templates whose tokens are kept
 _MOST_PIECES = 10_000
-
-
-class PromptError(ValueError):
-    """What an agent is to be shown cannot be rendered, or does not fit the model's window."""
 
 
 class ChatTemplate:

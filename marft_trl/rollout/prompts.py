@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
 from ..episodes.asks import Function
-from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
+from ..episodes.records import TOOL, Feedback, Messages, PromptError, Seen, Turn
 from ..episodes.tools import tool_name
 from ..workflows.anonymity import renamed
-from .chat_template import ChatTemplate, PromptError, naming_templates, unbound
+from .chat_template import ChatTemplate, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
@@ -36,7 +36,8 @@ class Observation:
         ids (`list[int]`): token ids of the observation.
         seen (`list[Turn]`): turns and feedback that are shown.
         dropped (`int`): number of turns and feedback left out to fit the model's window.
-        problem (`str`, *optional*): reason why the observation does not fit, if its episode has to end.
+        problem (`str`, *optional*): reason why the observation cannot be shown, if its episode has to end.
+        is_too_long (`bool`): whether the reason is that it does not fit.
     """
 
     content: str | Messages
@@ -44,6 +45,7 @@ class Observation:
     seen: list[Seen]
     dropped: int = 0
     problem: str | None = None
+    is_too_long: bool = False
 
 
 class Query(NamedTuple):
@@ -211,6 +213,7 @@ class PromptBuilder:
             observation.problem = str(error) or type(error).__name__
             return observation
         if not self._fits(agent, observation.ids):
+            observation.is_too_long = True
             observation.problem = (
                 f"The messages have {len(observation.ids)} tokens and {agent.name!r} may generate "
                 f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
@@ -323,8 +326,8 @@ class PromptBuilder:
                 + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
             )
             if self._overflow != "end_episode":
-                raise PromptError(problem)
-            observation.problem = problem
+                raise PromptError(problem, is_too_long=True)
+            observation.problem, observation.is_too_long = problem, True
             return observation
         return self._shorter(query, observation, reserved)
 

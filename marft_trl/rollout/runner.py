@@ -405,7 +405,7 @@ class EpisodeRunner:
         function = cast(Callable, agent.reply)
         (observation,) = self.observe([self.query(request)])
         if observation.problem is not None:
-            return EndOfEpisode(observation.problem)
+            return EndOfEpisode(observation.problem, observation.is_too_long)
         shown = observation.content
         messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else copy.deepcopy(shown)
         try:

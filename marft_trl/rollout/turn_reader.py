@@ -61,7 +61,7 @@ class TurnReader:
         completions = [self._cut(*pair) for pair in zip(requests, completions, strict=True)]
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         return [
-            EndOfEpisode(observation.problem)
+            EndOfEpisode(observation.problem, observation.is_too_long)
             if observation.problem is not None
             else self._completed(request, observation, text, sampled, generator)
             for request, text, observation, sampled in zip(requests, texts, observations, completions, strict=True)

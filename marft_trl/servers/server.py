@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from ..system.redaction import for_log, without_secrets
+
 
 # Number of tokens whose log-probabilities are compared; more than 20 need a flag of the server
 _MOST_LIKELY = 20
@@ -103,7 +105,8 @@ class VLLMServer:
     """
 
     def __init__(self, url: str, session: Any, timeout: float, key: str | None = None):
-        self.url, self._session, self._timeout = url, session, timeout
+        # `url` is shown in messages and is recorded with turns, so it has no secrets
+        self.url, self._address, self._session, self._timeout = without_secrets(url), url, session, timeout
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> Generated:
@@ -246,7 +249,7 @@ class VLLMServer:
 
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
+                method, self._address + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
             ) as answer:
                 if answer.status >= 400:
                     self._refuse(answer.status, path, await answer.text(), down)
@@ -256,7 +259,7 @@ class VLLMServer:
         except TimeoutError as error:
             raise ServerDownError(f"{self.url}{path} did not answer within {timeout:g} seconds.") from error
         except (ClientError, OSError) as error:
-            raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {for_log(str(error))}") from error
 
     def _refuse(self, status: int, path: str, text: str, down: int) -> NoReturn:
         if status >= down:
@@ -306,4 +309,5 @@ def _message(text: str) -> str:
 
 
 def _brief(text: str) -> str:
+    text = for_log(text)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Secrets and local paths in settings, which are removed before the settings are saved, logged or uploaded."""
+"""Secrets and local paths, which are removed before anything is saved, logged, uploaded or told to others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s]*")
+# Secrets that are shorter are taken for words where they are looked for in a text
+_SHORTEST = 8
+_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s'\"]*")
 
 
 @contextlib.contextmanager
@@ -67,6 +69,26 @@ def without_paths(value: Any) -> Any:
     if type(value) is dict:
         return {key: without_paths(its) for key, its in value.items()}
     return _of_items(without_paths, value)
+
+
+def printable(text: str) -> str:
+    """Replace characters that would move the cursor, color the terminal or reverse the direction of writing."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def for_log(text: str, *known: str | None) -> str:
+    """
+    Return a text of others, such as an error of a remote or the output of a program, for logs and terminals: without
+    control characters, without secrets, and without the values of secret environment variables.
+
+    Args:
+        text (`str`): the text.
+        known (`str`, *optional*): further secrets that it may repeat.
+    """
+    secrets = {*known, *(value for name, value in os.environ.items() if _is_secret(name, value))}
+    for secret in sorted((secret for secret in secrets if secret and len(secret) >= _SHORTEST), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return printable(without_secrets(text).replace("\r\n", "\n"))
 
 
 def _of_items(change: Callable[[Any], Any], value: Any) -> Any:
