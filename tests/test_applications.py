@@ -34,7 +34,9 @@ from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
 from .helpers import StopAt, add, began_at, collect, moved, team_trainer, varied_reward, weights
+from .namesakes import NAMES
 from .test_gateway import JSON, MESSAGES, send, serving
+from .test_live import namesakes  # noqa: F401
 from .test_served import served, server  # noqa: F401
 from .test_tools import ROWS, canned, tool_tokenizer
 
@@ -331,6 +333,50 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     assert episode.counts["app/requests"] == 3 and episode.counts["app/refused"] == 8
 
 
+FIELDS = [
+    {"seed": 7}, {"seed": "7"}, {"seed": 1.5}, {"temperature": 3}, {"temprature": 1}, {"top_k": "x"}, {"min_p": -1},
+    {"presence_penalty": 0}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1},
+    {"logit_bias": {}}, {"logit_bias": {"5": 1}}, {"logprobs": True}, {"top_logprobs": 2}, {"n": 0}, {"n": 17},
+    {"n": 2, "stream": True}, {"max_tokens": True}, {"max_output_tokens": 0}, {"row": []}, {"row": {"prompt": "x"}},
+    {"show_turns": 1}, {"stream": "yes"}, {"stream_options": 1}, {"stop": [1]}, {"tool_choice": "required"},
+    {"tools": "f"}, {"tools": [{"type": "x"}]}, {"functions": [{}]}, {"previous_response_id": "x"}, {"x" * 99: 1},
+    {"user": "me", "metadata": {}, "reasoning_effort": "low", "logprobs": False, "unknown": None}, {"model": "nobody"},
+    {"background": True}, {"audio": {}}, {"prompt": "x"},
+]  # fmt: skip
+
+
+def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # noqa: F811
+    """In training and of a served team, whose agents are asked on messages or by their workflow, in both forms."""
+    found = {}
+
+    def note(where, url, **headers):
+        for path in ("chat/completions", "responses"):
+            body = {"model": "ann", "max_tokens": 1, "messages" if path[0] == "c" else "input": [user("?")]}
+            answers = [send(url, {**body, **change}, f"/{path}", **headers)[::2] for change in FIELDS]
+            found[where, path] = [said["error"] if status != 200 else status for status, said in answers]
+
+    def app(row, endpoint):
+        note("training", endpoint.base_url, Authorization=f"Bearer {endpoint.api_key}")
+
+    def answer(requests):
+        return [one.completed("x") for one in requests]
+
+    collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, patience=60)
+    for where, workflow in {"alone": None, "messages": ExternalApp(None)}.items():
+        team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=workflow)
+        with serving(team) as url:
+            note(where, f"{url}/v1")
+    expected = found["training", "chat/completions"]
+    accepted = [change for change, answer in zip(FIELDS, expected, strict=True) if answer == 200]
+    assert len(found) == 6 and len(accepted) == 5, accepted
+    for route, answers in found.items():
+        for change, mine, one in zip(FIELDS, expected, answers, strict=True):
+            if "model" in change:  # the names differ
+                assert one["code"] == mine["code"] == "model_not_found"
+            else:
+                assert one == mine, (route, change)
+
+
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)
@@ -458,7 +504,7 @@ def test_rewards_of_the_application():
             assert (await send("reward", {"reward": 0.5}))[0] == 200
             await send("chat/completions", chat("ben", "x"))
             assert (await send("reward", {"reward": {"ann": 1, "ben": -1}}))[0] == 200
-            for wrong in ("1", True, None, {"eve": 1}, 1e300, []):
+            for wrong in ("1", True, None, {"eve": 1}, 1e300, [], {}):
                 status, text = await send("reward", {"reward": wrong})
                 assert status == 400 and "'ann', 'ben'" in text
         return 2.0

@@ -277,6 +277,12 @@ def test_a_question_is_given_up_after_its_time(namesakes):  # noqa: F811
 # ---- Whatever is asked ----
 
 GOOD = {"model": "ann", "messages": asked("?"), "max_tokens": 1}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = [
+    *asked("?"),
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "7"},
+]
 
 
 @pytest.mark.parametrize(
@@ -285,16 +291,17 @@ GOOD = {"model": "ann", "messages": asked("?"), "max_tokens": 1}
         ({"model": "an"}, 404, "Did you mean 'ann'"),
         ({"model": None}, 404, "must be one of 'team', 'ann'"),
         ({"messages": []}, 400, "must be a list of messages"),
-        ({"messages": asked(" ")}, 400, "`messages\\[0\\].content` is empty"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "`messages\\[0\\].role` must be one of"),
+        ({"messages": asked(" ")}, 400, "is empty, so there is nothing to answer"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no message before it has made that call"),
+        ({"messages": CALLED}, 400, "tools and the stop texts of its training"),
         ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, 400, "parts of type 'text' alone"),
         ({"temperature": 3}, 400, "`temperature` must be a number from 0 to 2, got 3"),
         ({"top_p": 0}, 400, "`top_p` must be a number above 0"),
         ({"temprature": 1}, 400, "Did you mean 'temperature'"),
         ({"n": 0}, 400, "`n` must be an integer from 1 to 16, got 0"),
         ({"n": 2, "stream": True}, 400, "`n` must be 1 for a stream"),
-        ({"stop": ["x"]}, 400, "stop texts of their training"),
-        ({"tools": [{"type": "function"}]}, 400, "tools of its training"),
+        ({"stop": ["x"]}, 400, "stop texts of its training"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools and the stop texts of its"),
         ({"logprobs": True}, 400, "`logprobs` is not supported"),
         ({"max_tokens": True}, 400, "`max_tokens` must be an integer"),
         ({"row": []}, 200, ""),

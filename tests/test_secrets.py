@@ -1,27 +1,35 @@
 """Planted secrets and local paths are in no file, no log, no tracker and no push."""
 
 import contextlib
+import http.server
 import io
 import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from collections import OrderedDict
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
+from marft_trl import AgentSpec, MARFTConfig, Sequential, Team, Workflow, endpoint_reply
 from marft_trl.report.experiment import Experiment
 from marft_trl.report.settings import settings_of
 from marft_trl.system.redaction import published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+from marft_trl.workflows import ExternalApp
 
 import pytest
 from transformers import TrainerCallback
 
 from .helpers import config, team_trainer
 from .hub_server import Hub
+from .test_gateway import TYPE, send, serving
+from .test_live import team_folder  # noqa: F401  # a fixture
 from .test_persistence import RESUME, ROOT
 
 
@@ -210,6 +218,75 @@ def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
     found = settings_of(experiment)
     assert SECRET not in json.dumps(found) and found["options.n"] == 3
     assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found
+
+
+class AsksElsewhere(Workflow):
+    """A workflow that asks a model of the operator's at an address with secrets."""
+
+    def __init__(self, url="", key=None):
+        self.ask = endpoint_reply(url, "m", api_key=key, tries=1) if url else None
+
+    async def run(self, episode):
+        await episode.turn("reasoner")
+        await self.ask([{"role": "user", "content": "x"}])
+
+
+@pytest.fixture
+def repeating():
+    """The address of a remote that repeats what it was sent, in red."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(f"\x1b[31mwrong key: {self.headers['Authorization']} of {self.path}".encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+SHOUTS = "import os, sys; print('\x1b[31mno', os.environ['OPENAI_API_KEY'], os.environ['PASSWORD']); sys.exit(3)"
+
+
+@pytest.mark.parametrize("fails", ["key", "password", "program"])
+def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_folder, repeating, monkeypatch, caplog):  # noqa: F811
+    """What is not the client's mistake has an id, under which the log has the words: without secrets and in black."""
+    monkeypatch.setenv("PASSWORD", ENVIRONMENT["PASSWORD"])
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    workflow = {
+        "key": AsksElsewhere(f"http://{repeating}/v1?key={SECRET}", f"{SECRET}-key"),
+        "password": AsksElsewhere(f"http://me:{SECRET}@{repeating}/v1?token={SECRET}"),
+        "program": ExternalApp([sys.executable, "-c", SHOUTS]),
+    }[fails]
+    team = Team.from_pretrained(team_folder, model=model_folder, workflow=workflow)
+    ask = {"model": "team", "messages": [{"role": "user", "content": "?"}]}
+    with serving(team) as url, caplog.at_level(logging.INFO):
+        told = [
+            send(url, ask),
+            send(url, {"model": "team", "input": "?"}, "/v1/responses"),
+            send(url, {**ask, "temperature": 9}),
+        ]
+        stream = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps({**ask, "stream": True}).encode(), TYPE
+        )
+        try:
+            text = urllib.request.urlopen(stream, timeout=60).read().decode()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+    assert [status for status, *_ in told] == [500, 500, 400] and "from 0 to 2" in str(told[2])
+    words = [text, *(json.dumps(body) for *_, body in told[:2])]
+    for one in words:
+        assert (
+            re.search(r"as error (\w+)", one)[1] in caplog.text and "127.0.0.1" not in one and "no" not in one.split()
+        )
+    assert ("ended with status 3" if fails == "program" else "wrong key") in caplog.text
+    for one in (*words, caplog.text):
+        assert SECRET not in one and "\x1b" not in one
 
 
 def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):

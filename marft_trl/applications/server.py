@@ -71,7 +71,9 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+            runner = web.AppRunner(
+                self._application(), handler_cancellation=True, access_log=None, auto_decompress=False
+            )
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
             return runner.addresses[0][1]
@@ -100,8 +102,6 @@ class Endpoint:
             except web.HTTPException as error:
                 there = " There are /v1/models, /v1/chat/completions, /v1/responses and /v1/reward."
                 wrong = RequestError(f"{error.reason}.{there if error.status == 404 else ''}", error.status)
-            except TimeoutError:
-                wrong = RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408)
             if session is not None:
                 session.refuse(wrong)
             response = web.json_response(wrong.body(), status=wrong.status)
@@ -153,7 +153,7 @@ class Endpoint:
     async def _answered(self, request: web.Request, dialect: Any) -> web.StreamResponse:
         from aiohttp import web
 
-        session, body = self._session_of(request), await _body_of(request)
+        session, body = self._session_of(request), await body_of(request)
         asked = dialect.read(body, session.agents)
         is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
         said, waiting = await session.ask(asked, body, is_again)
@@ -173,7 +173,7 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        given = read_object(await _body_of(request))
+        given = read_object(await body_of(request))
         if set(given) != {"reward"}:
             raise RequestError(
                 'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
@@ -190,9 +190,20 @@ def _go_directly() -> None:
             os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
 
 
-async def _body_of(request: web.Request) -> bytes:
-    async with asyncio.timeout(_SECONDS):
-        return await request.read()
+async def body_of(request: web.Request) -> bytes:
+    """
+    The body of a request.
+
+    Raises:
+        RequestError: it does not arrive in time, or is compressed: a few bytes would make any number of them.
+    """
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("A compressed body is not read. Leave `Content-Encoding` out.", 415)
+    try:
+        async with asyncio.timeout(_SECONDS):
+            return await request.read()
+    except TimeoutError as error:
+        raise RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408) from error
 
 
 async def streamed(request: web.Request, events: list[dict[str, Any]], is_chat: bool) -> web.StreamResponse:

@@ -177,7 +177,7 @@ class Session:
         if not self.earns:
             raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.")
         by_name = given if isinstance(given, dict) else {"": given}
-        for name, value in by_name.items():
+        for name, value in by_name.items() or [("", None)]:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
             if not is_number or (isinstance(given, dict) and name not in self.agents):
                 raise RequestError(
@@ -188,6 +188,7 @@ class Session:
         self.rewards.append((given, self._answered[-1] if self._answered else None))
 
     def _check(self, asked: Asked) -> None:
+        asked.check_turn()
         if asked.tools and not self.takes_tools:
             raise RequestError(
                 "The request has `tools`, for which the chat template was not prepared. Set `ExternalApp(..., "

@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..episodes.records import Turn
 from ..episodes.tools import MALFORMED
-from .fields import RequestError, check_depth, name_of, object_of
+from .fields import (
+    RequestError,
+    check_depth,
+    check_known,
+    count_of,
+    flag,
+    length_of,
+    model_of,
+    name_of,
+    object_of,
+    row_of,
+    sampling_of,
+    stops_of,
+    whole,
+)
 
 
-# Largest number of stop texts, as OpenAI has it
-_MOST_STOPS = 4
 _REFUSED_FORMAT = "Constrained decoding would sample from another policy. Ask for the form in a message, and parse."
 
 
@@ -48,7 +60,10 @@ class Asked:
         with_usage (`bool`): whether a stream ends with the numbers of tokens.
         sampling (`dict`): sampling settings.
         max_tokens (`int`, *optional*): largest number of tokens.
-        others (`tuple[str, ...]`): names of fields that are not obeyed.
+        count (`int`): number of answers.
+        seed (`int`, *optional*): seed of sampling.
+        row (`dict`): further columns of a dataset row.
+        show_turns (`bool`): whether the answer has the turns of teammates.
     """
 
     model: str
@@ -59,7 +74,59 @@ class Asked:
     with_usage: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
-    others: tuple[str, ...] = ()
+    count: int = 1
+    seed: int | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+    show_turns: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        models: Sequence[str],
+        own: Collection[str],
+        messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
+        tool: Callable[[dict[str, Any], str], tuple[Any, str]],
+    ) -> Asked:
+        """
+        Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
+
+        Args:
+            given (`Mapping[str, Any]`): the request.
+            models (`Sequence[str]`): names that may be asked for.
+            own (`Collection[str]`): names of fields that this form alone has.
+            messages (`Callable`): reads the messages.
+            tool (`Callable`): finds the function of a tool, and the name of its field.
+        """
+        model = model_of(given, models)
+        check_known(given, own)
+        _check_format(given.get("response_format"), "response_format")
+        _check_format(object_of(given.get("text") or {}, "text").get("format"), "text.format")
+        is_stream = flag(given, "stream", False)
+        return cls(
+            model=model,
+            messages=messages(given),
+            tools=_tools(given, tool),
+            stop=stops_of(given),
+            stream=is_stream,
+            with_usage=flag(object_of(given.get("stream_options") or {}, "stream_options"), "include_usage", False),
+            sampling=sampling_of(given),
+            max_tokens=length_of(given),
+            count=count_of(given, is_stream),
+            seed=whole(given, "seed", -(2**63), 2**63 - 1),
+            row=row_of(given),
+            show_turns=flag(given, "show_turns", True),
+        )
+
+    def check_turn(self) -> None:
+        """
+        Raises:
+            RequestError: it is more than one turn of an agent, or less.
+        """
+        if self.count > 1:
+            raise RequestError("`n` must be 1: a turn is one answer. Ask again for another one.", field="n")
+        if self.row:
+            raise RequestError("`row` is not read here: an agent is asked on the messages.", field="row")
 
 
 @dataclass(frozen=True)
@@ -105,41 +172,39 @@ def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def stops_of(value: Any) -> tuple[str, ...]:
-    """The field `stop`."""
-    texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
-        raise RequestError(f"`stop` must be a text or a list of up to {_MOST_STOPS} texts.", field="stop")
-    return tuple(texts)
-
-
-def check_nothing(given: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """
-    Args:
-        given (`Mapping[str, Any]`): a request.
-        refused (`Mapping[str, tuple]`): for fields that cannot be obeyed, the values that ask for nothing, and why.
-
-    Raises:
-        RequestError: a field asks for something that cannot be had.
-    """
-    for name, (nothing, why) in refused.items():
-        value = given.get(name)
-        if value is not None and not any(value == one and type(value) is type(one) for one in nothing):
-            raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
-
-
-def others_of(given: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
-    """Names of fields that are set and not known, in order."""
-    return tuple(sorted(name[:80] for name, value in given.items() if name not in known and value is not None))
-
-
-def check_format(value: Any, where: str) -> None:
+def _check_format(value: Any, where: str) -> None:
     """Raise unless a format asks for nothing but text."""
     if value is not None and object_of(value, where).get("type") != "text":
         raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
 
 
-def schema_of(tool: Any, where: str) -> dict[str, Any]:
+def _tools(
+    given: Mapping[str, Any], function_of: Callable[[dict[str, Any], str], tuple[Any, str]]
+) -> tuple[dict[str, Any], ...]:
+    """The functions that a model may call."""
+    tools, choice = given.get("tools") or [], given.get("tool_choice")
+    if not isinstance(tools, list):
+        raise RequestError("`tools` must be a list.", field="tools")
+    schemas = []
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        if object_of(tool, where).get("type") != "function":
+            raise RequestError(f"`{where}.type` must be 'function'.", field=where)
+        schemas.append(_schema(*function_of(tool, where)))
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A call that is forced would be "
+            "sampled from another policy.",
+            field="tool_choice",
+            code="unsupported_parameter",
+        )
+    names = [tool["function"]["name"] for tool in schemas]
+    if len(set(names)) < len(names):
+        raise RequestError("Two `tools` have the same name.", field="tools")
+    return () if choice == "none" else tuple(schemas)
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
     """
     The schema of a function: its name, and what of description and parameters there is.
 
@@ -155,27 +220,6 @@ def schema_of(tool: Any, where: str) -> dict[str, Any]:
     schema = {**function, "description": function.get("description") or "", "parameters": parameters}
     schema["parameters"] = parameters if "type" in parameters else {"type": "object", "properties": {}, **parameters}
     return {"type": "function", "function": schema}
-
-
-def tools_of(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[dict[str, Any], ...]:
-    """
-    The functions that a model may call.
-
-    Args:
-        tools (`Sequence[dict]`): their schemas.
-        choice (`Any`): the field `tool_choice`.
-    """
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A call that is forced would be "
-            "sampled from another policy.",
-            field="tool_choice",
-            code="unsupported_parameter",
-        )
-    names = [tool["function"]["name"] for tool in tools]
-    if len(set(names)) < len(names):
-        raise RequestError("Two `tools` have the same name.", field="tools")
-    return () if choice == "none" else tuple(tools)
 
 
 def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:

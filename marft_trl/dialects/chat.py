@@ -7,43 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .asked import (
-    Asked,
-    Said,
-    call_of,
-    check_format,
-    check_nothing,
-    others_of,
-    schema_of,
-    stops_of,
-    tools_of,
-    with_names,
-)
-from .fields import RequestError, flag, model_of, object_of, read_object, sampling_of, text_of, whole
+from .asked import Asked, Said, call_of, with_names
+from .fields import RequestError, object_of, read_object, text_of
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_ONE = "A turn is one answer. Ask again for another one."
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), _ONE),
-    "logprobs": ((False,), "Those of a turn are of the policy as it is, and are recorded with it."),
-    "top_logprobs": ((0,), "Those of a turn are of the policy as it is, and are recorded with it."),
-    "functions": (([],), "Use `tools`."),
-    "function_call": (("none", "auto"), "Use `tools`."),
-    "modalities": ((["text"],), "Agents write texts."),
-    "audio": ((), "Agents write texts."),
-    "prediction": ((), "Leave it out."),
-    "web_search_options": ((), "Leave it out."),
-}
-_READ = {
-    *("model", "messages", "tools", "tool_choice", "stop", "stream", "stream_options", "response_format"),
-    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens"),
-}
-# Fields that say nothing about what the model writes
-_ASIDE = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    "prompt_cache_retention",
-}
 
 
 def read(body: bytes, models: Sequence[str]) -> Asked:
@@ -57,30 +25,15 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
     Raises:
         RequestError: the message names the field, what it got and what it needs.
     """
-    return asked_of(read_object(body), models)
+
+    def function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
+        return tool.get("function"), f"{where}.function"
+
+    return Asked.of(read_object(body), models, ("messages", "response_format"), _messages, function)
 
 
-def asked_of(given: Mapping[str, Any], models: Sequence[str]) -> Asked:
-    """The same for a body that is read already."""
-    model = model_of(given, models)
-    check_nothing(given, _REFUSED)
-    check_format(given.get("response_format"), "response_format")
-    options = object_of(given.get("stream_options") or {}, "stream_options")
-    lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens")]
-    return Asked(
-        model=model,
-        messages=_messages(given.get("messages")),
-        tools=_tools(given),
-        stop=stops_of(given.get("stop")),
-        stream=flag(given, "stream", False),
-        with_usage=flag(options, "include_usage", False),
-        sampling=sampling_of(given),
-        max_tokens=min((length for length in lengths if length is not None), default=None),
-        others=others_of(given, {*_READ, *_ASIDE, *_REFUSED}),
-    )
-
-
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = request.get("messages")
     if not isinstance(given, list) or not given:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
@@ -112,19 +65,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = object_of(object_of(call, where).get("function"), f"{where}.function")
     return call_of(call.get("id"), function.get("name"), function.get("arguments"), where)
-
-
-def _tools(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = given.get("tools") or []
-    if not isinstance(tools, list):
-        raise RequestError("`tools` must be a list.", field="tools")
-    schemas = []
-    for number, tool in enumerate(tools):
-        where = f"tools[{number}]"
-        if object_of(tool, where).get("type") != "function":
-            raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-        schemas.append(schema_of(tool.get("function"), f"{where}.function"))
-    return tools_of(schemas, given.get("tool_choice"))
 
 
 # ---- Answers ----

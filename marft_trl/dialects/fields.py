@@ -1,20 +1,65 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Fields of requests: each is read and checked, and an error names it."""
+"""Fields of requests: each is read and checked, and an error names it. What a client is told of other errors."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import secrets
+import traceback
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
+from ..episodes.records import EndOfEpisode, PromptError, TurnLimitError
 from ..system.hints import did_you_mean
+from ..system.redaction import for_log, printable
+
+
+logger = logging.getLogger(__name__)
 
 
 # Largest depth of the values of a request
 _DEEPEST = 64
 # Temperatures below it are greedy decoding
 _COLDEST = 1e-4
+# Largest number of answers to a request, and of stop texts, as OpenAI has it
+_MOST_ANSWERS, _MOST_STOPS = 16, 4
+# Fields that are read in both forms of the API
+_READ = {
+    *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "seed", "row", "show_turns"),
+}
+# Fields that say nothing about what a model writes, or that ask for what is the case anyway
+_ASIDE = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity", "include", "truncation", "max_tool_calls"),
+    "context_management",
+}
+_LOGPROBS = "The log-probabilities of a turn are recorded with it, and are not sent."
+_POLICY = "Agents sample from their policies. Leave it out."
+_TEXTS = "Agents write texts. Leave it out."
+_KEPT = "Nothing is kept between requests. Send the whole conversation."
+# Fields that cannot be obeyed: the values that ask for nothing, and why
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logprobs": ((False,), _LOGPROBS),
+    "top_logprobs": ((0,), _LOGPROBS),
+    "logit_bias": (({},), _POLICY),
+    "presence_penalty": ((0, 0.0), _POLICY),
+    "frequency_penalty": ((0, 0.0), _POLICY),
+    "functions": (([],), "Use `tools`."),
+    "function_call": (("none", "auto"), "Use `tools`."),
+    "modalities": ((["text"],), _TEXTS),
+    "audio": ((), _TEXTS),
+    "prediction": ((), "Leave it out."),
+    "web_search_options": ((), "Leave it out."),
+    "previous_response_id": ((), _KEPT),
+    "conversation": ((), _KEPT),
+    "prompt": ((), _KEPT),
+    "background": ((False,), "Wait for the answer."),
+}
 
 
 class RequestError(ValueError):
@@ -29,13 +74,52 @@ class RequestError(ValueError):
     """
 
     def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
-        super().__init__(message)
+        super().__init__(printable(message))
         self.status, self.field, self.code = status, field, code
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+def problem_of(error: BaseException) -> RequestError:
+    """
+    An error as a client is told of it: in words if the request is to blame. Anything else may hold what is none of a
+    client's business, such as the address of an endpoint or the output of a program. It is logged without secrets,
+    and the client is told an id of the log.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RequestError):
+            return cause
+        if isinstance(cause, (PromptError, EndOfEpisode)):
+            code = "context_length_exceeded" if cause.is_too_long else None
+            return RequestError(for_log(str(cause)), field="messages", code=code)
+        if isinstance(cause, (TemplateError, TurnLimitError)):
+            return RequestError(for_log(str(cause)))
+        cause = cause.__cause__
+    identity = secrets.token_hex(4)
+    logger.error(f"Error {identity}: {for_log(''.join(traceback.format_exception(error)))}")
+    return RequestError(
+        f"The server failed to answer. The reason is in its log, as error {identity}.", 500, code="internal_error"
+    )
+
+
+def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """
+    Raises:
+        RequestError: a field asks for something that cannot be had, or is none of both forms or of the `own` ones.
+    """
+    for name, value in given.items():
+        if value is None or name in _READ or name in _ASIDE or name in own:
+            continue
+        if name not in _REFUSED:
+            hint = did_you_mean(name, [*_READ, *own, *_REFUSED])
+            raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
+        nothing, why = _REFUSED[name]
+        if not any(value == one and type(value) is type(one) for one in nothing):
+            raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -107,6 +191,40 @@ def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"`{name}` must be an integer {limits}, got {json.dumps(value)[:80]}.", field=name)
     return value
+
+
+def length_of(given: Mapping[str, Any]) -> int | None:
+    """The largest number of tokens of a turn, under any of the names that there are."""
+    lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def count_of(given: Mapping[str, Any], is_stream: bool) -> int:
+    """The number of answers."""
+    count = whole(given, "n", 1, _MOST_ANSWERS) or 1
+    if is_stream and count > 1:
+        raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
+    return count
+
+
+def row_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Further columns of a dataset row."""
+    row = given.get("row") or {}
+    if not isinstance(row, dict) or "prompt" in row:
+        raise RequestError(
+            "`row` must be an object with the further columns of a dataset row; its `prompt` is the conversation.",
+            field="row",
+        )
+    return row
+
+
+def stops_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that end a turn."""
+    value = given.get("stop")
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
+        raise RequestError(f"`stop` must be a text or a list of up to {_MOST_STOPS} texts.", field="stop")
+    return tuple(texts)
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:

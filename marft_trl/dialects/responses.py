@@ -7,27 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .asked import Asked, Said, call_of, check_format, check_nothing, others_of, schema_of, tools_of, with_names
-from .fields import RequestError, flag, model_of, object_of, read_object, sampling_of, text_of, whole
+from .asked import Asked, Said, call_of, with_names
+from .fields import RequestError, object_of, read_object, text_of
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_KEPT = "Nothing is kept here between requests. Send the whole conversation as `input`."
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "previous_response_id": ((), _KEPT),
-    "conversation": ((), _KEPT),
-    "prompt": ((), _KEPT),
-    "background": ((False,), "Wait for the answer."),
-    "top_logprobs": ((0,), "Those of a turn are of the policy as it is, and are recorded with it."),
-}
-_READ = {
-    *("model", "input", "instructions", "tools", "tool_choice", "stream", "text", "max_output_tokens"),
-    *("temperature", "top_p", "top_k", "min_p"),
-}
-_ASIDE = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("prompt_cache_retention", "include", "stream_options", "truncation", "max_tool_calls", "context_management"),
-}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -38,26 +22,11 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
     Raises:
         RequestError: the message names the field, what it got and what it needs.
     """
-    given = read_object(body)
-    model = model_of(given, models)
-    check_nothing(given, _REFUSED)
-    check_format(object_of(given.get("text") or {}, "text").get("format"), "text.format")
-    tools = given.get("tools") or []
-    if not isinstance(tools, list):
-        raise RequestError("`tools` must be a list.", field="tools")
-    for number, tool in enumerate(tools):
-        if object_of(tool, f"tools[{number}]").get("type") != "function":
-            raise RequestError(f"`tools[{number}].type` must be 'function'.", field=f"tools[{number}]")
-    schemas = [schema_of(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-    return Asked(
-        model=model,
-        messages=_messages(given),
-        tools=tools_of(schemas, given.get("tool_choice")),
-        stream=flag(given, "stream", False),
-        sampling=sampling_of(given),
-        max_tokens=whole(given, "max_output_tokens", 1),
-        others=others_of(given, {*_READ, *_ASIDE, *_REFUSED}),
-    )
+    own = ("input", "instructions", "text")
+    asked = Asked.of(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
+    if asked.count > 1:
+        raise RequestError("`n` must be 1: a response is one answer. Ask again for another one.", field="n")
+    return asked
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import json
 import logging
@@ -14,23 +15,21 @@ from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
-from jinja2 import TemplateError
 from yarl import URL
 
-from ..applications.server import streamed
+from ..applications.server import body_of, streamed
 from ..config.sampling import decoding
 from ..dialects import Asked, RequestError, Said, chat, responses
-from ..dialects.fields import read_object
+from ..dialects.fields import problem_of
 from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
-from ..episodes.records import EndOfEpisode, Episode
-from ..rollout.chat_template import PromptError
+from ..episodes.records import EndOfEpisode, Episode, PromptError
 from ..servers.server import EngineDownError
 from ..team import Event, Team, TextDelta
 from ..team.live import Ask
 from ..workflows import ExternalApp, Sequential, Workflow
 from . import completions
-from .completions import ChatRequest, Chunks
+from .completions import Chunks
 from .desk import Counts, Desk, FullError
 from .settings import GatewaySettings, is_loopback
 
@@ -43,6 +42,7 @@ _SILENCE = 15.0
 _AT_ONCE = 256
 # What anybody may ask without a key
 _OPEN = ("/", "/health")
+_UNSUPPORTED = "unsupported_parameter"
 _MODEL, _STARTED = web.RequestKey("marft_model", str), web.RequestKey("marft_started", float)
 
 
@@ -102,7 +102,7 @@ class _OnMessages(Workflow):
         try:
             await episode.turn_on(asked.model, Given(asked.messages, asked.tools, asked.stop))
         except EndOfEpisode as end:
-            raise PromptError(str(end)) from end
+            raise PromptError(str(end), end.is_too_long) from end
 
 
 class _Gateway:
@@ -198,10 +198,7 @@ class _Gateway:
 
     def _as_problem(self, error: Exception) -> web.Response:
         wrong = _described(error)
-        headers = {"Retry-After": "1"} if wrong.status == 503 else {}
-        if wrong.status == 500:
-            logger.error("A question could not be answered.", exc_info=error)
-        return _problem(wrong, headers)
+        return _problem(wrong, {"Retry-After": "1"} if wrong.status == 503 else {})
 
     # ---- Routes ----
 
@@ -226,61 +223,63 @@ class _Gateway:
         return web.json_response(chat.model(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        if request.content_type != "application/json":
-            raise RequestError("`Content-Type` must be `application/json`.", 415)
-        body = await request.read()
-        if self._is_direct(read_object(body).get("model")):
-            return await self._message(request, body, chat)
-        asked = ChatRequest.read(body, list(self._workflows), self._settings.show_turns)
-        request[_MODEL] = asked.model
+        asked = await self._read(request, chat)
+        if self._is_direct(asked.model):
+            return await self._message(request, asked, chat)
+        asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
         identity = f"chatcmpl-{secrets.token_hex(12)}"
         if asked.stream:
             return await self._streamed(request, asked, identity)
-        async with asyncio.timeout(self._settings.timeout):
-            episodes = await self._episodes(asked)
+        episodes = await self._answered(asked)
         return web.json_response(completions.completion(identity, asked, episodes))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._message(request, await self._read(request, responses), responses)
+
+    async def _read(self, request: web.Request, form: Any) -> Asked:
+        """
+        Raises:
+            RequestError: the request cannot be answered.
+        """
         if request.content_type != "application/json":
             raise RequestError("`Content-Type` must be `application/json`.", 415)
-        return await self._message(request, await request.read(), responses)
+        asked = form.read(await body_of(request), list(self._workflows))
+        request[_MODEL] = asked.model
+        if not self._is_direct(asked.model):
+            _check_question(asked)
+            return asked
+        asked.check_turn()
+        if asked.tools and not self._team.workflow.uses_tools:
+            raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
+        return asked
 
-    async def _message(self, request: web.Request, body: bytes, form: Any) -> web.StreamResponse:
+    async def _message(self, request: web.Request, asked: Asked, form: Any) -> web.StreamResponse:
         """
         One message: of an agent of an application, on the messages as they are, or the answer of the team or of
         another agent. A stream begins when it is there.
         """
-        asked = form.read(body, list(self._workflows))
-        request[_MODEL], is_direct = asked.model, self._is_direct(asked.model)
-        if not is_direct and (asked.tools or asked.stop or any(one["role"] == "tool" for one in asked.messages)):
-            raise RequestError("A team has the tools and the stop texts of its training.", field="tools")
-        if asked.tools and not self._team.workflow.uses_tools:
-            raise RequestError("The team was not trained with `tools` in requests.", field="tools")
-        ask = Ask(
-            [{"prompt": asked.messages}],
-            secrets.randbits(62),
-            decoding(asked.sampling),
-            _OnMessages(asked) if is_direct else self._workflows[asked.model],
-            asked.max_tokens,
-            self._settings.max_turns,
-        )
-        async with asyncio.timeout(self._settings.timeout), self._desk.place():
-            (episode,) = await self._team.live.run(ask)
-        self._counts.episodes([episode])
+        (episode,) = await self._answered(asked)
         identity = secrets.token_hex(12)
         said = Said.of(episode.answer, asked.stop, f"{identity}_") if episode.answer is not None else Said("")
+        total = completions.usage([episode])
+        said = dataclasses.replace(said, read=total["prompt_tokens"], written=total["completion_tokens"])
         if asked.stream:
             return await streamed(request, form.events(identity, asked, said), form is chat)
         return web.json_response(form.answer(identity, asked, said))
 
     # ---- Answers ----
 
-    async def _episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+    async def _answered(self, asked: Asked) -> list[Episode]:
+        async with asyncio.timeout(self._settings.timeout):
+            return await self._episodes(asked)
+
+    async def _episodes(self, asked: Asked, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+        is_direct = self._is_direct(asked.model)
         ask = Ask(
-            [dict(asked.row) for _ in range(asked.count)],
+            [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
             secrets.randbits(62) if asked.seed is None else asked.seed,
             decoding(asked.sampling),
-            self._workflows[asked.model],
+            _OnMessages(asked) if is_direct else self._workflows[asked.model],
             asked.max_tokens,
             self._settings.max_turns,
         )
@@ -289,7 +288,7 @@ class _Gateway:
         self._counts.episodes(episodes)
         return episodes
 
-    async def _streamed(self, request: web.Request, asked: ChatRequest, identity: str) -> web.StreamResponse:
+    async def _streamed(self, request: web.Request, asked: Asked, identity: str) -> web.StreamResponse:
         """
         The answer as server-sent events. A client that reads slowly holds nobody up: the episode does not wait for it,
         and its place is free when the episode is over.
@@ -315,10 +314,7 @@ class _Gateway:
         except Exception as error:
             if not response.prepared:
                 raise
-            wrong = _described(error)
-            if wrong.status == 500:
-                logger.error("A question could not be answered.", exc_info=error)
-            await response.write(_event(wrong.body()))
+            await response.write(_event(_described(error).body()))
         finally:
             work.cancel()
             await asyncio.wait([work])
@@ -410,6 +406,21 @@ def _host_of(request: web.Request) -> str | None:
         return None
 
 
+def _check_question(asked: Asked) -> None:
+    """
+    Raises:
+        RequestError: a request asks a team, or an agent of it, for what only applications have.
+    """
+    has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in asked.messages)
+    for name, value in {"tools": asked.tools, "stop": asked.stop, "messages": has_calls}.items():
+        if value:
+            why = "Calls of tools in messages are" if name == "messages" else f"`{name}` is"
+            text = f"{why} not supported: a team has the tools and the stop texts of its training."
+            raise RequestError(text, 400, name, _UNSUPPORTED)
+    if any(message["role"] == "user" and not message["content"].strip() for message in asked.messages):
+        raise RequestError("A message of the user is empty, so there is nothing to answer.", field="messages")
+
+
 def _event(part: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
 
@@ -420,20 +431,13 @@ def _problem(wrong: RequestError, headers: Mapping[str, str]) -> web.Response:
 
 def _described(error: Exception) -> RequestError:
     """An error as one that a client is told."""
-    if isinstance(error, RequestError):
-        return error
     if isinstance(error, FullError):
         return RequestError(f"{error} Ask again later.", 503, code="overloaded")
     if isinstance(error, TimeoutError):
         return RequestError("The answer took too long.", 504, code="timeout")
-    if isinstance(error, EngineDownError):
-        return RequestError(str(error), 503, code="engine_down")
     if isinstance(error, web.RequestPayloadError):
-        return RequestError(f"The body cannot be read: {error}", 400)
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    wrong = next((one for one in causes if isinstance(one, (PromptError, TemplateError))), None)
-    if wrong is not None:
-        return RequestError(str(wrong), 400, "messages")
-    return RequestError(f"{type(error).__name__}: {error}", 500)
+        return RequestError(f"The body cannot be read: {error}")
+    wrong = problem_of(error)
+    if isinstance(error, EngineDownError):
+        return RequestError(str(wrong), 503, code="engine_down")
+    return wrong

@@ -1,148 +1,18 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Chat completions of a team: what a request asks for, and answers with the turns of all."""
+"""Chat completions of a team: answers with the turns of all."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ..dialects import RequestError, chat
-from ..dialects.fields import flag, read_object, whole
+from ..dialects import Asked
 from ..episodes.records import Episode
-from ..system.hints import did_you_mean
+from ..workflows.external_app import OUTPUT
 
 
-# Largest number of answers to one request
-_MOST_ANSWERS = 16
-# Fields that say nothing about the answer, or that ask for what is the case anyway
-_IGNORED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
-    *("verbosity", "parallel_tool_calls", "prompt_cache_retention"),
-}
-# Fields that are allowed with values that ask for nothing
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "stop": (None, []),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-}
-_READ = (
-    *("model", "messages", "stream", "stream_options", "n", "seed", "temperature", "top_p", "top_k", "min_p"),
-    *("max_tokens", "max_completion_tokens", "row", "show_turns"),
-)
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """
-    What a request asks for.
-
-    Args:
-        model (`str`): name of the team, or of an agent.
-        row (`dict`): dataset row, with the messages as its `prompt`.
-        count (`int`): number of answers.
-        stream (`bool`): whether the answer is to arrive while it grows.
-        with_usage (`bool`): whether a stream ends with the numbers of tokens.
-        seed (`int`, *optional*): seed of sampling.
-        sampling (`dict`): sampling settings in place of those of training.
-        max_tokens (`int`, *optional*): largest number of tokens of a turn.
-        show_turns (`bool`): whether the answer has the turns of teammates.
-    """
-
-    model: str
-    row: dict[str, Any]
-    count: int = 1
-    stream: bool = False
-    with_usage: bool = False
-    seed: int | None = None
-    sampling: dict[str, float] = field(default_factory=dict)
-    max_tokens: int | None = None
-    show_turns: bool = True
-
-    @classmethod
-    def read(cls, body: bytes, models: Sequence[str], show_turns: bool) -> ChatRequest:
-        """
-        Read the body of a request.
-
-        Args:
-            body (`bytes`): JSON.
-            models (`Sequence[str]`): names that may be asked.
-            show_turns (`bool`): whether answers have the turns of teammates where the request does not say.
-
-        Raises:
-            RequestError: the message names the field, what it got and what it needs.
-        """
-        given = read_object(body)
-        _check_fields(given)
-        for number, message in enumerate(messages if isinstance(messages := given.get("messages"), list) else ()):
-            _refuse_tools(message, f"messages[{number}]")
-        own = ("n", "row", "seed", "show_turns", *_IGNORED)
-        asked = chat.asked_of({name: value for name, value in given.items() if name not in own}, models)
-        count = whole(given, "n", 1, _MOST_ANSWERS) or 1
-        if asked.stream and count > 1:
-            raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
-        row = given.get("row") or {}
-        if not isinstance(row, dict) or "prompt" in row:
-            raise RequestError(
-                "`row` must be an object with the further columns of a dataset row; its `prompt` is `messages`.",
-                field="row",
-            )
-        empty = [one["role"] == "user" and not one["content"].strip() for one in asked.messages]
-        if any(empty):
-            where = f"messages[{empty.index(True)}].content"
-            raise RequestError(f"`{where}` is empty, so there is nothing to answer.", field=where)
-        return cls(
-            model=asked.model,
-            row={**row, "prompt": asked.messages},
-            count=count,
-            stream=asked.stream,
-            with_usage=asked.with_usage,
-            seed=whole(given, "seed", -(2**63), 2**63 - 1),
-            sampling=asked.sampling,
-            max_tokens=asked.max_tokens,
-            show_turns=flag(given, "show_turns", show_turns) and show_turns,
-        )
-
-
-def _check_fields(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name in _READ or name in _IGNORED or value is None:
-            continue
-        if name not in _NOTHING:
-            hint = did_you_mean(name, [*_READ, *_NOTHING])
-            raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
-        if not any(value == nothing and type(value) is type(nothing) for nothing in (*_NOTHING[name], 0.0)):
-            why = "Agents have the stop texts of their training." if name == "stop" else "Leave it out."
-            why = "A team has the tools of its training." if name in ("tools", "functions") else why
-            raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
-
-
-def _refuse_tools(message: Any, where: str) -> None:
-    if isinstance(message, dict) and (message.get("role") == "tool" or message.get("tool_calls")):
-        raise RequestError(
-            f"`{where}.role` must be one of 'system', 'developer', 'user', 'assistant'. Calls of "
-            "tools are the team's own, and are not passed.",
-            field=f"{where}.role",
-        )
-
-
-# ---- Answers ----
-
-
-def completion(identity: str, request: ChatRequest, episodes: Sequence[Episode]) -> dict[str, Any]:
+def completion(identity: str, request: Asked, episodes: Sequence[Episode]) -> dict[str, Any]:
     """The answer to a request as a whole."""
     choices = []
     for index, episode in enumerate(episodes):
@@ -162,10 +32,10 @@ class Chunks:
 
     Args:
         identity (`str`): id of the answer.
-        request ([`ChatRequest`]): what is asked for.
+        request ([`Asked`]): what is asked for.
     """
 
-    def __init__(self, identity: str, request: ChatRequest):
+    def __init__(self, identity: str, request: Asked):
         self._request = request
         created = int(time.time())
         self._head = {"id": identity, "object": "chat.completion.chunk", "created": created, "model": request.model}
@@ -218,7 +88,7 @@ def usage(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def as_data(episode: Episode) -> dict[str, Any]:
-    """An episode as JSON: who said what, in order, and what they were told."""
+    """An episode as JSON: who said what, in order, and what they were told. The output of a program is not shown."""
     return {
         "turns": [
             {
@@ -233,5 +103,5 @@ def as_data(episode: Episode) -> dict[str, Any]:
             }
             for turn in episode.turns
         ],
-        "feedback": [{"source": item.agent, "text": item.text} for item in episode.feedback],
+        "feedback": [{"source": one.agent, "text": one.text} for one in episode.feedback if one.agent != OUTPUT],
     }

@@ -17,6 +17,7 @@ from typing import Any, cast
 from ..applications.program import AppResult, arguments_of, parts_of, run_program
 from ..applications.session import AppEndpoint, Session, Waiting
 from ..dialects import Asked, RequestError, Said
+from ..dialects.fields import problem_of
 from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Turn
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Largest number of requests in a row that have had no turn: refusals may take time that does not count as the program's
 _MOST_REFUSED = 1000
+# Source of the feedback that is the output of an application. Agents are not shown it
+OUTPUT = "application"
 
 
 class ExternalApp(Workflow):
@@ -196,7 +199,7 @@ class ExternalApp(Workflow):
                 "0, or return it."
             )
         if result.said:
-            episode.observe(result.said, source="application")
+            episode.observe(result.said, source=OUTPUT)
 
     def _take_value(self, episode: LiveEpisode, value: Any) -> None:
         is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
@@ -287,22 +290,17 @@ class _Conversation:
         except asyncio.CancelledError:
             waiting.settle(RequestError("The request was given up.", 409))
             raise
-        except EndOfEpisode as end:
-            waiting.settle(RequestError(str(end), code="context_length_exceeded"))
-        except (RuntimeError, ValueError) as error:
-            waiting.settle(RequestError(str(error)))
-        except Exception as error:
-            logger.exception("A request of an application could not be answered.")
-            waiting.settle(RequestError(f"{type(error).__name__}: {error}", 500))
+        except (Exception, EndOfEpisode) as error:
+            waiting.settle(problem_of(error))
 
     async def _turn(self, asked: Asked, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
         settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
-        ignored = [*asked.others, *(settings if episode.trains else ())]
+        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.trains else ())]
         for name in ignored:
             self._app.say_once(
-                f"The application sends `{name}`, which is not obeyed"
-                + (" in training, where agents sample with their own settings." if name in settings else ".")
+                f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
+                "settings and the seed of the run."
             )
         given = Given(
             self._with_turns(asked.model, asked.messages),
