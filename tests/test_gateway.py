@@ -22,7 +22,7 @@ import torch
 from aiohttp import ClientSession, web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from .helpers import team_trainer
 from .namesakes import LENGTHS, NAMES, said_by
@@ -30,6 +30,7 @@ from .test_live import namesakes  # noqa: F401  # a fixture
 
 
 QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
+SERVER = "server of the tests"  # name of its thread
 PATH, TYPE = "/v1/chat/completions", {"Content-Type": "application/json"}
 
 
@@ -50,7 +51,7 @@ def serving(team, **limits):
         await found["end"].wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), name=SERVER, daemon=True)
     thread.start()
     assert started.wait(60)
     try:
@@ -272,6 +273,30 @@ def test_a_question_is_given_up_after_its_time(namesakes):  # noqa: F811
             list(client(url).chat.completions.create(model="team", messages=asked("?"), stream=True))
         fast.set()
         assert send(url, {"model": "ann", "messages": asked("?")})[0] == 200
+
+
+def test_a_question_is_tokenized_once_and_never_in_the_event_loop(namesakes, monkeypatch):  # noqa: F811
+    """And of one that cannot fit, no more than it takes to know that."""
+    texts, tokenize = [], PreTrainedTokenizerBase.__call__
+
+    def noting(self, text=None, *arguments, **settings):
+        texts.append((threading.current_thread().name, str(text)))
+        return tokenize(self, text, *arguments, **settings)
+
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", noting)
+    counts = []
+    with serving(team) as url:
+        for number in (1, 3):
+            body = {"model": "ann", "messages": asked(f"Question {number}?"), "n": number}
+            assert len(send(url, body)[2]["choices"]) == number
+            counts.append(sum(f"Question {number}?" in text for _, text in texts))
+        assert send(url, {**body, "model": "team"})[0] == 200
+        assert counts[0] == counts[1] > 0 and SERVER not in [name for name, text in texts if "Question" in text]
+        texts.clear()
+        status, _, said = send(url, {"model": "team", "messages": asked("1 + " * 200_000), "n": 16})
+        assert status == 400 and said["error"]["code"] == "context_length_exceeded"
+        assert sum(len(text) for _, text in texts) < 70_000  # 16 for each token of the window
 
 
 # ---- Whatever is asked ----

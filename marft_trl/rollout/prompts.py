@@ -26,6 +26,10 @@ from .speakers import quoted, speaker_line
 from .views import SEPARATOR, View, fold_system, merge_neighbours, shown_by, team_view
 
 
+# Of texts with more characters for each token of the window, so many are tokenized first
+_CHARACTERS = 16
+
+
 @dataclass(eq=False)
 class Observation:
     """
@@ -38,6 +42,7 @@ class Observation:
         dropped (`int`): number of turns and feedback left out to fit the model's window.
         problem (`str`, *optional*): reason why the observation cannot be shown, if its episode has to end.
         is_too_long (`bool`): whether the reason is that it does not fit.
+        is_cut (`bool`): whether `ids` are the first ones alone, which do not fit by far.
     """
 
     content: str | Messages
@@ -46,6 +51,12 @@ class Observation:
     dropped: int = 0
     problem: str | None = None
     is_too_long: bool = False
+    is_cut: bool = False
+
+    @property
+    def size(self) -> str:
+        """Number of tokens, in words."""
+        return f"{'more than ' if self.is_cut else ''}{len(self.ids)} tokens"
 
 
 class Query(NamedTuple):
@@ -163,6 +174,10 @@ class PromptBuilder:
         """
         asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
         built = {index: self._given(query) for index, query in enumerate(asked) if query.messages is not None}
+        for index, query in enumerate(asked):
+            if index not in built and self._view_of(query.agent) is team_view:  # which shows the whole prompt
+                cut = self._first_tokens(query.agent, query.prompt)
+                built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
         contents = ["" if index in built else self._observe(query) for index, query in enumerate(asked)]
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
@@ -198,6 +213,8 @@ class PromptBuilder:
         shown = [one | {"content": self._said(turn)} if turn else one for one, turn in zip(given, turns, strict=True)]
         observation = Observation(shown, [], list(query.seen))
         try:
+            if (first := self._first_tokens(agent, shown)) is not None:
+                return self._overflowing(agent, first)
             self._check(shown)
             for schema in query.functions:
                 if self._encode.spells_control_token(_spelled(schema)):
@@ -212,13 +229,29 @@ class PromptBuilder:
         except Exception as error:  # whatever it is, it is that request's
             observation.problem = str(error) or type(error).__name__
             return observation
-        if not self._fits(agent, observation.ids):
-            observation.is_too_long = True
-            observation.problem = (
-                f"The messages have {len(observation.ids)} tokens and {agent.name!r} may generate "
-                f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
-            )
+        return observation if self._fits(agent, observation.ids) else self._overflowing(agent, observation)
+
+    def _overflowing(self, agent: AgentSpec, observation: Observation) -> Observation:
+        """An observation of messages with its problem: it does not fit."""
+        observation.is_too_long = True
+        observation.problem = (
+            f"The messages have {observation.size} and {agent.name!r} may generate "
+            f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
+        )
         return observation
+
+    def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
+        """
+        The first tokens of a prompt that does not fit by far. They are enough to refuse it, and all of them could take
+        minutes. Twice as many as fit, since the last ones of a part of a text may be other ones in the whole.
+        """
+        if self.window is None or agent.name in self._unread:
+            return None
+        contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+        text = "\n".join(content for content in contents if isinstance(content, str))
+        most = _CHARACTERS * self.window
+        ids = self._encode(text[:most]) if len(text) > most else []
+        return Observation(prompt, ids, [], is_cut=True) if len(ids) > 2 * self.window else None
 
     def _spelled_given(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
@@ -319,7 +352,7 @@ class PromptBuilder:
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
-                f"What agent {agent.name!r} is shown has {len(observation.ids)} tokens and it may generate {reserved} "
+                f"What agent {agent.name!r} is shown has {observation.size} and it may generate {reserved} "
                 f"more, but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
                 "`max_completion_length`, show fewer turns (`sees=`), set "
                 + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")

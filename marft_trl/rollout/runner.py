@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -16,7 +17,7 @@ from ..config.sampling import decoding
 from ..episodes.asks import Setting
 from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, unknown_agent
+from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, unknown_agent
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..system.event_loop import Around
@@ -108,6 +109,7 @@ class EpisodeRunner:
         self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
         self._runs, self._rehearses, self._trains_beside = 0, False, False
         self._follower: Follower | None = None
+        self._begun: list[tuple[Query, Observation | PromptError]] = []  # first observations of a question
         self.device = threading.RLock()  # held while a model acts
         self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
         self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
@@ -116,6 +118,12 @@ class EpisodeRunner:
     def uses_tools(self) -> bool:
         """`True` if the tokenizer was prepared for tools."""
         return self._reader.uses_tools
+
+    @property
+    def _shows_views(self) -> bool:
+        """`True` if code of users makes observations."""
+        views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
+        return any(view not in (None, team_view) for view in views)
 
     @property
     def _waits(self) -> bool:
@@ -214,6 +222,7 @@ class EpisodeRunner:
             generator=generator,
             options=dict(options),
             _follower=follower,
+            _begun=[],
             _workflow=workflow or self._workflow,
             _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
         )
@@ -318,7 +327,31 @@ class EpisodeRunner:
         """Build observations. Views are users' code, so they run with the random states for users' code."""
         users = contextlib.nullcontext() if self._trains_beside else self.randomness.theirs()
         with self._lock, users:
-            return self.prompts.build(queries)
+            return self.prompts.build(queries) if self._follower is None else list(map(self._observed, queries))
+
+    def _observed(self, query: Query | tuple) -> Observation:
+        """The observation of a query. Several answers to a question begin with the same one, which is built once."""
+        asked = Query(*query)
+        if asked.seen:
+            return self.prompts.build([asked])[0]
+        if (same := next((found for known, found in self._begun if known == asked), None)) is None:
+            try:
+                (same,) = self.prompts.build([asked])
+            except PromptError as error:
+                same = error
+            self._begun.append((asked, same))
+        if isinstance(same, PromptError):
+            raise same
+        return copy.copy(same)
+
+    async def _unblocked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what tokenizes. In an event loop that others wait for, it is called in a thread."""
+
+        def locked() -> Any:
+            with self._lock:
+                return function(*arguments)
+
+        return locked() if self._follower is None else await asyncio.to_thread(locked)
 
     def query(self, request: Request) -> Query:
         """Return the inputs of the observation of a request."""
@@ -341,14 +374,15 @@ class EpisodeRunner:
                 f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
                 "would be read. Set its `functions` to what it passes as `tools=`."
             )
-        views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
-        draws = not self._waits and any(view not in (None, team_view) for view in views)  # code of users may
-        with requests[0].episode.around() if draws else contextlib.nullcontext():
-            observations = self.observe(map(self.query, requests))
+        queries = list(map(self.query, requests))
+        if self._shows_views:  # which may draw
+            with contextlib.nullcontext() if self._waits else requests[0].episode.around():
+                observations = self.observe(queries)
+        else:
+            observations = await self._unblocked(self.observe, queries)
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
-        with self._lock:
-            completed = self._reader.sampled(requests, observations, sampled, self.generator)
+        completed = await self._unblocked(self._reader.sampled, requests, observations, sampled, self.generator)
         return [self._audible(request, one) for request, one in zip(requests, completed, strict=True)]
 
     async def _sample(
@@ -403,7 +437,8 @@ class EpisodeRunner:
         """The completion of a request by the function of its agent (`AgentSpec.reply`)."""
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
-        (observation,) = self.observe([self.query(request)])
+        query = [self.query(request)]
+        (observation,) = self.observe(query) if self._shows_views else await self._unblocked(self.observe, query)
         if observation.problem is not None:
             return EndOfEpisode(observation.problem, observation.is_too_long)
         shown = observation.content
@@ -414,8 +449,7 @@ class EpisodeRunner:
             raise RuntimeError(f"`reply` of agent {agent.name!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
             raise TypeError(f"`reply` of agent {agent.name!r} must return the text of a turn, got {text!r}.")
-        with self._lock:
-            ids, is_cut = self.prompts.written(agent.name, text)
-            completed = self._reader.written(request, observation, text, ids, is_cut)
+        ids, is_cut = await self._unblocked(self.prompts.written, agent.name, text)
+        completed = await self._unblocked(self._reader.written, request, observation, text, ids, is_cut)
         self.dropped_turns += observation.dropped
         return self._audible(request, completed)
