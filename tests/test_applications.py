@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.applications import AppEndpoint
@@ -866,6 +868,30 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
         *_, last = parts
         assert last.response.output_text and last.response.usage.output_tokens
     assert sorted(said) == expected and len(set(said[0])) > 1  # whoever is asked
+
+
+def test_clients_of_a_served_application_start_no_more_programs_than_allowed(namesakes, program, tmp_path):  # noqa: F811
+    log = tmp_path / "log"
+    log.touch()
+    command = program(
+        """
+        import time
+        def note(text):
+            with open(sys.argv[1], "a") as log: log.write(text)
+        note("+"); time.sleep(0.4); ask("ann", "x"); print("private"); note("-")
+        """
+    )
+    workflow = ExternalApp([*command, str(log)], together=0)
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=workflow)
+    with serving(team, max_programs=2) as url, ThreadPoolExecutor() as pool:
+        body = {"model": "team", "messages": [user("?")]}
+        status, _, said = send(url, {**body, "n": 3})
+        assert status == 400 and "`n` must be at most 2" in said["error"]["message"]
+        answers = list(pool.map(lambda count: send(url, {**body, "n": count}), (2, 1, 2)))
+    assert [len(said["choices"]) for _, _, said in answers] == [2, 1, 2]
+    assert "private" not in json.dumps([said for _, _, said in answers])  # the program's output is the operator's
+    running = list(itertools.accumulate({"+": 1, "-": -1}[one] for one in log.read_text()))
+    assert len(running) == 10 and max(running) == 2
 
 
 # ---- What strangers write ----

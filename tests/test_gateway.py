@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import random
@@ -352,6 +353,7 @@ def test_routes_types_and_encodings(named):
     assert send(named, b"\xff{}")[0] == send(named, b"{")[0] == send(named, b"[" * 100_000)[0] == 400
     assert send(named, b'{"temperature": NaN}')[0] == send(named, b'"\\ud800"')[0] == 400
     assert send(named, GOOD, **{"Content-Type": "text/plain"})[0] == 415
+    assert send(named, gzip.compress(json.dumps(GOOD).encode()), **{"Content-Encoding": "gzip"})[0] == 415
     assert send(named, None, "/v1/nothing", "GET")[0] == 404 and send(named, None, method="GET")[0] == 405
     assert send(named, None, "/v1/models/ann", "GET")[2]["id"] == "ann"
     assert send(named, None, "/v1/models/x", "GET")[0] == 404
@@ -361,6 +363,15 @@ def test_routes_types_and_encodings(named):
     # A name of somebody else that means this machine (DNS rebinding)
     assert send(named, GOOD, Host="evil.example:80", Origin="http://evil.example:80")[0] == 403
     assert send(named, GOOD, Host="localhost:80")[0] == send(named, GOOD, Host="[::1]:80")[0] == 200
+
+
+def test_a_body_has_to_arrive_in_time(named, monkeypatch):
+    monkeypatch.setattr("marft_trl.applications.server._SECONDS", 0.2)
+    host, port = named.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as slow:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
 JSON = st.recursive(
@@ -425,10 +436,11 @@ def test_a_key_is_demanded_where_others_can_reach_the_address(namesakes):  # noq
 def test_responses_are_the_answers_of_chat_completions(named):
     client = openai.OpenAI(base_url=f"{named}/v1", api_key="none")
     for name in ("ann", "finn", "team"):
-        text = client.chat.completions.create(model=name, messages=GOOD["messages"], temperature=0)
-        text = text.choices[0].message.content
+        completion = client.chat.completions.create(model=name, messages=GOOD["messages"], temperature=0)
+        text, usage = completion.choices[0].message.content, completion.usage
         answer = client.responses.create(model=name, input=GOOD["messages"], temperature=0)
-        assert answer.output_text == text and answer.usage.output_tokens > 0
+        assert answer.output_text == text and answer.usage.output_tokens == usage.completion_tokens  # of all turns
+        assert answer.usage.input_tokens == usage.prompt_tokens
         *_, last = client.responses.create(model=name, input=GOOD["messages"], temperature=0, stream=True)
         assert last.type == "response.completed" and last.response.output_text == text
     for wrong in ({"previous_response_id": "x"}, {"tools": [{"type": "function", "name": "f", "parameters": {}}]}):

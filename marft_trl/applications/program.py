@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from ..system.redaction import for_log
 from .session import AppEndpoint
 
 
@@ -65,8 +66,8 @@ class AppResult:
 
     @property
     def said(self) -> str:
-        """The end of what it wrote, of both streams."""
-        return "\n".join(filter(None, (text.strip()[-_TOLD:] for text in (self.output, self.errors))))
+        """The end of what it wrote, of both streams, without secrets and control characters."""
+        return "\n".join(filter(None, (for_log(text).strip()[-_TOLD:] for text in (self.output, self.errors))))
 
 
 def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:

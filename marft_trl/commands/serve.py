@@ -41,7 +41,10 @@ class Command(OptionsCommand):
         limits: dict[str, Any] = {
             field.name: getattr(args, field.name, None) for field in dataclasses.fields(GatewaySettings)
         }
-        limits |= {"name": args.name or Path(args.team).name, "api_key": os.environ.get("MARFT_API_KEY") or None}
+        limits |= {
+            "name": args.name or Path(os.path.abspath(args.team)).name or "team",
+            "api_key": os.environ.get("MARFT_API_KEY") or None,
+        }
         try:
             settings = GatewaySettings(**{**limits, "show_turns": not args.hide_turns})
         except ValueError as error:

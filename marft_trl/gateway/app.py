@@ -9,6 +9,7 @@ import hmac
 import json
 import logging
 import secrets
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
@@ -54,16 +55,28 @@ def serve(team: Team, settings: GatewaySettings | None = None) -> None:
         team ([`Team`]): the team.
         settings ([`GatewaySettings`], *optional*): address and limits.
     """
-    settings = settings or GatewaySettings()
-    web.run_app(
+    asyncio.run(_serve(team, settings or GatewaySettings()))
+
+
+async def _serve(team: Team, settings: GatewaySettings) -> None:
+    is_told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, is_told.set)
+    runner = web.AppRunner(
         application(team, settings),
-        host=settings.host,
-        port=settings.port,
         handler_cancellation=True,
         shutdown_timeout=settings.grace,
         access_log=None,
-        print=lambda *_: logger.info(f"Serving {team!r} on http://{settings.host}:{settings.port}."),
+        auto_decompress=False,  # a few bytes would become any number of them before the key is looked at
     )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+        url = URL.build(scheme="http", host=settings.host, port=runner.addresses[0][1])  # port 0 is any
+        logger.info(f"Serving {team!r} on {str(url).rstrip('/')}.")
+        await is_told.wait()
+    finally:
+        await runner.cleanup()
 
 
 def application(team: Team, settings: GatewaySettings | None = None) -> web.Application:
@@ -117,7 +130,9 @@ class _Gateway:
         if settings.name in names:
             raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
         self._team, self._settings = team, settings
-        self._desk, self._counts = Desk(settings.max_running, settings.max_waiting), Counts()
+        starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
+        places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
+        self._desk, self._counts = Desk(places, settings.max_waiting), Counts()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._ends = False
 
@@ -283,7 +298,9 @@ class _Gateway:
             asked.max_tokens,
             self._settings.max_turns,
         )
-        async with self._desk.place():
+        if asked.count > self._desk.places:
+            raise RequestError(f"`n` must be at most {self._desk.places} here, got {asked.count}.", field="n")
+        async with self._desk.place(asked.count):
             episodes = await self._team.live.run(ask, tell)
         self._counts.episodes(episodes)
         return episodes

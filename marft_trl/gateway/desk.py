@@ -17,38 +17,46 @@ class FullError(RuntimeError):
 
 class Desk:
     """
-    Places for questions that are answered at the same time.
+    Places for answers that are written at the same time.
 
     Args:
-        running (`int`): number of places.
-        waiting (`int`): largest number of questions that wait for one.
+        places (`int`): number of places.
+        waiting (`int`): largest number of questions that wait for some.
     """
 
-    def __init__(self, running: int, waiting: int):
-        self._places, self._most = asyncio.Semaphore(running), waiting
+    def __init__(self, places: int, waiting: int):
+        self.places, self._free, self._most = places, asyncio.Semaphore(places), waiting
+        self._first = asyncio.Lock()  # held by the question that has waited longest
         self.running = self.waiting = 0
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def place(self, answers: int = 1) -> AsyncIterator[None]:
         """
-        Asynchronous context manager: a place, as soon as one is free.
+        Asynchronous context manager: a place for each answer to a question, as soon as so many are free.
 
         Raises:
             FullError: too many are waiting.
         """
-        if self._places.locked() and self.waiting >= self._most:
+        if (self._free.locked() or self._first.locked()) and self.waiting >= self._most:
             raise FullError(f"{self.running} questions are being answered, and {self.waiting} wait.")
         self.waiting += 1
+        taken = 0
         try:
-            await self._places.acquire()
+            try:
+                async with self._first:
+                    while taken < answers:
+                        await self._free.acquire()
+                        taken += 1
+            finally:
+                self.waiting -= 1
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
         finally:
-            self.waiting -= 1
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._places.release()
+            for _ in range(taken):
+                self._free.release()
 
 
 class Counts:

@@ -19,7 +19,8 @@ class GatewaySettings:
         api_key (`str`, *optional*): key that requests bring as `Authorization: Bearer ...`. Demanded unless the
             address is one of this machine alone.
         show_turns (`bool`, *optional*, defaults to `True`): whether answers have the turns of teammates.
-        max_running (`int`, *optional*, defaults to `64`): largest number of questions that are answered at a time.
+        max_running (`int`, *optional*, defaults to `64`): largest number of answers that are written at a time.
+        max_programs (`int`, *optional*, defaults to `8`): the same for a team whose answers start programs.
         max_waiting (`int`, *optional*, defaults to `256`): largest number of questions that wait for others to end.
             Further ones are refused with status 503.
         max_turns (`int`, *optional*, defaults to `64`): largest number of turns of an episode.
@@ -37,6 +38,7 @@ class GatewaySettings:
     api_key: str | None = field(default=None, repr=False)
     show_turns: bool = True
     max_running: int = 64
+    max_programs: int = 8
     max_waiting: int = 256
     max_turns: int = 64
     timeout: float = 600.0
@@ -49,7 +51,7 @@ class GatewaySettings:
                 f"`host={self.host!r}` can be reached by others, so an API key is needed: set the environment "
                 "variable `MARFT_API_KEY`. Or leave `host` at '127.0.0.1', which only this machine reaches."
             )
-        for name in ("max_running", "max_turns", "timeout", "max_body"):
+        for name in ("max_running", "max_programs", "max_turns", "timeout", "max_body"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)!r}.")
         for name in ("max_waiting", "grace"):

@@ -110,6 +110,11 @@ class ExternalApp(Workflow):
     def uses_tools(self) -> bool:
         return self.takes_tools
 
+    @property
+    def starts_programs(self) -> bool:
+        """`True` if an episode starts a program."""
+        return self.app is not None and not callable(self.app)
+
     def check(self, agents: Sequence[str]) -> None:
         if self.answer is not None and self.answer not in agents:
             known = ", ".join(map(repr, agents))
