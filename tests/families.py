@@ -44,6 +44,38 @@ FAMILIES = {
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
     | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
+# Mixtures of experts: PEFT rewrites the config of an adapter on all layers of most of them
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **{"num_hidden_layers": 2, "head_dim": 8},
+}
+LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    "num_key_value_heads": 4,
+}
+LINEAR = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MIXTURES = {
+    "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "qwen3_next": {**EXPERTS, **LINEAR},
+    "olmoe": EXPERTS,
+    "glm4_moe": EXPERTS,
+    "deepseek_v2": {**EXPERTS, **LATENT},
+    "deepseek_v3": {**EXPERTS, **LATENT},
+    "gpt_oss": EXPERTS,
+    "granitemoe": EXPERTS,
+    "dots1": EXPERTS,
+    "ernie4_5_moe": EXPERTS,
+    "hunyuan_v1_moe": EXPERTS,
+}
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
 
 
@@ -51,7 +83,7 @@ def family_base(family, vocabulary=VOCABULARY):
     """A model of a family, randomly initialized."""
     common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id")}
     sizes = {"vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary}
-    config = AutoConfig.for_model(family, **{**common, **FAMILIES[family], **sizes})
+    config = AutoConfig.for_model(family, **{**common, **{**FAMILIES, **MIXTURES}[family], **sizes})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).float()
 

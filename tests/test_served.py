@@ -13,6 +13,7 @@ from marft_trl.tiny import tiny_dataset
 import pytest
 from transformers import TrainerCallback
 
+from .families import family_base
 from .helpers import StopAt, began_at, moved, team_trainer, weights
 from .vllm_server import as_text, fake_servers, turn
 
@@ -230,3 +231,9 @@ def test_what_rewards_draw_does_not_depend_on_what_runs_beside_them(model_folder
 
     (one, before), (two, after) = train("a", 0.0), train("b", 0.01)
     assert one == two and not moved(before, after)
+
+
+def test_loras_on_experts_are_refused_with_the_setting_that_names_them(tokenizer, tmp_path):
+    base, settings = family_base("qwen3_moe", len(tokenizer)), {"use_vllm": True}
+    with pytest.raises(ValueError, match=r"`target_parameters` .* attention alone in `target_modules`"):
+        team_trainer(base, tmp_path, processing_class=tokenizer, settings=settings)

@@ -19,9 +19,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from .families import family_base
 from .helpers import team_trainer
 from .test_transcripts import CHROMIUM, Reader
 
@@ -115,6 +116,37 @@ def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tm
         assert after.keys() == before.keys(), name
         assert all(torch.equal(after[key], before[key]) for key in before), name
     assert {"peft_version", "alpha_pattern", "base_model_name_or_path"} <= set(loaded)
+
+
+def test_an_adapter_on_a_mixture_reaches_its_experts_and_no_other_parameters(tokenizer, tmp_path):
+    base = family_base("qwen3_moe", len(tokenizer))
+    before = copy.deepcopy(weights_of(base))
+    team_trainer(copy.deepcopy(base), tmp_path / "mine", processing_class=tokenizer).save_model()
+    config = json.loads((tmp_path / "mine/actor/adapter_config.json").read_text())
+    assert set(config["target_parameters"]) == {"gate_up_proj", "down_proj", "gate.weight"}
+
+    def refused(message, config, weights):
+        folder = tmp_path / "theirs"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "mine", folder)
+        (folder / "actor/adapter_config.json").write_text(json.dumps(config))
+        save_file(weights, folder / "actor/adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_adapters(base, folder)
+        after = weights_of(base)
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+    weights = load_file(tmp_path / "mine/actor/adapter_model.safetensors")
+    for name in ("weight", "norm.weight", "q_proj.weight", "lm_head.weight", "proj", "model.embed_tokens.weight", ""):
+        theirs = {**config, "target_parameters": [*config["target_parameters"], name]}
+        refused("reaches into parameters of the base", theirs, weights)
+    key = next(key for key in weights if "experts.base_layer.lora_A" in key)
+    rank, inputs = weights[key].shape
+    for shape, message in ([rank * 2, inputs], "rank 16 .* config says"), ([rank, inputs + 1], "another base"):
+        refused(message, config, {**weights, key: torch.zeros(shape)})
+    for deeper in (".base_layer.base_layer", ".base_layer.gate", ".down_proj"):
+        refused("another base", config, {**weights, key.replace(".base_layer", deeper): weights[key].clone()})
+    refused("another base", {**config, "target_parameters": ["down_proj", "gate.weight"]}, weights)
 
 
 BROKEN = [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe", b"[" * 100_000]

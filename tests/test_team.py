@@ -14,6 +14,7 @@ from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraCo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from .families import MIXTURES, family_base
 from .helpers import SIZES, add, lora, moved, team_trainer, weights
 
 
@@ -447,6 +448,7 @@ def test_names_that_are_parts_of_a_prefix_are_saved_and_loaded(model_folder, tmp
         (OFTConfig(target_modules=["q_proj"]), "OFTConfig"),
         (LoraConfig(target_modules=["q_proj"], target_parameters=["norm.weight"]), "`target_parameters`"),
         (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "`trainable_token_indices`"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "`init_lora_weights='pissa'`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -455,6 +457,26 @@ def test_what_a_saved_team_could_not_be_loaded_with_is_not_trained(model_folder,
     agents = [AgentSpec("solo")] if alone else [AgentSpec("a"), AgentSpec("b", peft_config=peft_config)]
     with pytest.raises(ValueError, match=what):
         team_trainer(model_folder, tmp_path, agents=agents, peft_config=peft_config)
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
+)
+def test_a_team_on_a_mixture_of_experts_makes_the_whole_round_trip(tokenizer, tmp_path, family):
+    """Trained on all linear layers, saved, loaded, asked, and trained on: PEFT rewrites the config of its adapters."""
+    arguments = {"processing_class": tokenizer, "settings": {"max_steps": 1}}
+    trainer = team_trainer(family_base(family, len(tokenizer)), tmp_path, **arguments)
+    trainer.train()
+    for parameter in trainer.policies.all_parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    trainer.save_model()
+    loaded = load_adapters(family_base(family, len(tokenizer)), tmp_path)
+    for name in ("reasoner", "actor"):
+        mine, theirs = trainer.policies.parameters(name), dict(loaded.named_parameters())
+        assert mine and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    team = Team.from_pretrained(tmp_path, model=family_base(family, len(tokenizer)))
+    assert [turn.agent for turn in team.run(["How many?"])[0].turns] == ["reasoner", "actor"]
+    team_trainer(loaded, tmp_path / "on", peft_config=None, **arguments).train()
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.functional import set_adapter, set_requires_grad
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -287,6 +288,17 @@ def _places(layer: Any, adapter: str) -> Iterator[tuple[dict[str, Any], str]]:
             continue
         for module in holder[adapter].modules():
             yield from ((module._parameters, name) for name, its in module._parameters.items() if its is not None)
+
+
+def expert_parameters(base: PreTrainedModel) -> set[str]:
+    """
+    Names of the parameters of a mixture of experts that PEFT (0.21) targets instead of modules. Its experts and its
+    router were linear layers in transformers 4, so PEFT rewrites `target_modules` of a config that it puts on the base
+    to `target_parameters`. Empty for other bases.
+    """
+    config = LoraConfig(target_modules="all-linear")
+    convert_peft_config_for_transformers(config, base, None)
+    return set(config.target_parameters or ())
 
 
 @contextlib.contextmanager

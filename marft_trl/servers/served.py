@@ -28,20 +28,23 @@ def check_servable(agent: AgentSpec, config: PeftConfig) -> None:
         )
     targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
     wrong = {
+        "target_parameters": config.target_parameters,
         "use_dora": config.use_dora,
         "bias": config.bias != "none",
         "modules_to_save": config.modules_to_save,
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
         "trainable_token_indices": getattr(config, "trainable_token_indices", None),
-        "target_parameters": getattr(config, "target_parameters", None),
         "target_modules": [name for name in targets if name.rpartition(".")[2] in _HEADS],
     }
+    # Of a mixture of experts, PEFT has rewritten `target_modules`
+    experts = "Name layers of the attention alone in `target_modules`, such as ['q_proj', 'v_proj']"
+    cure = experts if config.target_parameters else "Leave it out"
     for name, is_set in wrong.items():
         if is_set:
             raise ValueError(
                 f"`{name}` of the adapter of agent {agent.name!r} is {getattr(config, name)!r}, which vLLM does not "
-                "serve as the trainer computes it. Leave it out, or set `use_vllm=False`."
+                f"serve as the trainer computes it. {cure}, or set `use_vllm=False`."
             )
 
 

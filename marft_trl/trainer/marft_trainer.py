@@ -50,6 +50,7 @@ from ..sharding import setup as sharding
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
+from ..weights.adapter_files import check_loadable
 from ..weights.adapters import add_adapters, origins_of
 from ..weights.manifest import TeamManifest
 from ..weights.policies import Policies
@@ -176,7 +177,7 @@ class MARFTTrainer(GRPOTrainer):
         base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
         processing_class = setup.load_tokenizer(processing_class, base, args)
         origins = origins_of(base, self.agents)  # before new adapters hide which ones came with the model
-        base = add_adapters(base, self.agents, peft_config)
+        base = check_loadable(add_adapters(base, self.agents, peft_config), self.agents)
         self.policies = Policies(base, self.agents, origins)
         setup.check_learning(args, self.policies, base)
         sharding.check_team(args, self.policies.has_adapters)

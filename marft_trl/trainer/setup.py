@@ -467,5 +467,6 @@ def make_critic(
         peft_config.inference_mode = False
         if hasattr(peft_config, "init_lora_weights"):
             peft_config.init_lora_weights = True  # other values may change the base, which the policies share
-    check_adapter_config(AgentSpec("critic"), peft_config, alone=False)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    check_adapter_config(AgentSpec("critic"), peft_config, base)
     return kind(policies, model, level, agents, peft_config, autocast)

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,8 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.utils import CONFIG_NAME
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -221,7 +222,7 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
     config = None
     try:  # a file from the Hub may hold anything
         config = PeftConfig.from_pretrained(str(folder))
-        check_adapter_config(agent, config, alone=False)
+        check_adapter_config(agent, config, base)
     except Exception as error:
         if config is not None and isinstance(error, ValueError):  # what is wrong with it
             raise
@@ -232,9 +233,26 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
-    shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    _check_tensors(agent, config, shapes, dict(base.named_modules()), trained_on)
+    _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in tensors.items()}, base, trained_on)
     _check_values(agent, tensors)
+
+
+def check_loadable(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> PreTrainedModel | PeftModel:
+    """
+    Check the adapters of a team as they will be saved, and return the model. PEFT rewrites a config while it puts an
+    adapter on a base, and what becomes of it has to pass [`check_adapter`].
+
+    Raises:
+        ValueError: the saved team could not be loaded.
+    """
+    if isinstance(model, PeftModel):
+        base = cast(PreTrainedModel, model.get_base_model())
+        for agent in (agent for agent in agents if agent.has_policy):
+            config = model.peft_config[agent.adapter]
+            check_adapter_config(agent, config, base)
+            saved = get_peft_model_state_dict(model, adapter_name=agent.adapter, save_embedding_layers=False)
+            _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in saved.items()}, base, None)
+    return model
 
 
 def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -257,10 +275,11 @@ def _check_tensors(
     agent: AgentSpec,
     config: LoraConfig,
     shapes: Mapping[str, Sequence[int]],
-    modules: Mapping[str, nn.Module],
+    base: PreTrainedModel,
     trained_on: str | None,
 ) -> None:
     found: dict[str, set[str]] = {}
+    modules = dict(base.named_modules())
     for key, shape in shapes.items():
         match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
         if match is None:
@@ -269,13 +288,13 @@ def _check_tensors(
                 "would change the base, which all agents share. Save the adapter alone."
             )
         found.setdefault(match["module"], set()).add(match["side"] or "")
-        _check_shape(agent, match, shape, modules, trained_on)
-        rank = shape[0] if match["side"] == "A" and len(shape) == 2 else None
+        experts = _check_shape(agent, match, shape, modules, config.target_parameters or (), trained_on)
+        rank = shape[0] / experts if match["side"] == "A" and len(shape) == 2 else None
         known = {config.r, *(config.rank_pattern or {}).values()}
         if rank is not None and match["kind"] is None and rank not in known:
             raise ValueError(
-                f"The adapter of agent {agent.name!r} has the rank {rank} in {match['module']!r}, but its config says "
-                f"{sorted(known)}. The files do not belong together."
+                f"The adapter of agent {agent.name!r} has the rank {rank:g} in {match['module']!r}, but its config "
+                f"says {sorted(known)}. The files do not belong together."
             )
     half = sorted(name for name, sides in found.items() if not sides >= {"A", "B"})
     if half or not found:
@@ -284,25 +303,47 @@ def _check_tensors(
 
 
 def _check_shape(
-    agent: AgentSpec, match: re.Match, shape: Sequence[int], modules: Mapping[str, nn.Module], trained_on: str | None
-) -> None:
-    """Raise a readable error if a tensor of a LoRA does not fit its layer."""
-    name = match["module"]
+    agent: AgentSpec,
+    match: re.Match,
+    shape: Sequence[int],
+    modules: Mapping[str, nn.Module],
+    targets: Collection[str],
+    trained_on: str | None,
+) -> int:
+    """Raise a readable error if a tensor of a LoRA does not fit its layer. Returns how many LoRAs it stacks."""
+    name, depth = re.subn(r"\.base_layer(?=\.|$)", "", match["module"])
     origin = f" The team was trained on {trained_on!r}: pass that base." if trained_on else ""
-    if name not in modules:
+    layer = modules.get(name)
+    experts = [] if layer is None else _targeted(name, layer, targets)
+    if layer is None or (depth and depth >= len(experts)):
         raise ValueError(
-            f"The adapter of agent {agent.name!r} belongs to another base: it has weights for the layer {name!r}, "
-            f"which this base does not have.{origin}"
+            f"The adapter of agent {agent.name!r} belongs to another base: it has weights for the layer "
+            f"{match['module']!r}, which this base does not have.{origin}"
         )
-    layer = linear_shape(modules[name])
-    if layer is None or match["kind"] is not None or match["side"] is None or len(shape) != 2:
-        return
-    end, present, needed = ("inputs", layer[0], shape[1]) if match["side"] == "A" else ("outputs", layer[1], shape[0])
+    # The LoRA of the last parameter of a layer is the outermost, that of the one before is its `base_layer`
+    count, *sizes = experts[-1 - depth] if experts else (1, *(linear_shape(layer) or ()))
+    if not sizes or match["kind"] is not None or match["side"] is None or len(shape) != 2:
+        return count
+    end, present, needed = ("inputs", sizes[0], shape[1]) if match["side"] == "A" else ("outputs", sizes[1], shape[0])
     if present != needed:
         raise ValueError(
             f"The adapter of agent {agent.name!r} belongs to another base: its weights for {name!r} are for a layer "
             f"with {needed} {end}, that of this base has {present}.{origin}"
         )
+    return count
+
+
+def _targeted(name: str, layer: nn.Module, targets: Collection[str]) -> list[tuple[int, int, int]]:
+    """Parameters of a layer that `target_parameters` name, as PEFT takes them: experts, inputs and outputs of each."""
+    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    found = []
+    for key, parameter in layer.named_parameters(recurse=False):
+        if any(f"{name}.{key}".endswith(f".{target}") for target in targets):
+            *experts, outputs, inputs = getattr(parameter, "ds_shape", parameter.shape)
+            if experts and getattr(layer, "is_transposed", False):
+                inputs, outputs = outputs, inputs
+            found.append((experts[0] if experts else 1, inputs, outputs))
+    return found
 
 
 @torch.no_grad()

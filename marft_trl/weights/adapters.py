@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import (
@@ -25,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
 from ..seams.bitsandbytes import without_bitsandbytes
-from ..seams.models import without_adapter_name_warning
+from ..seams.models import expert_parameters, without_adapter_name_warning
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -78,7 +79,7 @@ def add_adapters(
             "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
         )
     for agent in agents:
-        check_adapter_config(agent, configs[agent.adapter], alone=len(configs) == 1)
+        check_adapter_config(agent, configs[agent.adapter], model)
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
     options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
@@ -125,6 +126,7 @@ def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapp
 
 def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
+    base = cast(PreTrainedModel, model.get_base_model())
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
     configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
     for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
@@ -153,8 +155,8 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
                 "the adapters of the model in the agents, or load one as 'default', which missing adapters start from."
             )
         if configs[name] is not None:
-            check_adapter_config(agent, configs[name], alone=False)
-        _check_name_is_free(agent, model.get_base_model())
+            check_adapter_config(agent, configs[name], base)
+        _check_name_is_free(agent, base)
     _warn_of_unused(model, agents, missing)
     for name in missing:
         with without_adapter_name_warning(), without_bitsandbytes(model):
@@ -165,8 +167,6 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     if has_default:
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
-    for agent in agents:
-        check_adapter_config(agent, model.peft_config[agent.adapter], alone=True)
     return model
 
 
@@ -206,8 +206,11 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
             )
 
 
-def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: bool) -> None:
-    """Raise if an adapter with this config cannot share the base with other adapters (or be on it `alone`)."""
+def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreTrainedModel) -> None:
+    """
+    Raise if an adapter with this config cannot share the base with other adapters, as PEFT takes it or as PEFT has
+    rewritten it for the base.
+    """
     if config is None:
         raise ValueError(
             f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
@@ -234,11 +237,13 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
             f"`task_type={config.task_type!r}` of the adapter of agent {agent.name!r} is that of models that do not "
             "generate text, and adds layers to them. Set `task_type='CAUSAL_LM'`, or leave it out."
         )
-    for field in ("trainable_token_indices", "target_parameters"):
-        if getattr(config, field, None):
+    experts = expert_parameters(base) if config.target_parameters else set()
+    for field, known in {"trainable_token_indices": set(), "target_parameters": experts}.items():
+        wrong = sorted(set(getattr(config, field, None) or ()) - known)
+        if wrong:
             raise ValueError(
                 f"`{field}` of the adapter of agent {agent.name!r} reaches into parameters of the base, which all "
-                "agents share. Leave it out."
+                f"agents share ({wrong}). Leave it out."
             )
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
@@ -247,10 +252,10 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, alone: boo
     if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in scales):
         raise ValueError(f"`lora_alpha` of agent {agent.name!r} must be a finite number, got {config.lora_alpha!r}.")
     start = config.init_lora_weights
-    if start is not False and start not in _IDENTITY_STARTS and not alone:
+    if start is not False and start not in _IDENTITY_STARTS:
         raise ValueError(
             f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
-            "agents share. Use one that leaves the base alone, such as the default `True`."
+            "agents share and a saved team is loaded on. Use one that leaves it alone, such as the default `True`."
         )
     if config.bias != "none":
         raise ValueError(

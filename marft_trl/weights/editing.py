@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -88,7 +88,7 @@ def add_adapter(
     if weights is not None:
         add_from(model, agent, adapter_folder(weights))
     else:
-        check_adapter_config(agent, config, alone=False)
+        check_adapter_config(agent, config, cast(PreTrainedModel, model.get_base_model()))
         with without_bitsandbytes(model):
             model.add_adapter(agent.adapter, copy.deepcopy(config))
     for parameter in adapter_parameters(model, agent.adapter).values():
