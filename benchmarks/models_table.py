@@ -1,69 +1,55 @@
 """
-Which families of models a team can be made of, from their chat templates and architectures: the table of
-`docs/reference/models.md`.
+Which families of models a team can be made of: the tables of `docs/reference/models.md`.
 
     python benchmarks/models_table.py
 
 Templates are those that TRL 1.16 ships, on small tokenizers that have the control tokens of each family. Architectures
-have their real code and random weights of a few thousand numbers. Nothing is downloaded.
+have their real code and random weights of a few thousand numbers: a trainer with default settings and LoRAs on all
+linear layers generates and takes a step, the team is saved, loaded and asked, and its adapters are trained on. Nothing
+is downloaded.
 """
 
 import contextlib
+import logging
+import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
-from marft_trl import AgentSpec
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
 from marft_trl.episodes.records import Turn
 from marft_trl.rollout.chat_template import ChatTemplate
 from marft_trl.rollout.preparing import prepare_tools
 from marft_trl.rollout.prompts import PromptBuilder
 from marft_trl.rollout.reasoning import EarlierReasoning
-from marft_trl.shared_prefix.forward import why_not
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import LoraConfig
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.families import FAMILIES as ARCHITECTURES
+from tests.families import MIXTURES, OTHERS, family_base
+from tests.helpers import varied_reward
 from tests.tokenizers_and_templates import FAMILIES, PLAIN_MARKS, tokenizer_of
 
 
-# Template, and the architecture of its models with what its smallest config needs
-ARCHITECTURES = {
-    "qwen2_5": ("Qwen 2.5", "qwen2", {}),
-    "qwen3": ("Qwen 3", "qwen3", {"head_dim": 8}),
-    "llama3": ("Llama 3", "llama", {}),
-    "gemma3": ("Gemma 3, text only", "gemma3_text", {"head_dim": 8, "sliding_window": 6}),
-    "gemma4": (
-        "Gemma 4, text only",
-        "gemma4_text",
-        {"head_dim": 8, "global_head_dim": 8, "sliding_window": 6, "vocab_size_per_layer_input": 64}
-        | {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
-    ),
-    "phi3": ("Phi 3", "phi3", {}),
-    "deepseekv3": ("DeepSeek V3", None, {}),
-    "glm4moe": (
-        "GLM 4.5",
-        "glm4_moe",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
-    ),
-    "gptoss": ("GPT-OSS", "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
-    "lfm2": ("LFM 2", "lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "llama2": ("Llama 2", "llama", {}),
-    "zephyr": ("Zephyr", "mistral", {"sliding_window": 6}),
-    "vicuna": ("Vicuna", "llama", {}),
-}
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
+TEMPLATES = {
+    "qwen2_5": "Qwen 2.5",
+    "qwen3": "Qwen 3",
+    "llama3": "Llama 3",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "phi3": "Phi 3",
+    "deepseekv3": "DeepSeek V3",
+    "glm4moe": "GLM 4.5",
+    "gptoss": "GPT-OSS",
+    "lfm2": "LFM 2",
+    "llama2": "Llama 2",
+    "zephyr": "Zephyr",
+    "vicuna": "Vicuna",
 }
 TEAM = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]
 
@@ -100,10 +86,40 @@ def has_tools(tokenizer):
     return False
 
 
-def shares(kind, extra):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **extra})
-    return why_not(AutoModelForCausalLM.from_config(config).float().eval())
+def trainer_of(model, tokenizer, folder, **arguments):
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1}  # else the defaults
+    args = MARFTConfig(folder, **sizes, save_strategy="no", report_to=[], disable_tqdm=True)
+    given = {"args": args, "train_dataset": tiny_dataset(64), "reward_funcs": varied_reward}
+    return MARFTTrainer(model, agents=tiny_agents(), processing_class=tokenizer, **given, **arguments)
+
+
+def asked(family, folder):
+    """What the trainer makes of a family: whether its team learns, whether it is used again, what its rows share."""
+    tokenizer, cells, said = tiny_tokenizer(), {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
+    said.emit = lambda record: cells.update(shares=_reason(record.getMessage()) or cells["shares"])
+    logging.getLogger("marft_trl.learning.passes").addHandler(said)
+    stage = "learns"
+    try:
+        trainer = trainer_of(
+            family_base(family, len(tokenizer)), tokenizer, folder, peft_config=LoraConfig(target_modules="all-linear")
+        )
+        trainer.train()
+        ends = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+        assert any(p.any() for p in ends) and all(p.isfinite().all() for p in ends), "gradients are not finite"
+        cells["learns"], stage = "yes", "used"
+        trainer.save_model(folder)
+        Team.from_pretrained(folder, model=family_base(family, len(tokenizer))).run(["How many?"])
+        loaded = load_adapters(family_base(family, len(tokenizer)), folder)
+        trainer_of(loaded, tokenizer, folder).train()
+        cells["used"] = "yes"
+    except Exception as error:
+        cells[stage] = f"no: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return cells.values() if cells["learns"] == "yes" else (cells["learns"], "", "")
+
+
+def _reason(message):
+    found = re.search(r"\(`share_prefixes`\): (.*)\.$", message)
+    return f"no: {found[1]}" if found else None
 
 
 def yes(value):
@@ -112,21 +128,22 @@ def yes(value):
 
 def main():
     warnings.simplefilter("ignore")
-    print("| family | marked by control tokens | tools | cuts reasoning off | shared prefixes |")
-    print("|---|---|---|---|---|")
-    for family, (name, kind, extra) in ARCHITECTURES.items():
+    print("| template | marked by control tokens | tools | cuts reasoning off |")
+    print("|---|---|---|---|")
+    for family, name in TEMPLATES.items():
         assert family in {*FAMILIES, *PLAIN_MARKS}, "a family of which no test tries the prompts"
-        tokenizer = tokenizer_of("byte_level", family)
-        template = ChatTemplate(tokenizer)
-        assert is_right(tokenizer) and template.renders_system, name
-        why = shares(kind, extra) if kind is not None else "not tried"
-        cells = [
-            yes(not template.plain_marks()),
-            yes(has_tools(tokenizer)),
-            yes(EarlierReasoning(template).is_cut),
-            "yes" if why is None else why if kind is None else f"no: {why}",
-        ]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        with contextlib.redirect_stdout(sys.stderr):
+            tokenizer = tokenizer_of("byte_level", family)
+            template = ChatTemplate(tokenizer)
+            assert is_right(tokenizer) and template.renders_system, name
+            cells = [not template.plain_marks(), has_tools(tokenizer), EarlierReasoning(template).is_cut]
+        print(f"| {name} | {' | '.join(map(yes, cells))} |", flush=True)
+    print("\n| `model_type` | learns | saved, loaded, asked, trained on | shared prefixes |")
+    print("|---|---|---|---|")
+    for family in {**ARCHITECTURES, **MIXTURES, **OTHERS}:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            cells = asked(family, folder)
+        print(f"| `{family}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

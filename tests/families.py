@@ -76,6 +76,18 @@ MIXTURES = {
     "ernie4_5_moe": EXPERTS,
     "hunyuan_v1_moe": EXPERTS,
 }
+# Only the table of docs/reference/models.md tries these
+OTHERS = {
+    "gemma3n_text": {
+        **dict.fromkeys(("head_dim", "hidden_size_per_layer_input", "laurel_rank"), 8),
+        **{"sliding_window": 6, "intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4},
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "phimoe": EXPERTS,
+    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 64, "attention_chunk_size": 64},
+}
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
 
 
@@ -83,7 +95,7 @@ def family_base(family, vocabulary=VOCABULARY):
     """A model of a family, randomly initialized."""
     common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id")}
     sizes = {"vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary}
-    config = AutoConfig.for_model(family, **{**common, **{**FAMILIES, **MIXTURES}[family], **sizes})
+    config = AutoConfig.for_model(family, **{**common, **{**FAMILIES, **MIXTURES, **OTHERS}[family], **sizes})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).float()
 
