@@ -1105,6 +1105,8 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
             return [
                 one.completed("z") if not one.episode.turns else EndOfEpisode("It is too long.") for one in requests
             ]
+            too_long = EndOfEpisode("It is too long.")
+            return [too_long if one.episode.turns else one.completed("z") for one in requests]
         return said_to(requests)
 
     most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0

@@ -60,8 +60,8 @@ class LiveEpisode:
         busy (`int`): number of its branches that wait for tools or for functions in a thread.
         calling (`list[Call]`): functions that it has called and waits for.
         answered_calls (`int`): number of functions that have come back.
-        waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only a
-            turn is progress of a program: a request may be refused, and made again without end.
+        waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only
+            a turn is progress of a program: a request may be refused, and made again without end.
         around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 

@@ -28,7 +28,7 @@ from .base import Workflow, callable_name
 
 logger = logging.getLogger(__name__)
 
-# Largest number of requests in a row that have had no turn: refusals may take time that does not count as the program's
+# Largest number of requests in a row without a turn: refusals may take time that does not count as the program's
 _MOST_REFUSED = 1000
 # Source of the feedback that is the output of an application. Agents are not shown it
 OUTPUT = "application"
