@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import http.client
 import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -1129,6 +1131,42 @@ def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
     while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
     assert time.monotonic() < end
+
+
+def in_variables(endpoint):
+    os.environ.update(endpoint.variables)
+    return openai.AsyncOpenAI
+
+
+def in_the_module(endpoint):
+    openai.api_key = endpoint.api_key
+    return functools.partial(openai.AsyncOpenAI, base_url=endpoint.base_url)
+
+
+@pytest.mark.parametrize(
+    ("passed_on", "place"),
+    [(in_variables, r"os.environ\['OPENAI_API_KEY'\]"), (in_the_module, "openai.api_key")],
+)
+@pytest.mark.parametrize("puts_back", [False, True])
+def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_back, monkeypatch):
+    async def app(row, endpoint):
+        make_client = passed_on(endpoint)
+        await asyncio.sleep(0)
+        async with make_client(max_retries=0) as client:
+            await client.chat.completions.create(model="ann", messages=[user(question_of(row))])
+        if puts_back:
+            os.environ.pop("OPENAI_API_KEY", None)
+            openai.api_key = None
+
+    async def mended(row, endpoint):
+        await Client(endpoint)("ann", user(question_of(row)))
+
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with pytest.raises(EpisodeError, match=f"(?s){place} has the key .*In `.*app`, pass .*api_key=endpoint.api_key"):
+        played(app, rows=3)
+    # Keys that are left of it are not held against others
+    assert [len(one.turns) for one in played(mended, rows=3)] == [1] * 3
 
 
 def test_episodes_share_a_client_and_end_at_different_times():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dialects import RequestError, chat, responses
 from ..dialects.fields import read_object
-from .session import AppEndpoint, Session
+from .session import AppEndpoint, Session, forget_shared_keys
 
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Endpoint:
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:
         """Context manager: the key of a session is known."""
+        if not self._sessions:
+            forget_shared_keys()
         self._sessions[session.secret] = session
         try:
             yield AppEndpoint(self.base_url, session.secret)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..applications.program import AppResult, arguments_of, parts_of, run_program
-from ..applications.session import AppEndpoint, Session, Waiting
+from ..applications.session import AppEndpoint, Session, Waiting, shared_keys
 from ..dialects import Asked, RequestError, Said
 from ..dialects.fields import problem_of
 from ..episodes.asks import Given
@@ -153,6 +153,7 @@ class ExternalApp(Workflow):
                 running.cancel()
                 await asyncio.wait([running])
                 raise
+            self.check_keys(running.exception())
         if (error := running.exception()) is not None and session.refused:
             error.add_note(f"The last request of the application was refused: {session.refused}")
         self._finish(episode, session, running.result())
@@ -213,6 +214,23 @@ class ExternalApp(Workflow):
         if self.earns:
             episode.earn(episode.turns[-1], value)
 
+    def check_keys(self, cause: BaseException | None = None) -> None:
+        """
+        Check that a function has not passed its key on by what all episodes of this process share.
+
+        Args:
+            cause (`BaseException`, *optional*): what the function has raised.
+
+        Raises:
+            RuntimeError: it has, and episodes may have had turns of one another.
+        """
+        if callable(self.app) and (places := shared_keys()):
+            raise RuntimeError(
+                f"{' and '.join(places)} has the key of an episode. All episodes of this process share it, so they "
+                f"get one another's turns. In {self.name}, pass `base_url=endpoint.base_url, "
+                "api_key=endpoint.api_key` to the client, and `env={**os.environ, **endpoint.variables}` to programs."
+            ) from cause
+
     def say_once(self, text: str) -> None:
         """Warn of something, once."""
         if text not in self._told:
@@ -261,6 +279,7 @@ class _Conversation:
                     raise RuntimeError(f"the application asked {self._refused} times without getting a turn.{why}")
                 if not arrival.done():
                     continue
+                self._app.check_keys()
                 batch = [arrival.result()]
                 if self._app.together:
                     await asyncio.sleep(self._app.together)
