@@ -8,6 +8,7 @@ import http.client
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -1058,31 +1059,47 @@ def test_what_was_refused_is_told_with_what_failed(program):
         played(program("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)"))
 
 
-@pytest.mark.slow
-def test_a_program_is_ended_with_a_run_that_ends(program, tmp_path):
-    """It heeds no signal, and a child of it has another environment."""
-    command = program(
-        """
-        import signal, subprocess, time
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], env={})
-        open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid}')
-        ask('ann', 'x')
-        time.sleep(600)
-        """
-    )
-    script = (
-        "from tests.test_applications import *\n"
-        f"app = ExternalApp({[*command, str(tmp_path / 'pids')]!r})\n"
-        "collect(app, [{'prompt': 'x'}], ['ann'], said_to, patience=4)"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
-    assert "EpisodeError" in done.stderr, done.stderr[-2000:]
-    pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
-    end = time.monotonic() + 20
-    while any(_runs(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(_runs(pid) for pid in pids)
+LEFT = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={})
+open(sys.argv[1] + ".part", "w").write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+RUN = """
+import os, subprocess, sys
+from marft_trl.episodes.asks import Setting
+from marft_trl.episodes.collector import collect
+from marft_trl.workflows import ExternalApp
+
+def app(row, endpoint):
+    env = {**os.environ, **endpoint.variables}
+    subprocess.run(sys.argv[2:], env=env, start_new_session=True)
+
+app = app if sys.argv[1] == "function" else sys.argv[2:]
+collect(ExternalApp(app), [{"prompt": "x"}], Setting(("ann",)), lambda requests: [], patience=600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "by"), [("program", signal.SIGKILL), ("function", signal.SIGKILL), ("program", signal.SIGINT)]
+)
+def test_programs_end_with_their_run_in_whatever_way_it_ends(kind, by, tmp_path):
+    """They heed no signal. A child of a program has another environment."""
+    (tmp_path / "app.py").write_text(LEFT)
+    command = [sys.executable, "-S", str(tmp_path / "app.py"), str(tmp_path / "pids")]
+    run = subprocess.Popen([sys.executable, "-c", RUN, kind, *command], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    pids = [int(one) for one in (tmp_path / "pids").read_text().split()][: 2 if kind == "program" else 1]
+    assert all(map(_runs, pids))
+    run.send_signal(by)
+    run.wait(60)
+    while any(map(_runs, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(map(_runs, pids))
 
 
 def _runs(pid):

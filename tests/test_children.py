@@ -8,10 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from marft_trl.report import children
 from marft_trl.report import runner as reports
 from marft_trl.report.cells import Cell
-from marft_trl.report.children import Children
+from marft_trl.system.children import Children
 
 import pytest
 
@@ -28,9 +27,9 @@ Path(sys.argv[1]).touch()
 time.sleep(60)
 """
 PARENT = """
-import runpy, sys
+import sys
 from concurrent.futures import ThreadPoolExecutor
-Children = runpy.run_path(sys.argv.pop(1))["Children"]  # without the trainer, which takes long to import
+from marft_trl.system.children import Children
 with ThreadPoolExecutor(2) as pool, Children() as children:
     list(pool.map(lambda name: children.run([sys.executable, "-c", sys.argv[1], name]), sys.argv[2:]))
 """
@@ -43,12 +42,15 @@ def wait_for(files):
         time.sleep(0.02)
 
 
-def test_children_are_told_to_end_and_waited_for(tmp_path):
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_children_are_told_to_end(by, status, tmp_path):
     names = [tmp_path / "one", tmp_path / "two"]
-    process = subprocess.Popen([sys.executable, "-c", PARENT, children.__file__, CHILD, *map(str, names)])
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, *map(str, names)])
     wait_for(names)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    process.send_signal(by)
+    assert process.wait(60) == status
+    if by == signal.SIGKILL:  # else they have been waited for
+        wait_for([Path(f"{name}.ended") for name in names])
     assert all(Path(f"{name}.ended").exists() for name in names)
 
 

@@ -26,7 +26,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from marft_trl.report.children import Children
+from marft_trl.system.children import Children
 
 import yaml
 from grids import GRIDS, name_of

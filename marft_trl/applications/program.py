@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import os
@@ -13,11 +12,11 @@ import signal
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ..system.keeper import keep, kill_group, let_go, started_by
 from ..system.redaction import for_log
 from .session import AppEndpoint
 
@@ -30,8 +29,6 @@ _TOLD = 1500
 _OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
 # Seconds that a program has to end when it is told to, and that its output may come after its end
 _GRACE, _LATE = 2.0, 0.2
-# Groups of programs that are running
-_RUNNING: set[int] = set()
 # Variables of the processes of a launcher, which an application is none of
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -148,7 +145,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
         _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
     )
     pid = transport.get_pid()
-    _RUNNING.add(pid)
+    keep(endpoint.api_key, pid)
     try:
         stdin: Any = transport.get_pipe_transport(0)
         stdin.write(json.dumps(row, default=str).encode())  # which a program need not read
@@ -159,7 +156,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
                 await heard.is_silent.wait()
     finally:
         left = await _end(pid, heard, endpoint.api_key)
-        _RUNNING.discard(pid)
+        let_go(endpoint.api_key)
         transport.close()
     return AppResult(heard.text(1), heard.text(2), transport.get_returncode(), left=left)
 
@@ -196,7 +193,7 @@ async def _end(pid: int, heard: _Listener, secret: str) -> int:
     Returns: the number of processes that were left when the program itself had ended.
     """
     was_running = not heard.has_ended.is_set()
-    left = await asyncio.to_thread(_started_by, pid, secret)
+    left = await asyncio.to_thread(started_by, pid, secret)
     if was_running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -211,39 +208,9 @@ async def _end(pid: int, heard: _Listener, secret: str) -> int:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GRACE):
             await heard.has_ended.wait()
-    _kill_group(pid)
+    kill_group(pid)
     await heard.has_ended.wait()
     return 0 if was_running else len(left)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-@atexit.register
-def _kill_all() -> None:
-    """Programs of a run that ends now end with it: the thread that would end them does not go on."""
-    for pid in list(_RUNNING):
-        _kill_group(pid)
-
-
-def _started_by(pid: int, secret: str) -> list[psutil.Process]:
-    """Processes of the group of a program, and all that have the key in their environment, but for the program."""
-    found, me = [], os.getuid()
-    for one in psutil.process_iter(["uids"]):
-        with contextlib.suppress(psutil.Error, OSError):
-            is_mine = one.info["uids"] is not None and one.info["uids"].real == me
-            if is_mine and one.pid not in (os.getpid(), pid):
-                variables = Path(f"/proc/{one.pid}/environ")
-                is_its = (
-                    secret.encode() in variables.read_bytes()
-                    if variables.exists()
-                    else one.environ().get("OPENAI_API_KEY") == secret
-                )
-                if (is_its or os.getpgid(one.pid) == pid) and one.status() != psutil.STATUS_ZOMBIE:
-                    found.append(one)
-    return found
 
 
 def _as_text(name: str, value: Any) -> str:

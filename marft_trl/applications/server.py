@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dialects import RequestError, chat, responses
 from ..dialects.fields import read_object
-from .session import AppEndpoint, Session, forget_shared_keys
+from ..system.keeper import keep
+from .session import AppEndpoint, Session, forget_shared_keys, mark_of_process
 
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         _go_directly()
+        keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()

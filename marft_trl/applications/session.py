@@ -20,8 +20,8 @@ from ..episodes.records import Turn
 
 # Largest number of requests of an episode that are not answered yet
 _MOST_WAITING = 512
-# What the keys of this process begin with; a process that an application starts may have keys of another one
-_MARK = f"marft-{secrets.token_hex(4)}-"
+# What the keys of this process and its forks begin with
+_TOKEN = f"marft-{secrets.token_hex(4)}"
 # Modules whose `api_key` is that of all clients of the process
 _CLIENTS = ("openai", "litellm")
 
@@ -44,17 +44,22 @@ class AppEndpoint(NamedTuple):
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
 
 
+def mark_of_process() -> str:
+    """What the keys of this process begin with. It may have a key of another process, whose application it is."""
+    return f"{_TOKEN}-{os.getpid()}-"
+
+
 def shared_keys() -> list[str]:
     """Places that have a key of an episode, although all episodes of this process share them, as code names them."""
-    variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if _MARK in value]
-    return variables + [f"{name}.api_key" for name in _CLIENTS if _MARK in str(_key_of(name))]
+    variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
+    return variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
 
 
 def forget_shared_keys() -> None:
     """Remove keys that functions have left in shared places, so that others are not blamed for them."""
-    for name in [name for name, value in os.environ.items() if _MARK in value]:
+    for name in [name for name, value in os.environ.items() if mark_of_process() in value]:
         del os.environ[name]
-    for name in [name for name in _CLIENTS if _MARK in str(_key_of(name))]:
+    for name in [name for name in _CLIENTS if mark_of_process() in str(_key_of(name))]:
         sys.modules[name].api_key = None  # type: ignore[attr-defined]
 
 
@@ -112,7 +117,7 @@ class Session:
 
     def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):
         self.agents, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
-        self.secret = _MARK + secrets.token_urlsafe(32)
+        self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
         self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()
         self.counts: Counter[str] = Counter()

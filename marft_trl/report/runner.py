@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..seams.logs import get_logger
+from ..system.children import Children
 from .arms import Arm, arms_of, check_arms
 from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
-from .children import Children
 from .comparison import Comparison, compare
 from .experiment import Experiment, load_experiment
 from .pages import write_pages

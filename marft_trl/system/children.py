@@ -10,12 +10,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from .keeper import keep, let_go
+
 
 class Children:
     """
     Starts processes. If the block is left by an exception, by Ctrl+C or by SIGTERM, those that still run are sent
-    SIGTERM, at which a trainer saves a checkpoint, and are waited for. Without this, they would go on alone and keep
-    their folders from the next call.
+    SIGTERM, at which a trainer saves a checkpoint, and are waited for. They are also sent SIGTERM if this process is
+    killed. Without this, they would go on alone and keep their folders from the next call.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,14 @@ class Children:
                 list(command), stdout=log, stderr=stderr, env=dict(os.environ if environment is None else environment)
             )
             self._running.add(process)
+            keep(f"child-{process.pid}", process.pid, gently=True)
         try:
             return process.wait()
         finally:
             with self._lock:
                 if process.returncode is not None:
                     self._running.discard(process)
+                    let_go(f"child-{process.pid}")
 
     def end(self) -> None:
         """Start nothing any more, end what runs, and wait for it."""
