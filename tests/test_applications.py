@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -1100,6 +1101,59 @@ def test_programs_end_with_their_run_in_whatever_way_it_ends(kind, by, tmp_path)
     while any(map(_runs, pids)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(map(_runs, pids))
+
+
+FEW_FILES = """
+import asyncio, json, resource, sys
+import aiohttp
+from marft_trl.applications.server import Endpoint
+from marft_trl.episodes.asks import Setting
+from marft_trl.episodes.collector import collect
+from marft_trl.workflows import ExternalApp
+
+async def app(row, endpoint):
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for number in range(2):
+            body = {"model": "ann", "messages": [{"role": "user", "content": str(number)}]}
+            async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+print(Endpoint.of_process().base_url, flush=True)
+for line in sys.stdin:
+    rows = [{"prompt": "x"}] * int(line)
+    answer = lambda requests: [one.completed("y") for one in requests]
+    episodes = collect(ExternalApp(app, together=0), rows, Setting(("ann",)), answer, patience=30)
+    print(sum(len(one.turns) for one in episodes), flush=True)
+"""
+
+
+@pytest.fixture
+def run_with_few_files():
+    """A run that may have 128 open files: it reads numbers of episodes, and writes how many turns they have had."""
+    run = subprocess.Popen([sys.executable, "-c", FEW_FILES], stdin=-1, stdout=-1, stderr=-1, text=True)
+    yield run
+    run.kill()
+    run.communicate()
+
+
+def test_more_episodes_than_there_are_files_for_run_one_after_the_other(run_with_few_files):
+    said, errors = run_with_few_files.communicate("80\n", 60)
+    assert said.split()[1:] == ["160"], errors
+    assert errors.count("episodes of `app` run at a time") == 1
+
+
+def test_clients_neither_stop_a_run_nor_fill_its_log(run_with_few_files):
+    """Connections that are silent, that say nothing of HTTP, and that have no key and a body without an end."""
+    port = int(run_with_few_files.stdout.readline().split(":")[2].split("/")[0])
+    endless = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
+    with contextlib.ExitStack() as opened:
+        for number in range(300):
+            client = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall((b"", b"nothing\r\n\r\n", endless)[number % 3])
+        said, errors = run_with_few_files.communicate("3\n", 60)
+    assert said.split() == ["6"] and len(errors) < 20_000, errors
 
 
 def _runs(pid):

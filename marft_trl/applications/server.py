@@ -8,15 +8,18 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ..dialects import RequestError, chat, responses
 from ..dialects.fields import read_object
+from ..system.files import spare_files
 from ..system.keeper import keep
-from .session import AppEndpoint, Session, forget_shared_keys, mark_of_process
+from .session import AppEndpoint, Session, forget_shared_keys, logger, mark_of_process
 
 
 if TYPE_CHECKING:
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 # Largest number of bytes of a request, and of seconds in which it has to arrive
 _MAX_BODY, _SECONDS = 16 << 20, 60.0
 _BACKLOG = 1024
+# Open files of an episode at a time, with those of a client, of its event loop or of the pipes of a program, and those
+# that are left to the rest of the run
+_FILES, _RESERVE = 8, 64
+# Seconds between two looks for room for a further connection, and before a further try where files are missing
+_PAUSE, _AGAIN = 0.01, 0.2
 
 
 class Endpoint:
@@ -34,6 +42,9 @@ class Endpoint:
     refused before anything of it is read. Each request has a connection of its own, which its client closes with the
     answer: idle ones of clients that are never closed would be closed when Python collects them, in whichever thread,
     this one included, and take connections of others with them.
+
+    Attributes:
+        at_once (`int`): largest number of episodes at a time, by how many files this process may open.
     """
 
     _of_process: ClassVar[tuple[int, Endpoint] | None] = None
@@ -51,10 +62,20 @@ class Endpoint:
         _go_directly()
         keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
+        files = (spare := spare_files()) - max(_RESERVE, spare // 8)
+        self.at_once, self._most_connections = max(1, files // _FILES), max(_FILES, files // 2)
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._places = weakref.WeakKeyDictionary()
+        # Connections, the oldest first, with whether a request is being answered
+        self._answering: dict[Any, bool] = {}
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
         self.base_url = f"http://127.0.0.1:{started.result()}/v1"
+
+    def places(self) -> asyncio.Semaphore:
+        """Places of the episodes that run at a time, in the event loop of the caller."""
+        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.at_once))
 
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:
@@ -75,20 +96,61 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            runner = web.AppRunner(
-                self._application(), handler_cancellation=True, access_log=None, auto_decompress=False
-            )
+            options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": logger}
+            runner = web.AppRunner(self._application(), **options)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
-            return runner.addresses[0][1]
+            listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+            listening.setblocking(False)
+            self._accepting = asyncio.ensure_future(self._accept(listening, cast(web.Server, runner.server)))
+            return listening.getsockname()[1]
 
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(
+            lambda loop, context: logger.error(context["message"], exc_info=context.get("exception"))
+        )
         try:
             started.set_result(self._loop.run_until_complete(start()))
         except BaseException as error:
             started.set_exception(error)
             return
         self._loop.run_forever()
+
+    async def _accept(self, listening: socket.socket, server: web.Server) -> None:
+        """
+        Take connections, no more than there are files for: the oldest silent one makes room for the next. Those of
+        asyncio's servers have no limit, and where files are missing, a thousand lines are logged a second.
+        """
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listening)
+                transport, _ = await self._loop.connect_accepted_socket(server, connection)
+            except OSError:
+                logger.exception("A connection could not be taken.")
+                await asyncio.sleep(_AGAIN)
+                continue
+            self._answering[transport] = False
+            while len(self._open_connections()) > self._most_connections:
+                silent = (one for one, is_answering in self._answering.items() if not is_answering)
+                if (oldest := next(silent, None)) is not None:
+                    oldest.abort()
+                else:
+                    await asyncio.sleep(_PAUSE)
+
+    def _open_connections(self) -> dict[Any, bool]:
+        for closed in [one for one in self._answering if one.is_closing()]:
+            del self._answering[closed]
+        return self._answering
+
+    @contextlib.contextmanager
+    def _while_answering(self, request: web.Request) -> Iterator[None]:
+        transport = request.transport
+        if self._answering.pop(transport, None) is not None:  # else its client is gone already
+            self._answering[transport] = True
+        try:
+            yield
+        finally:
+            if self._answering.pop(transport, None) is not None:
+                self._answering[transport] = False  # until its client has closed it
 
     def _application(self) -> web.Application:
         from aiohttp import web
@@ -97,7 +159,8 @@ class Endpoint:
             session = None
             try:
                 session = self._session_of(request)
-                response = await handler(request)
+                with self._while_answering(request):
+                    response = await handler(request)
                 if not response.prepared:
                     response.force_close()
                 return response

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import sys
@@ -65,6 +66,25 @@ def forget_shared_keys() -> None:
 
 def _key_of(module: str) -> Any:
     return getattr(sys.modules.get(module), "api_key", None)
+
+
+class _Once(logging.Filter):
+    """Lets each message through once, so that clients cannot fill a disk with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[tuple[str, Any]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        what = str(record.msg), record.exc_info[0] if record.exc_info else None
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+
+# Of what clients can cause
+logger = logging.getLogger(__name__)
+logger.addFilter(_Once())
 
 
 class Waiting:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-import secrets
 import traceback
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..system.redaction import for_log, printable
 
 
 logger = logging.getLogger(__name__)
+# Ids of the latest errors
+_LOGGED: deque[str] = deque(maxlen=1000)
 
 
 # Largest depth of the values of a request
@@ -99,8 +102,11 @@ def problem_of(error: BaseException) -> RequestError:
         if isinstance(cause, (TemplateError, TurnLimitError)):
             return RequestError(for_log(str(cause)))
         cause = cause.__cause__
-    identity = secrets.token_hex(4)
-    logger.error(f"Error {identity}: {for_log(''.join(traceback.format_exception(error)))}")
+    text = for_log("".join(traceback.format_exception(error)))
+    identity = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    if identity not in _LOGGED:  # a client that asks again and again does not fill the disk
+        logger.error(f"Error {identity}: {text}")
+    _LOGGED.append(identity)
     return RequestError(
         f"The server failed to answer. The reason is in its log, as error {identity}.", 500, code="internal_error"
     )

@@ -430,14 +430,12 @@ class _Collection:
             # Wait for the tools of all alternatives, so that batches do not depend on how long tools take
             asks = [index for index in group if self._asks(index)]
             self._left.difference_update(asks)
-            elsewhere = [
-                index
-                for index in group
-                if not self._tasks[index].done() and (self._episodes[index].busy or index not in asks)
-            ]
+            unfinished = [index for index in group if not self._tasks[index].done()]
+            begun = [index for index in unfinished if not self._episodes[index].is_queued]
+            elsewhere = [index for index in begun if self._episodes[index].busy or index not in asks]
             since = min(since, time.monotonic()) if asks else math.inf
             fails = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
-            if not elsewhere or fails:
+            if fails or (not elsewhere and (asks or not unfinished)):
                 return
             watch.look(self._episodes, elsewhere)
             if asks and self._left.issuperset(elsewhere):
@@ -446,7 +444,7 @@ class _Collection:
                 self._go_on_without(elsewhere, self._guard.holds_up)
                 return
             # A workflow awaits something else, such as a web service: check again after a short pause.
-            running = [self._tasks[index] for index in elsewhere]
+            running = [self._tasks[index] for index in elsewhere or unfinished]
             await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             quiet, pause = 0, min(2 * pause, _LONGEST_PAUSE)
 
@@ -465,9 +463,11 @@ class _Collection:
             "limit that they share? Else `holds_up` sets how long they wait."
         )
 
-    def _state_of(self, group: Sequence[int]) -> tuple[int, int]:
-        """Numbers of requests that wait, and of functions that are running."""
-        return sum(len(self._waiting[index]) for index in group), sum(self._episodes[index].busy for index in group)
+    def _state_of(self, group: Sequence[int]) -> tuple[int, int, int]:
+        """Numbers of requests that wait, of functions that are running, and of episodes that have not begun."""
+        episodes = [self._episodes[index] for index in group]
+        waiting = sum(len(self._waiting[index]) for index in group)
+        return waiting, sum(one.busy for one in episodes), sum(one.is_queued for one in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """Answer requests in order, with recorded completions if there are any, else with generated ones."""

@@ -62,6 +62,7 @@ class LiveEpisode:
         answered_calls (`int`): number of functions that have come back.
         waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only
             a turn is progress of a program: a request may be refused, and made again without end.
+        is_queued (`bool`): whether it has not begun, since no more may run at a time. The others do not wait for it.
         around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 
@@ -85,6 +86,7 @@ class LiveEpisode:
         self.calling: list[Call] = []
         self.answered_calls = 0
         self.waits_for: str | None = None
+        self.is_queued = False
         self.around: Around = contextlib.nullcontext
         self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
         self._requested: list[Coroutine[Any, Any, Turn]] = []

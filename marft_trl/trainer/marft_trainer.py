@@ -191,7 +191,9 @@ class MARFTTrainer(GRPOTrainer):
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)
-        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, reward_weights):
+        with constructing_parent(
+            args, self.policies.has_adapters, isinstance(model, str), level.ratio, reward_weights
+        ):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],

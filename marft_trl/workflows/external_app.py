@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..applications.program import AppResult, arguments_of, parts_of, run_program
@@ -143,6 +143,24 @@ class ExternalApp(Workflow):
         from ..applications.server import Endpoint  # aiohttp is loaded when it is used
 
         server = Endpoint.of_process()
+        async with self._place(episode, server):
+            await self._run(episode, server)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, episode: LiveEpisode, server: Any) -> AsyncIterator[None]:
+        """Wait until there are files for a further episode."""
+        places = server.places()
+        if places.locked():
+            self.say_once(
+                f"{server.at_once} episodes of {self.name} run at a time, and the others wait: more might need more "
+                "open files than this process may have. Raise the limit (`ulimit -n`) to run more at a time."
+            )
+        episode.is_queued = True
+        async with places:
+            episode.is_queued = False
+            yield
+
+    async def _run(self, episode: LiveEpisode, server: Any) -> None:
         session = Session(episode.agents, self.takes_tools, self.earns)
         with server.open(session) as endpoint:
             running = asyncio.ensure_future(self._result(episode, endpoint, server))
