@@ -407,15 +407,24 @@ def program(tmp_path):
 
 
 def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
-    nasty = "'; touch " + str(tmp_path / "stolen") + " #{number} $(id) \\"
-    command = program("print(ask('ann', sys.argv[1]), row['number'], sys.argv[2]); assert sys.argv[3] == 'a b'")
-    workflow = ExternalApp([*command, "{prompt}", "n={number}", "a b"], together=0)
+    nasty = "--output='; touch " + str(tmp_path / "stolen") + " #{number} $(id) \\"
+    command = program(
+        """
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--question"), parser.add_argument("--output"), parser.add_argument("rest", nargs="*")
+        given = parser.parse_args()
+        assert given.output is None and given.rest == [row["prompt"], "a b"]
+        print(ask("ann", given.question), row["number"])
+        """
+    )
+    workflow = ExternalApp([*command, "--question={prompt}", "--", "{prompt}", "a b"], together=0)
     (episode,) = collect(workflow, [{"prompt": nasty, "number": 7}], ["ann"], said_to)
     assert episode.turns[0].text == f"ann: {nasty}" and not (tmp_path / "stolen").exists()
-    assert episode.environment.output == f"ann: {nasty} 7 n=7\n" and episode.environment.status == 0
-    assert episode.feedback[0].text == f"ann: {nasty} 7 n=7"
+    assert episode.environment.output == f"ann: {nasty} 7\n" and episode.environment.status == 0
+    assert episode.feedback[0].text == f"ann: {nasty} 7"
     with pytest.raises(EpisodeError, match="columns of the row are 'prompt', 'number'"):
-        played([*command, "{question}"])
+        played([*command, "--question={question}"])
 
 
 @pytest.mark.parametrize(
@@ -1040,6 +1049,11 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
         ("python 'app.py", "cannot be read"),
         ("python app.py | tee log", r"'\|' would be an argument"),
         ("python app.py $PROMPT", r"'\$PROMPT' would be an argument"),
+        ("python app.py --question {prompt}", r"Write `--question=\{prompt\}`"),
+        ("python app.py {prompt}", "`--output=x` would be an option"),
+        ("python app.py --{name}", "would be an option"),
+        ("run app -- --question {prompt}", "would be an option"),
+        ("{program} --question", "begins with {program}"),
         ("", "`app` must be"),
         (["python", 3], "`app` must be"),
     ],

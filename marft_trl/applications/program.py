@@ -99,7 +99,7 @@ def parts_of(command: str | Sequence[str]) -> list[str]:
     The parts of a command.
 
     Raises:
-        ValueError: it cannot be split, has fields that are none, or was written for a shell.
+        ValueError: it cannot be split, has fields that are none or that could be options, or was written for a shell.
     """
     try:
         parts = shlex.split(command) if isinstance(command, str) else list(command)
@@ -114,7 +114,24 @@ def parts_of(command: str | Sequence[str]) -> list[str]:
             f"The command {command!r} is read by no shell: {what}. Name a program and its arguments, or "
             "`['bash', '-c', '...']`, which reads what is in a row as code."
         )
+    _check_fields(command, parts)
     return parts
+
+
+def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
+    """A value of a row must not be read as an option, or name the program, whatever it begins with."""
+    are_values = False  # behind `--`
+    for number, part in enumerate(parts):
+        before, field, *_ = next(iter(string.Formatter().parse(part)), ("", None))
+        is_of_row = field is not None and field not in ("base_url", "api_key")
+        if is_of_row and not before.strip("-") and not are_values:
+            option = parts[number - 1] if number and parts[number - 1].startswith("-") else f"--{field}"
+            raise ValueError(
+                f"An argument of the command {command!r} begins with {{{field}}}, so a value such as `--output=x` "
+                f"would be an option of the program. Write `{option}={part}`, put `--` before arguments without "
+                "options, or read the row from the standard input of the program."
+            )
+        are_values = part == "--" or (are_values and not part.startswith("-"))
 
 
 def _last_text(prompt: Any) -> Any:

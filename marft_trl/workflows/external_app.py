@@ -44,7 +44,7 @@ class ExternalApp(Workflow):
     trainer = MARFTTrainer(
         model="Qwen/Qwen2.5-1.5B-Instruct",
         agents=[AgentSpec("planner"), AgentSpec("solver")],  # the model names that the application asks for
-        workflow=ExternalApp("python my_app.py --question {prompt}"),
+        workflow=ExternalApp("python my_app.py --question={prompt}"),
         reward_funcs=score,
         ...
     )
@@ -92,7 +92,7 @@ class ExternalApp(Workflow):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(one, str) for one in app))
         if app is not None and not callable(app) and not (is_command and app):
             raise TypeError(
-                "`app` must be a command such as 'python my_app.py --question {prompt}', or a function `app(row, "
+                "`app` must be a command such as 'python my_app.py --question={prompt}', or a function `app(row, "
                 f"endpoint)`, got {app!r}."
             )
         if is_command:

@@ -45,7 +45,7 @@ async def app(row, endpoint):
         return await answer(question, client)
 
 
-TEAM = {"workflow": ExternalApp(app)}  # or a program: ExternalApp("python my_app.py --question {prompt}")
+TEAM = {"workflow": ExternalApp(app)}  # or a program: ExternalApp("python my_app.py --question={prompt}")
 
 
 def make(args, model="tiny"):
