@@ -57,8 +57,8 @@ def model():
     server.server_close()
 
 
-def said(text):
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def said(text, end="stop"):
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}]})
 
 
 def test_an_endpoint_is_asked_again_where_that_may_help(model):
@@ -71,6 +71,11 @@ def test_an_endpoint_is_asked_again_where_that_may_help(model):
     for answer, message, count in (
         ((400, "no such model", {}), "status 400: no such model", 1),
         ((200, "{}", {}), "without a message", 1),
+        ((302, "", {"Location": "http://elsewhere/v1"}), "redirects to 'http://elsewhere/v1'", 1),
+        ((200, said("x", "length"), {}), "was cut at its largest length .*`allow_cut=True`", 1),
+        ((200, said("x", "content_filter"), {}), "was cut by a filter", 1),
+        ((200, said("x" * (16 << 20)), {}), "more than 16777216 bytes", 1),
+        ((404, "x" * (17 << 20), {}), "more than 16777216 bytes", 1),
         ((200, said(None), {}), "None in place of a text", 1),
         ((500, "broken", {"Retry-After": "0"}), "after 4 tries. The last one: status 500: broken", 4),
     ):
@@ -78,6 +83,8 @@ def test_an_endpoint_is_asked_again_where_that_may_help(model):
         with pytest.raises(EndpointError, match=message):
             asyncio.run(reply(QUESTION))
         assert len(model.asked) - before == count
+    model.answers = [(200, said("x", "length"), {})]
+    assert asyncio.run(endpoint_reply(model.url, "some-model", allow_cut=True)(QUESTION)) == "x"
     model.answers = [lambda body: time.sleep(5) or "late"]
     with pytest.raises(EndpointError, match="TimeoutError"):
         asyncio.run(endpoint_reply(model.url, "x", timeout=0.2, tries=1)(QUESTION))

@@ -4,18 +4,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..system.redaction import for_log, without_secrets
+
+
+if TYPE_CHECKING:
+    import aiohttp
 
 
 # Statuses after which a request is tried again: too many requests, conflicts, and faults of the server
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 # Longest wait in seconds before a further try
 _LONGEST_WAIT = 30.0
+# Largest number of bytes of an answer
+_MOST_BYTES = 16 << 20
+# What has become of an answer that is not whole, by its `finish_reason`
+_CUT = {"length": "was cut at its largest length", "content_filter": "was cut by a filter of the server"}
 
 
 class EndpointError(RuntimeError):
@@ -33,6 +42,7 @@ class EndpointReply:
         timeout (`float`): seconds of a try.
         tries (`int`): number of tries.
         at_once (`int`): largest number of requests at a time.
+        allow_cut (`bool`): whether answers that are cut at their largest length are taken.
         settings (`dict`): further fields of requests.
     """
 
@@ -44,6 +54,7 @@ class EndpointReply:
         timeout: float,
         tries: int,
         at_once: int,
+        allow_cut: bool,
         settings: dict[str, Any],
     ):
         if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
@@ -52,7 +63,7 @@ class EndpointReply:
             raise ValueError(f"`tries`, `at_once` and `timeout` must be above 0, got {tries}, {at_once}, {timeout}.")
         self.base_url, self.model = base_url.rstrip("/"), model
         self._key, self._timeout, self._tries, self._settings = api_key, timeout, tries, settings
-        self._at_once = at_once
+        self._at_once, self._allow_cut = at_once, allow_cut
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._places = weakref.WeakKeyDictionary()
         self.__name__ = "endpoint_reply"
@@ -92,11 +103,19 @@ class EndpointReply:
                 try:
                     async with (
                         aiohttp.ClientSession(headers=headers, timeout=limit) as session,
-                        session.post(f"{self.base_url}/chat/completions", json=body) as response,
+                        session.post(
+                            f"{self.base_url}/chat/completions", json=body, allow_redirects=False
+                        ) as response,
                     ):
+                        content = await self._content_of(response)
                         if response.status == 200:
-                            return _text_of(await response.json(), self)
-                        why = f"status {response.status}: {for_log(await response.text(), key)[:300]}"
+                            return self._text_of(json.loads(content))
+                        if 300 <= response.status < 400:  # the messages and the key are for nobody else
+                            to = response.headers.get("Location", "nowhere")
+                            raise EndpointError(
+                                f"{self!r} redirects to {for_log(to, key)[:300]!r}. If it is meant, set `base_url`."
+                            )
+                        why = f"status {response.status}: {for_log(content.decode(errors='replace'), key)[:300]}"
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)
@@ -106,6 +125,27 @@ class EndpointReply:
                     await asyncio.sleep(wait)
         raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {for_log(why, key)}.")
 
+    async def _content_of(self, response: aiohttp.ClientResponse) -> bytes:
+        content = bytearray()
+        async for part in response.content.iter_any():
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise EndpointError(f"{self!r} answered with more than {_MOST_BYTES} bytes.")
+        return bytes(content)
+
+    def _text_of(self, answer: Any) -> str:
+        try:
+            choice = answer["choices"][0]
+            text, end = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EndpointError(f"{self!r} answered without a message: {for_log(str(answer))[:300]}") from error
+        if end in _CUT and not (end == "length" and self._allow_cut):
+            fix = " Set a larger `max_tokens`, or `allow_cut=True`." if end == "length" else ""
+            raise EndpointError(f"The answer of {self!r} {_CUT[end]} (`finish_reason` {end!r}).{fix}")
+        if not isinstance(text, str):
+            raise EndpointError(f"{self!r} answered with {text!r} in place of a text.")
+        return text
+
 
 def endpoint_reply(
     base_url: str,
@@ -114,6 +154,7 @@ def endpoint_reply(
     timeout: float = 120.0,
     tries: int = 4,
     at_once: int = 16,
+    allow_cut: bool = False,
     **settings: Any,
 ) -> EndpointReply:
     """
@@ -133,19 +174,11 @@ def endpoint_reply(
         tries (`int`, *optional*, defaults to `4`): number of tries, with waits that double, or as long as the server
             asks for (`Retry-After`).
         at_once (`int`, *optional*, defaults to `16`): largest number of requests at a time.
+        allow_cut (`bool`, *optional*, defaults to `False`): whether answers that are cut at `max_tokens`, or at the
+            window of the model, are turns. They are errors otherwise, as are answers that a filter has cut.
         settings: further fields of requests, such as `temperature` and `max_tokens`.
     """
-    return EndpointReply(base_url, model, api_key, timeout, tries, at_once, settings)
-
-
-def _text_of(answer: Any, whose: EndpointReply) -> str:
-    try:
-        text = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise EndpointError(f"{whose!r} answered without a message: {for_log(str(answer))[:300]}") from error
-    if not isinstance(text, str):
-        raise EndpointError(f"{whose!r} answered with {text!r} in place of a text.")
-    return text
+    return EndpointReply(base_url, model, api_key, timeout, tries, at_once, allow_cut, settings)
 
 
 def _seconds(header: str | None, otherwise: float) -> float:

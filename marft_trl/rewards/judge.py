@@ -83,7 +83,8 @@ def judge_reward(
         if isinstance(judge, str):
             if model is None:
                 raise ValueError(f"`model` is missing: the name of the model at {judge}.")
-            judge = endpoint_reply(judge, model, **{"temperature": 0, **settings})
+            # A judgment that is cut has no score, which is counted and ends no run
+            judge = endpoint_reply(judge, model, **{"temperature": 0, "allow_cut": True, **settings})
         else:
             _refuse_unused("`judge` is a function", None, model, (), settings)
         found = _Judge(judge, str(rubric), scale, columns)
