@@ -583,6 +583,16 @@ def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, toke
         team_trainer(model, tmp_path, processing_class=tokenizer)
 
 
+def test_dropout_between_scoring_and_training_is_named(model_folder, tmp_path, caplog):
+    agents = [AgentSpec("left", peft_config=lora(lora_dropout=0.1)), AgentSpec("right", peft_config=lora())]
+    for harmless in ({}, {"num_iterations": 2, "disable_dropout": True}):
+        team_trainer(model_folder, tmp_path, agents=agents, settings=harmless)
+    assert "dropout" not in caplog.text
+    team_trainer(model_folder, tmp_path, agents=agents, settings={"num_iterations": 2})
+    (said,) = [record.message for record in caplog.records if "dropout" in record.message]
+    assert said.startswith("`lora_dropout=0.1` of agent 'left', with `num_iterations=2, steps_per_generation=1`: ")
+
+
 def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "grpo", "beta": 0.1})
     generate = calling(trainer.parts.runner.generator.generate)

@@ -17,6 +17,7 @@ from ..seams.generation import HALF
 from ..seams.logs import get_logger
 from ..seams.versions import is_checkpointing
 from ..shared_prefix import forward
+from ..weights.policies import Policies
 
 
 logger = get_logger(__name__)
@@ -134,12 +135,32 @@ class Passes:
             logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
         return why is None
 
+    def _dropout_of_base(self) -> dict[str, float]:
+        settings = self.base.config.get_text_config().to_dict().items()
+        return {name: value for name, value in settings if "drop" in name and isinstance(value, float) and value}
+
+    def warn_of_dropout(self, policies: Policies) -> None:
+        """Log what drops out when turns are scored before an update and again in it."""
+        configs = getattr(self._accelerator.unwrap_model(self.model), "peft_config", {})
+        pairs = [(adapter, agent) for adapter in policies.trained for agent in policies.agents_of(adapter)]
+        rates = {agent: getattr(configs.get(adapter), "lora_dropout", 0.0) for adapter, agent in pairs}
+        parts = [f"`lora_dropout={rate:g}` of agent {agent!r}" for agent, rate in rates.items() if rate]
+        parts += [f"`{name}={value:g}` of the base" for name, value in self._dropout_of_base().items()]
+        if parts and not self._args.disable_dropout:
+            names = ("num_iterations", "steps_per_generation", *(["use_vllm"] if self._args.use_vllm else []))
+            settings = ", ".join(f"{name}={getattr(self._args, name)!r}" for name in names)
+            logger.warning(
+                f"{', '.join(parts)}, with `{settings}`: turns are scored with one dropout mask before the updates "
+                "and with another one in each, as in GRPOTrainer, so ratios differ from 1 and tokens are clipped "
+                "before anything has been learned. Set `disable_dropout=True`, or train once on each generation batch "
+                "(`num_iterations=1`, and `steps_per_generation` no more than `gradient_accumulation_steps`)."
+            )
+
     def sample_what_they_score(self) -> bool:
         """`True` if generation computes the same log-probabilities as scoring, in float32 and without dropout."""
         base = self.base
-        settings = base.config.get_text_config().to_dict().items()
-        drops = any(value for name, value in settings if "drop" in name and isinstance(value, float))
-        noisy = drops or any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
+        noisy = drops or bool(self._dropout_of_base())
         weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
         precise = self._accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
         exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)

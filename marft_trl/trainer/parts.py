@@ -295,6 +295,8 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
     needs_old = args.gradient_accumulation_steps % schedule.generate_every != 0
     needs_old &= args.use_policy_ratio or args.update_order == "sequential"
     needs_old |= args.use_vllm  # what servers have sampled is compared with them
+    if needs_old:
+        passes.warn_of_dropout(policies)
     return _Scoring(base, passes, updates, batcher, collate, log_probs, needs_old)
 
 
