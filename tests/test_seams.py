@@ -522,6 +522,14 @@ def test_check_fused_head_tells_heads_of_families_apart(family, settings, is_kno
     assert modes == [module.training for module in model.modules()]
 
 
+def test_check_fused_head_names_models_without_a_backbone():
+    sizes = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **HEADS, **sizes))
+    add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    with pytest.raises(ValueError, match="`Llama4ForCausalLM` is not supported, by GRPOTrainer either"):
+        check_fused_head(model, 1.0)
+
+
 def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     forward = model.lm_head.forward

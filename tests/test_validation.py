@@ -583,6 +583,16 @@ def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, toke
         team_trainer(model, tmp_path, processing_class=tokenizer)
 
 
+def test_an_adapter_that_a_user_has_activated_changes_nothing_of_training(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    trainer.model.set_adapter(trainer.policies.trained[-1])  # which leaves this one alone with `requires_grad`
+    groups = trainer.create_optimizer().param_groups
+    trained = [
+        parameter for name in trainer.policies.trained for parameter in trainer.policies.parameters(name).values()
+    ]
+    assert {id(one) for group in groups for one in group["params"]} == set(map(id, trained))
+
+
 def test_dropout_between_scoring_and_training_is_named(model_folder, tmp_path, caplog):
     agents = [AgentSpec("left", peft_config=lora(lora_dropout=0.1)), AgentSpec("right", peft_config=lora())]
     for harmless in ({}, {"num_iterations": 2, "disable_dropout": True}):

@@ -134,8 +134,15 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
         temperature (`float`): temperature that the head was made for.
 
     Raises:
-        ValueError: they differ by more than the precision of the weights explains.
+        ValueError: they differ by more than the precision of the weights explains, or the model has no backbone
+            that the head could be computed apart from.
     """
+    if model.base_model is model:
+        raise ValueError(
+            f"`{type(model).__name__}` is not supported, by GRPOTrainer either: it has no part named "
+            f"{model.base_model_prefix!r} (`base_model_prefix`), so its hidden states cannot be computed apart from "
+            "its LM head. Use a model of another family."
+        )
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():  # sharded later, or quantized

@@ -313,6 +313,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         is_ours = self.optimizer is None
+        self.policies.release()  # the optimizer takes what learns: after `model.set_adapter`, one adapter alone
         optimizer = super().create_optimizer(model)
         self.parts.updates.split_groups(optimizer, is_ours)
         return optimizer
