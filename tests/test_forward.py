@@ -1,5 +1,6 @@
 """The fast forward against each row alone: what is shared changes nothing that is computed."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -20,7 +21,7 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from .families import FAMILIES, family_base, family_model, logps_alone, ragged_rows
+from .families import FAMILIES, VOCABULARY, family_base, family_model, logps_alone, ragged_rows
 from .helpers import lora, team_trainer, weights
 
 
@@ -387,6 +388,26 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     assert not trainer.parts.runner.generator.records
     found = torch.cat([row.old_per_token_logps for row in scored])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("rwkv", {"attention_hidden_size": 32, "context_length": 64}),
+        ("xlstm", {"num_heads": 4, "num_blocks": 2}),
+        ("mamba", {"state_size": 8}),  # its state leaves out what the mask does
+        ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 16, "head_dim": 8}),
+    ],
+)
+def test_a_model_that_reads_padding_is_refused(family, settings):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **settings)).float().train()
+    state = torch.get_rng_state()
+    reads = family in ("rwkv", "xlstm")
+    with pytest.raises(ValueError, match="reads padding as text") if reads else contextlib.nullcontext():
+        assert forward.needs_positions(model) == (family == "recurrent_gemma")
+    assert model.training and torch.get_rng_state().equal(state)
 
 
 def test_a_model_that_does_not_run_on_bare_tokens_keeps_its_passes(monkeypatch):
