@@ -166,6 +166,16 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
 
 # ---- What is wrong is said ----
 
+EXPERIMENT = """
+from marft_trl import MARFTConfig
+from marft_trl.report import Experiment
+from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
+
+def make():
+    args = MARFTConfig("runs", per_device_train_batch_size=8, use_cpu=True)
+    return Experiment("nowhere", tiny_agents(), exact_answer, tiny_dataset(8), tiny_dataset(4, seed=1), args)
+"""
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -188,6 +198,14 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
         (["chat", "empty-folder"], "There is no marft_team.json"),
         (["serve", "empty-folder", "--prot", "1"], "Did you mean `--port`"),
         (["serve", "empty-folder", "--host", "10.0.0.1"], "MARFT_API_KEY"),
+        (["init", "--file", "team.py/x.py"], "File exists: 'team.py'.*MARFT_TRACEBACK=1"),
+        (["skill", "--output_dir", "team.py"], "Not a directory: 'team.py/marft-trl'"),
+        (
+            ["report", "--experiment", "experiment.py:make", "--arms", "sollo"],
+            "no arm 'sollo'; .* Did you mean 'solo'",
+        ),
+        (["report", "--experiment", "experiment.py:make", "--margin", "2"], "`margin` is a difference of two shares"),
+        (["plan", "no-data.yaml"], r"marft plan: There is no file 'rows.jsonl' \(`dataset_name`\).$"),
         (["transcripts", "empty-folder"], "train with `log_completions=True`"),
         (["vllm-command", "empty-folder"], "There is no marft_team.json"),
         (["init", "trio"], "invalid choice: 'trio'"),
@@ -195,7 +213,7 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
         (["train", "--max_steps", "1", "team.py"], "The file comes first: `marft train team.py"),
         (["train", "--config"], "`--config` needs the name"),
         (["plan", "settings.py"], "`SETTINGS` has 'learnin_rate'"),
-        (["plan", "--model", "nowhere"], "`--model`.*MARFT_TRACEBACK=1"),
+        (["plan", "--model", "nowhere"], "(?s)no folder 'nowhere' .`model`.*MARFT_TRACEBACK=1"),
         (["train", "no-agents.yaml"], "needs `agents`"),
         (["train", "no-model.yaml"], "`model_name_or_path` is missing"),
         (["train", "bad-agent.yaml"], "Agent 1 of the YAML file: .*sytem_prompt"),
@@ -215,6 +233,10 @@ def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
     good = {"agents": ["a", {"name": "b"}], "reward_funcs": ["accuracy_reward"], "output_dir": "x"}
     Path("no-agents.yaml").write_text(yaml.safe_dump({**good, "agents": []}))
     Path("no-model.yaml").write_text(yaml.safe_dump(good))
+    Path("experiment.py").write_text(EXPERIMENT)
+    Path("no-data.yaml").write_text(
+        yaml.safe_dump({**good, "model_name_or_path": "tiny", "dataset_name": "rows.jsonl"})
+    )
     Path("bad-agent.yaml").write_text(yaml.safe_dump({**good, "agents": ["a", {"name": "b", "sytem_prompt": "x"}]}))
     Path("bad-workflow.yaml").write_text(yaml.safe_dump({**good, "workflow": {"class": "Sequentail"}}))
     Path("bad-reward.yaml").write_text(yaml.safe_dump({**good, "reward_funcs": "acuracy_reward"}))

@@ -74,7 +74,12 @@ class OptionsCommand(BaseCommand):
         tokens = as_tokens(given, parser, rest)
         args, unknown = parser.parse_known_args([*tokens, *rest])
         check_unknown(unknown, parser)
-        return self.run(args)
+        try:
+            return self.run(args)
+        except OSError as error:  # of a file or folder that an option names
+            if isinstance(error, BrokenPipeError) or os.environ.get("MARFT_TRACEBACK"):
+                raise
+            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
 
 
 # ---- Options in YAML files ----

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..report import report
 from ..report.__main__ import ReportArguments
-from ..report.cells import OtherExperimentError
 from ..report.experiment import load_experiment
 from ..report.pages import as_markdown
 from .command import OptionsCommand, Parser, UsageError
@@ -43,5 +42,5 @@ class Command(OptionsCommand):
             raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
         try:
             print(as_markdown(report(**given)))
-        except OtherExperimentError as error:
+        except (ValueError, TypeError) as error:  # of an option: errors of runs are collected, and end it otherwise
             raise UsageError(str(error)) from error

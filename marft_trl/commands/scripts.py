@@ -67,8 +67,7 @@ class Recipe:
         except (ValueError, TypeError, OSError, ImportError) as error:
             if isinstance(error, UsageError) or os.environ.get("MARFT_TRACEBACK") or self._is_theirs(error):
                 raise
-            hint = " Is the base a folder here, or on the Hub (`--model`)?" if isinstance(error, OSError) else ""
-            raise UsageError(f"{error}{hint} (`MARFT_TRACEBACK=1` shows where.)") from error
+            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
 
     def _is_theirs(self, error: BaseException) -> bool:
         """Whether an error was raised in the user's own file."""
@@ -294,6 +293,8 @@ def _named(name: str) -> Any:
 def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
     name, kind = str(data.dataset_name), _KINDS.get(Path(str(data.dataset_name)).suffix)
     if kind is not None:
+        if not Path(name).is_file():
+            raise UsageError(f"There is no file {name!r} (`dataset_name`).")
         return load_dataset(kind, data_files=name, split="train"), None
     splits = load_dataset(name, name=data.dataset_config, streaming=data.dataset_streaming)
     for split in (data.dataset_train_split, *((data.dataset_test_split,) if evaluates else ())):
