@@ -65,6 +65,12 @@ class SeesOne(Workflow):
         await episode.turn("actor", sees=draft)
 
 
+class ReadsContent(Workflow):
+    async def run(self, episode):
+        draft = await episode.turn("reasoner")
+        await episode.turn("actor", sees=[draft] if draft.content else [])
+
+
 class AwaitsTwice(Workflow):
     async def run(self, episode):
         await together([await episode.turn("reasoner"), await episode.turn("actor")])
@@ -75,11 +81,20 @@ class World:
         return "Go."
 
 
+class Paid(World):
+    def get_reward(self):
+        return 1.0
+
+
 def expects_messages(completions, **kwargs):
     return [float(len(one[0]["content"])) for one in completions]
 
 
 def without_kwargs(completions):
+    return [1.0] * len(completions)
+
+
+def environment_reward(completions, **kwargs):
     return [1.0] * len(completions)
 
 
@@ -152,6 +167,17 @@ MISTAKES = {
         {"train_dataset": rows(prompt=[[{"role": "user", "text": "a"}]] * 8)},
         "without `content`",
     ),
+    "no folder": (FileNotFoundError, {"model": "./no/such"}, "no folder './no/such' .*cannot be the id of a model"),
+    "near folder": (FileNotFoundError, {"model": f"{__file__}c"}, f"Did you mean '{__name__.split('.')[-1]}.py'"),
+    "no model": (OSError, {"model": "models/none"}, "no folder 'models/none' .*no model of this name .* from the Hub"),
+    "reward model": (FileNotFoundError, {"reward_funcs": "./no/such"}, r"no folder './no/such' \(`reward_funcs`"),
+    "output_dir": (ValueError, {"output_dir": f"{__file__}/run"}, "`output_dir='.*/run'` cannot be made: Not a dir"),
+    "function": (TypeError, {"workflow": lambda episode: None}, r"class .*, and pass `workflow=MyWorkflow\(\)`"),
+    "our name": (
+        ValueError,
+        {"workflow": EnvironmentLoop(Paid), "reward_funcs": environment_reward},
+        "named 'environment_reward', as is the function that the trainer adds",
+    ),
     "per step": (ValueError, {"settings": {"credit": "per_step"}}, r"`get_outcome_reward\(your_reward\)`"),
     "resume number": (TypeError, {"resume": 1.5}, "must be True or the path of a checkpoint, got 1.5"),
     "resume nowhere": (FileNotFoundError, {"resume": "nowhere"}, "Pass `True` for the newest one"),
@@ -166,6 +192,7 @@ MISTAKES = {
     "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
     "returns": (RuntimeError, {"workflow": Returns()}, "Write `episode.answer = turn` in it"),
     "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single one. Write `\[turn\]`"),
+    "content": (RuntimeError, {"workflow": ReadsContent()}, "`Turn` has no attribute `content`. Did you mean 'text'"),
     "awaits twice": (RuntimeError, {"workflow": AwaitsTwice()}, "`together` takes turns that are not awaited yet"),
     "one value": (ValueError, {"reward_funcs": too_few}, "'too_few' returned 1 rewards, but 8 were expected"),
     "values": (TypeError, {"reward_funcs": texts}, "`texts` returned '1' of type str for completion 0"),
@@ -215,6 +242,15 @@ def test_a_reward_that_expects_messages_is_told_so(model_folder, tmp_path):
     with pytest.raises(TypeError) as caught:
         team_trainer(model_folder, tmp_path, reward_funcs=expects_messages, settings={"max_steps": 1}).train()
     assert "`expects_messages`. Completions are texts where the prompts" in str(caught.value.__notes__)
+
+
+def test_reward_functions_of_one_name_are_told_apart(small_model, tmp_path, caplog):
+    functions = [lambda completions, value=value, **kwargs: [value] * len(completions) for value in (1.0, 2.0)]
+    trainer = team_trainer(small_model, tmp_path, reward_funcs=functions, settings={"max_steps": 1})
+    assert "Their metrics are `rewards/<lambda>`, `rewards/<lambda>_2`, in the order of `reward_funcs`" in caplog.text
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rewards/<lambda>/mean"] == 1.0 and log["rewards/<lambda>_2/mean"] == 2.0
 
 
 def test_evaluations_hold_whole_questions(model_folder, tmp_path):
@@ -325,6 +361,7 @@ SETTINGS = {
     "max_prompt_length": (512, "prompts are not cut"),
     "reward_weights": ({"f": 1.0}, "must be a list of numbers, one for each reward function"),
     "clip_agents": (1, "has no setting `clip_agents`"),
+    "deepspeed": ("zero2.json", "does not run under DeepSpeed: it reduces gradients itself"),
 }
 
 
@@ -376,6 +413,13 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
     ):
         with pytest.raises(error, match=message):
             team(wrong)
+    for setting, message in {
+        "max_new_tokens": r"`team\(question\)` has no argument `max_new_tokens`. .* the `max_completion_length`",
+        "temperature": "Write `sampling={'temperature': ...}`",
+        "greed": "Did you mean 'greedy'?",
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            team("1+1=", **{setting: 1})
     with pytest.raises(TypeError, match=r"or call `team\(prompt\)`"):
         team.run("1+1=")
     with pytest.raises(ValueError, match="Prompt 1 of 2 is empty"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -417,6 +418,43 @@ def _accumulation_of_accelerate(args: Any) -> int | None:
     return settings.get("num_steps")
 
 
+def is_on(variable: str) -> bool:
+    """`True` if an environment variable of a launcher is set."""
+    return os.environ.get(variable, "").lower() in ("true", "1")
+
+
+def check_engine(args: Any) -> None:
+    """
+    DeepSpeed and Megatron reduce gradients themselves, by position (`benchmarks/zero.py`).
+
+    Raises:
+        ValueError: one of them is asked for. The message has its counterpart here.
+    """
+    stage = None
+    if args.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"):
+        stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
+        name = "DeepSpeed" if stage is None else f"DeepSpeed ZeRO {stage}"
+    elif is_on("ACCELERATE_USE_MEGATRON_LM"):
+        name = "Megatron"
+    else:
+        return
+    data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
+    fsdp2 = (
+        "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
+        "(docs/reference/sharding.md)"
+    )
+    if stage == 3:
+        advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."
+    elif stage is not None:
+        advice = f"Stages below 3 shard nothing of a frozen base. Use {data_parallel}; to shard the base, {fsdp2}."
+    else:
+        advice = f"Use {data_parallel}, or to shard the base {fsdp2}."
+    raise ValueError(
+        f"MARFTTrainer does not run under {name}: it reduces gradients itself, as if all processes trained the same "
+        f"parameters in a pass. Here, each of them may train another agent's adapter. {advice}"
+    )
+
+
 def check_supported(args: Any) -> None:
     """
     Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
@@ -453,7 +491,7 @@ def check_supported(args: Any) -> None:
             raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")
     if generation.get("num_beams") not in (None, 1):
         logger.warning(
-            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: each turn is the likeliest of its beams "
-            "and not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, "
-            "and a saved team, which samples, answers differently. Leave it out to sample."
+            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: a turn is the likeliest of its beams, "
+            "not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, and a "
+            "saved team, which samples, answers differently. Leave it out to sample."
         )

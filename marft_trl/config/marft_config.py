@@ -18,7 +18,7 @@ from ..seams.runs import timeout_also_on_cpu
 from ..seams.trl import accepting_one_generation
 from ..seams.versions import checkpointing_fields
 from ..system.redaction import without_secrets
-from .checks import check_combinations, check_names, check_numbers, check_supported, check_values
+from .checks import check_combinations, check_engine, check_names, check_numbers, check_supported, check_values
 from .copies import Copies
 from .defaults import resolve
 from .engine import EngineSettings, check_vllm
@@ -261,6 +261,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
 
     def __post_init__(self):
         self._apply_preset()
+        if self.deepspeed:
+            check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
         resolve(self)
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from typing import Any, Protocol
 
 from ..system.event_loop import Around, in_thread, one_at_a_time
+from ..system.hints import NearNames
 from .asks import Ask, Call, Given, Setting
 from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, TurnLimitError, unknown_agent
 from .tools import call_tools, tool_name
@@ -29,7 +30,7 @@ class Speak(Protocol):
     async def __call__(self, episode: LiveEpisode, ask: Ask) -> Turn: ...
 
 
-class LiveEpisode:
+class LiveEpisode(NearNames):
     """
     One run of the workflow on one prompt, as the workflow sees it.
 

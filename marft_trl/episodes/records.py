@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..system.hints import did_you_mean
+from ..system.hints import NearNames, did_you_mean
 from .tools import ToolCall
 
 
@@ -31,7 +31,7 @@ class SampledBy(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class Turn(NearNames):
     """
     One action: one generation by one agent, with its observation.
 
@@ -73,6 +73,8 @@ class Turn:
         sampled_by ([`SampledBy`], *optional*):
             The server that sampled the turn. `None` if the trainer's own model did.
     """
+
+    also_called = {"content": "text", "message": "text", "output": "text", "response": "text", "role": "agent"}
 
     agent: str
     text: str
@@ -217,7 +219,7 @@ class Horizon(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Episode:
+class Episode(NearNames):
     """
     The record of one run of a workflow on one prompt. `K` turns.
 

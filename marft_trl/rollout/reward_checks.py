@@ -22,6 +22,7 @@ from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_nam
 from ..system.event_loop import finished
 from ..system.processes import ending_forks
 from ..system.watchdog import TookTooLong, progress, time_limit
+from ..weights.manifest import check_model_name
 from .failures import Failures, OnFailure, call_reward, wait_here
 
 
@@ -57,8 +58,17 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
                 f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
                 f"{type(func).__name__}."
             )
+        if isinstance(func, str):
+            check_model_name(func, "reward_funcs")
         for name, its_columns in columns.items():
             _check_arguments(func, name, its_columns)
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names of functions, those that occur again with a number."""
+    return [
+        name if names.index(name) == at else f"{name}_{names[: at + 1].count(name)}" for at, name in enumerate(names)
+    ]
 
 
 def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:

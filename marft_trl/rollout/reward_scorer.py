@@ -19,7 +19,7 @@ from ..functional import team_rewards
 from ..system.randomness import UserRandomness
 from ..system.watchdog import time_limit
 from .failures import Failures, OnFailure
-from .reward_checks import checked_reward
+from .reward_checks import checked_reward, numbered
 
 
 class RewardFunctions(Protocol):
@@ -82,7 +82,7 @@ class RewardScorer:
         self._of_agents = {
             name: [checked_reward(func, policy, failures) for func in its] for name, its in of_agents.items()
         }
-        self._names = {agent: _different([get_callable_name(one) for one in its]) for agent, its in of_agents.items()}
+        self._names = {agent: numbered([get_callable_name(one) for one in its]) for agent, its in of_agents.items()}
 
     def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
@@ -170,13 +170,6 @@ class RewardScorer:
                     "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
                     "`asyncio.all_tasks()` has those of the trainer too."
                 ) from error
-
-
-def _different(names: Sequence[str]) -> list[str]:
-    """Names of functions, those that occur again with a number."""
-    return [
-        name if names.index(name) == at else f"{name}_{names[: at + 1].count(name)}" for at, name in enumerate(names)
-    ]
 
 
 def as_row(episode: Episode) -> dict[str, Any]:

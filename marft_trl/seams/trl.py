@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections import defaultdict, deque
@@ -106,8 +107,8 @@ def constructing_parent(
 ) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. What the constructor says of
-    `importance_sampling_level` is about the ratio that will be used. The arguments are the user's, who may make a
+    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. What the constructor says
+    of `importance_sampling_level` is about the ratio that will be used. The arguments are the user's, who may make a
     second trainer from them, so they are unchanged afterwards.
 
     Args:
@@ -117,7 +118,7 @@ def constructing_parent(
         ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
         reward_weights (`list[float]`, *optional*): of all reward functions; `None` for that of the training arguments.
     """
-    kwargs, is_placed = args.model_init_kwargs, False
+    kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, since TRL completes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
         # Of the reference, which TRL would spread over all devices
         kwargs, is_placed = {"device_map": {"": args.device}, **(kwargs or {})}, True

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from trl import GRPOTrainer
 
+from ..config.checks import check_engine, is_on
 from ..config.marft_config import MARFTConfig
 from ..seams.logs import get_logger
 from ..seams.runs import timeout_of_processes
@@ -24,7 +25,7 @@ logger = get_logger(__name__)
 
 def wants_sharding(args: MARFTConfig) -> bool:
     """`True` if the launcher or the training arguments ask for FSDP."""
-    return bool(args.fsdp) or _is_on("ACCELERATE_USE_FSDP")
+    return bool(args.fsdp) or is_on("ACCELERATE_USE_FSDP")
 
 
 _OTHER_DIMENSIONS = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("TP", "CP", "SP")]
@@ -34,10 +35,6 @@ def _is_on_above_one(variable: str) -> bool:
     return os.environ.get(variable, "1").isdecimal() and int(os.environ.get(variable, "1")) > 1
 
 
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("true", "1")
-
-
 def check_launcher(args: MARFTConfig) -> None:
     """
     Check how the base would be spread over processes, before it is loaded.
@@ -45,7 +42,7 @@ def check_launcher(args: MARFTConfig) -> None:
     Raises:
         ValueError: in a way that does not go with several adapters. The message names what does.
     """
-    _check_engine(args)
+    check_engine(args)
     _warn_of_lone_process(args.world_size)
     if not wants_sharding(args):
         return
@@ -81,33 +78,6 @@ def _warn_of_lone_process(world_size: int) -> None:
         f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}: are the others runs of their "
         "own? Start it with `torchrun --nnodes ... --nproc_per_node ...`, or with `accelerate launch` and "
         "`distributed_type: MULTI_GPU` (on a CPU with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
-    )
-
-
-def _check_engine(args: MARFTConfig) -> None:
-    """DeepSpeed and Megatron reduce gradients themselves, by position (`benchmarks/zero.py`)."""
-    stage = None
-    if args.deepspeed or _is_on("ACCELERATE_USE_DEEPSPEED"):
-        stage = getattr(args.deepspeed_plugin, "zero_stage", None)
-        name = "DeepSpeed" if stage is None else f"DeepSpeed ZeRO {stage}"
-    elif _is_on("ACCELERATE_USE_MEGATRON_LM"):
-        name = "Megatron"
-    else:
-        return
-    data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
-    fsdp2 = (
-        "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
-        "(docs/reference/sharding.md)"
-    )
-    if stage == 3:
-        advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."
-    elif stage is not None:
-        advice = f"Stages below 3 shard nothing of a frozen base. Use {data_parallel}; to shard the base, {fsdp2}."
-    else:
-        advice = f"Use {data_parallel}, or to shard the base {fsdp2}."
-    raise ValueError(
-        f"MARFTTrainer does not run under {name}: it reduces gradients itself, as if all processes trained the same "
-        f"parameters in a pass. Here, each of them may train another agent's adapter. {advice}"
     )
 
 

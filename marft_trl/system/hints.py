@@ -6,8 +6,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+
+Function = TypeVar("Function", bound=Callable)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -27,33 +30,54 @@ def _initials(name: str) -> str:
 _ALSO_CALLED = {"config": "args", "tokenizer": "processing_class", "rewards": "reward_funcs", "reward": "reward_funcs"}
 
 
-def checked_names(what: str, example: str = "") -> Callable[[Callable], Callable]:
+class NearNames:
     """
-    Decorator of an `__init__`: an argument that it does not have is named, with the one that is probably meant.
+    Objects whose unknown attributes are named together with the attribute that is probably meant. `also_called` maps
+    names that other libraries use.
+    """
+
+    also_called: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            known = [own for own in (*vars(self), *dir(type(self))) if not own.startswith("_")]
+            meant = self.also_called.get(name)
+            hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, known)
+            raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.{hint}", name=name, obj=self)
+
+
+def checked_names(
+    what: str, example: str = "", elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Function], Function]:
+    """
+    Decorator of a method: an argument that it does not have is named, with the one that is probably meant.
 
     Args:
-        what (`str`): name of the class.
+        what (`str`): name of the class, or of the method.
         example (`str`, *optional*): how the arguments are written that have to be named and have no default.
+        elsewhere (`Mapping[str, str]`, *optional*): for names that are set in another way, a sentence that says how.
     """
 
-    def decorate(init: Callable) -> Callable:
+    def decorate(init: Function) -> Function:
         parameters = inspect.signature(init).parameters
         known = list(parameters)[1:]
         needed = [one.name for one in parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
         @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
             unknown = next((name for name in kwargs if name not in known), None)
             if unknown is not None:
                 meant = _ALSO_CALLED.get(unknown)
-                hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known)
+                hint = f" {elsewhere[unknown]}" if elsewhere and unknown in elsewhere else ""
+                hint = hint or (f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known))
                 hint = hint or f" It has {', '.join(known)}."
                 raise TypeError(f"`{what}` has no argument `{unknown}`.{hint}")
             for name in needed:
                 if name not in kwargs:
                     raise TypeError(f"`{what}` needs `{name}`. Write `{example}`.")
-            init(self, *args, **kwargs)
+            return init(self, *args, **kwargs)
 
-        return checked
+        return checked  # type: ignore[return-value]
 
     return decorate

@@ -13,6 +13,19 @@ from ..config.evaluation import check_sampling
 from ..config.sampling import decoding
 
 
+# Arguments of `generate` and of chat clients that a question has in another form, or not
+SET_ELSEWHERE = {
+    **{name: f"Write `sampling={{{name!r}: ...}}`." for name in ("temperature", "top_p", "top_k", "min_p")},
+    **dict.fromkeys(
+        ("max_new_tokens", "max_tokens", "max_length", "max_completion_length"),
+        "The length limit of a turn is the `max_completion_length` of its agent, which was set for training and is "
+        "saved with the team.",
+    ),
+    "do_sample": "Write `greedy=True` to decode without sampling.",
+    "num_return_sequences": "Write `team.run(questions, num_samples=...)`.",
+}
+
+
 def questions(
     prompts: Any, num_samples: int, greedy: bool, sampling: Mapping[str, float] | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:

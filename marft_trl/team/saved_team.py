@@ -40,7 +40,7 @@ from ..system.devices import placement
 from ..system.randomness import UserRandomness
 from ..weights.adapter_files import check_no_adapter, forget_local_base, warn_of_leftovers
 from ..weights.fingerprints import describe_base
-from ..weights.manifest import Inference, TeamManifest
+from ..weights.manifest import Inference, TeamManifest, loading_model
 from ..weights.policies import Policies
 from ..workflows import Workflow
 from ..workflows.anonymity import alias_names
@@ -189,7 +189,8 @@ def load_base(
         quantization_config = _as_trained(base.quantization)
     if quantization_config:
         options["quantization_config"] = quantization_config
-    loaded = create_model_from_path(str(model), **options)
+    with loading_model(str(model)):
+        loaded = create_model_from_path(str(model), **options)
     keep_4bit_weights(loaded)
     return loaded
 

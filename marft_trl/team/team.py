@@ -27,6 +27,7 @@ from ..agents import AgentSpec, check_team
 from ..episodes.records import Episode, Messages, unknown_agent
 from ..rollout.runner import EpisodeRunner
 from ..rollout.views import View, team_view
+from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
 from ..weights.adapter_files import put_on, team_folder
 from ..weights.editing import add_adapter, alone, drop_adapters, has_own_adapter, merged, renaming, replaced
@@ -36,7 +37,7 @@ from .as_dataset import to_dataset
 from .device_thread import DeviceThread
 from .events import Event
 from .live import Ask, LiveTeam, from_thread
-from .questions import check_count, check_one, questions
+from .questions import SET_ELSEWHERE, check_count, check_one, questions
 from .room import turns_that_fit
 from .saved_team import (
     SavedTeam,
@@ -193,6 +194,7 @@ class Team:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    @checked_names("team(question)", elsewhere=SET_ELSEWHERE)
     def __call__(
         self,
         question: str | Messages | Mapping[str, Any],
@@ -222,6 +224,7 @@ class Team:
         (episode,) = self.run([question], greedy=greedy, seed=seed, sampling=sampling)
         return episode.answer.text if episode.answer is not None else ""
 
+    @checked_names("team.run", elsewhere=SET_ELSEWHERE)
     def run(
         self,
         prompts: Sequence[str | Messages | Mapping[str, Any]],
@@ -273,6 +276,7 @@ class Team:
                 bar.update(len(done))
         return episodes
 
+    @checked_names("team.arun", elsewhere=SET_ELSEWHERE)
     async def arun(
         self,
         prompts: Sequence[str | Messages | Mapping[str, Any]],
@@ -287,16 +291,13 @@ class Team:
         of [`Team.run`]; greedy answers are the same.
 
         Args:
-            prompts (`Sequence`): as in [`Team.run`].
-            num_samples (`int`, *optional*, defaults to `1`): number of episodes per prompt.
-            greedy (`bool`, *optional*, defaults to `False`): whether to use greedy decoding instead of sampling.
-            seed (`int`, *optional*): seed of sampling.
-            sampling (`dict`, *optional*): sampling settings of all agents, as in [`Team.run`].
+            prompts, num_samples, greedy, seed, sampling: as in [`Team.run`].
 
         Returns: the finished episodes, grouped by prompt.
         """
         return await self.live.run(self._ask(prompts, num_samples, greedy, seed, sampling))
 
+    @checked_names("team.stream", elsewhere=SET_ELSEWHERE)
     def stream(
         self,
         question: str | Messages | Mapping[str, Any],
@@ -318,9 +319,7 @@ class Team:
 
         Args:
             question (`str`, `list[dict]` or `dict`): a text, a list of messages, or a dataset row with a `prompt`.
-            greedy (`bool`, *optional*, defaults to `False`): whether to use greedy decoding instead of sampling.
-            seed (`int`, *optional*): seed of sampling, as in [`Team.arun`].
-            sampling (`dict`, *optional*): sampling settings of all agents, as in [`Team.run`].
+            greedy, seed, sampling: as in [`Team.arun`].
 
         Yields: [`TurnStarted`], [`TextDelta`] and [`TurnEnded`] of each turn, and an [`Answer`] at the end. To stop
         listening ends the episode.
@@ -329,6 +328,7 @@ class Team:
         ask = self._ask([question], 1, greedy, seed, sampling)
         return from_thread(lambda: self.live.stream(ask))
 
+    @checked_names("team.astream", elsewhere=SET_ELSEWHERE)
     def astream(
         self,
         question: str | Messages | Mapping[str, Any],

@@ -19,7 +19,7 @@ from ..config.marft_config import MARFTConfig
 from ..seams.logs import get_logger
 from ..seams.models import keep_4bit_weights
 from ..system.devices import placement, take_one_device
-from ..weights.manifest import MANIFEST_NAME
+from ..weights.manifest import MANIFEST_NAME, loading_model
 
 
 logger = get_logger(__name__)
@@ -89,7 +89,8 @@ def load_base(
             given = model_init_kwargs["quantization_config"]
             model_init_kwargs["quantization_config"] = computing_in(given, dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    base = create_model_from_path(model, **model_init_kwargs)
+    with loading_model(model):
+        base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
     _warn_of_generation_config(base, args)
     take_one_device(args, base)

@@ -172,6 +172,7 @@ class MARFTTrainer(GRPOTrainer):
         )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
 
+        setup.make_output_dir(args)
         set_seed(args.seed)  # adapters start at random
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
@@ -206,6 +207,7 @@ class MARFTTrainer(GRPOTrainer):
                 optimizers=optimizers,
             )
         self.args: MARFTConfig = args  # TRL has typed it as its own
+        self.reward_func_names: list[str] = setup.named_apart(self.reward_func_names)  # type: ignore[has-type]
         setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_parent(self, args.beta, level.ratio)
         sharding.keep_adapters_whole(self, self.policies)

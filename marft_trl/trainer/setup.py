@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -22,7 +25,7 @@ from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
 from ..rewards.judge import check_judges
-from ..rollout.reward_checks import check_rewards, check_turn_rewards
+from ..rollout.reward_checks import check_rewards, check_turn_rewards, numbered
 from ..rules.credit_rules import CREDITS
 from ..rules.critic import CRITICS, Critic
 from ..rules.levels import Level
@@ -101,6 +104,35 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
     check_launcher(args)
     check_timeouts(args, args.world_size, timeout_of_processes())
+
+
+def make_output_dir(args: MARFTConfig) -> None:
+    """
+    Make the folder of the run, before a base is loaded that could take minutes.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"The folder `output_dir={args.output_dir!r}` cannot be made: {error.strerror}, at {error.filename!r}. "
+            "Set an `output_dir` that is a folder, or can become one."
+        ) from error
+
+
+def named_apart(names: Sequence[str]) -> list[str]:
+    """Names of reward functions for metrics. A name that occurs again gets a number, and a warning says so."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        logger.warning(
+            f"Several reward functions have the name {', '.join(map(repr, repeated))}. Their metrics are "
+            f"{', '.join(f'`rewards/{name}`' for name in numbered(names))}, in the order of `reward_funcs`. Give each "
+            "function a name of its own (`def`, or `function.__name__ = ...`) to tell them apart."
+        )
+    return numbered(names)
 
 
 def user_objects(
@@ -288,6 +320,12 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
         if hasattr(workflow, "reset"):
             hint = " For an environment, pass `workflow=EnvironmentLoop(Environment)` with its class."
+        elif inspect.isroutine(workflow):
+            hint = (
+                " Put the function into a class as `async def run(self, episode)`: `class MyWorkflow(Workflow)`, and "
+                "pass `workflow=MyWorkflow()`. For an application that calls an OpenAI client, pass "
+                "`workflow=ExternalApp(function)`."
+            )
         raise TypeError(f"`workflow` must be a `Workflow`, got {workflow!r}.{hint}")
     # Names that a workflow was made with may be misspelt; a run would find out in its first episode
     workflow.check([agent.name for agent in agents])
@@ -322,6 +360,12 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
         raise ValueError(
             "`multi_objective_aggregation='normalize_then_sum'` changes what an episode earned in the workflow, so "
             "with `credit_kind='rewards'` it cannot stay with the turns that earned it. Set `credit_kind='returns'`."
+        )
+    own = [one for one in functions if getattr(one, "__name__", "") == environment_reward.__name__]
+    if workflow.earns and any(function is not environment_reward for function in own):
+        raise ValueError(
+            "A function in `reward_funcs` is named 'environment_reward', as is the function that the trainer adds for "
+            f"what episodes earn in the workflow `{type(workflow).__name__}`. Rename it."
         )
     if workflow.earns and environment_reward not in functions:
         if weights is not None and len(weights) == len(functions):

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..agents import AgentSpec, check_name, check_team
 from ..episodes.tools import ToolLimits
 from ..seams.versions import installed_version
+from ..system.hints import did_you_mean
 
 
 MANIFEST_NAME = "marft_team.json"
@@ -228,6 +230,44 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def check_model_name(name: str, argument: str = "model") -> None:
+    """
+    Raises:
+        FileNotFoundError: `name` is neither a folder nor can be the id of a model on the Hub.
+    """
+    if not os.path.exists(name) and not is_hub_id(name):
+        raise FileNotFoundError(
+            f"There is no folder {name!r} (`{argument}`, looked for in {Path.cwd()}), and it cannot be the id of a "
+            "model on the Hub. Pass a folder that `save_pretrained` wrote, or an id such as "
+            f"'Qwen/Qwen2.5-0.5B-Instruct'.{_near_path(name)}"
+        )
+
+
+@contextlib.contextmanager
+def loading_model(name: str) -> Iterator[None]:
+    """
+    Context manager: the error of a model that is not found has the places where it was looked for.
+
+    Raises:
+        OSError: it is neither a folder nor on the Hub.
+    """
+    check_model_name(name)
+    try:
+        yield
+    except OSError as error:
+        if os.path.exists(name):
+            raise
+        raise OSError(
+            f"There is no folder {name!r} (`model`, looked for in {Path.cwd()}), and no model of this name could be "
+            f"loaded from the Hub: {error}{_near_path(name)}"
+        ) from error
+
+
+def _near_path(name: str) -> str:
+    folder = Path(name).parent
+    return did_you_mean(Path(name).name, (entry.name for entry in folder.iterdir()) if folder.is_dir() else ())
 
 
 def _read(kind: type, data: Any) -> Any:
