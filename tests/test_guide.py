@@ -109,6 +109,16 @@ def run_blocks(page, model_folder, team, url):
         exec(compile(code, f"{page.stem}, block {number + 1}", "exec"), space)  # noqa: S102  # our own documentation
 
 
+def test_no_page_and_no_template_pays_for_a_text_that_contains_the_answer():
+    """A list of guesses would earn it."""
+    templates = (ROOT / "marft_trl" / "commands" / "templates").glob("*.py")
+    for page in [*PAGES, *templates, *(ROOT / "examples").glob("*.py")]:
+        pays = re.search(
+            r"""(target|answer|solution|expected)["'\]]* in [\w.\[\]"'-]*(text|content)""", page.read_text()
+        )
+        assert pays is None, f"{page}: {pays[0]}"
+
+
 def slug(heading: str) -> str:
     """The anchor that a heading has on GitHub."""
     heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()

@@ -198,7 +198,9 @@ def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     assert get_solver_reward(exact)(turn=[says("7"), says("7")], **columns) == [0.0, 0.0]
     assert get_coder_reward(exact)(turn=[says(block("1")), says("```\n1\n```")], **columns) == [1.0, 0.0]
     assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
-    assert get_outcome_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
+    outcome = get_outcome_reward(exact)
+    assert outcome(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
+    assert outcome.__name__ == "exact"  # metrics and transcripts show it
     candidates = {**columns, "answer_turn": [None, None]}
     assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **candidates) == [0.0, 1.0]
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trl.trainer.utils import get_callable_name
+
 from ..episodes.records import Turn
 from .code import last_python_block
 from .math import boxed
@@ -41,11 +43,15 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
 
 
 def get_outcome_reward(outcome: Reward) -> Reward:
-    """Make a reward function that returns the episode's outcome, e.g. for reflectors, whose turns cannot be scored."""
+    """
+    Make a reward function that returns the episode's outcome, e.g. for reflectors, whose turns cannot be scored.
+    Metrics and transcripts show it under the name of `outcome`.
+    """
 
     def outcome_reward(**columns: Any) -> list[float | None]:
         return list(_outcomes(outcome, _answers(columns, "outcome"), columns))
 
+    outcome_reward.__name__ = get_callable_name(outcome)
     return outcome_reward
 
 

@@ -5,6 +5,8 @@ A planner, and a solver that may call a function; the planner sees no calls, onl
     marft train team.py --model path/to/a/model
 """
 
+import re
+
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 
 from datasets import Dataset
@@ -23,8 +25,7 @@ SETTINGS = {
 
 
 def multiply(a: int, b: int) -> int:
-    """
-    Multiply two numbers.
+    """Multiply two numbers.
 
     Args:
         a: The first number.
@@ -33,8 +34,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-# A trained team is loaded with its own code: `marft chat calculator --code team.py`
-TEAM = {"tools": [multiply]}
+TEAM = {"tools": [multiply]}  # what a trained team is loaded with: `marft chat calculator --code team.py`
 AGENTS = [
     AgentSpec("planner", system_prompt="Say in a sentence what has to be computed."),
     AgentSpec("solver", system_prompt="Compute it with your function, and answer with the number.", tools=[multiply]),
@@ -42,8 +42,9 @@ AGENTS = [
 
 
 def right(completions, answer, **kwargs):
-    """1 if the answer has the right number."""
-    return [float(target in one[-1]["content"]) for one, target in zip(completions, answer, strict=True)]
+    """1 if the last number of the answer is the right one: a list of guesses earns nothing."""
+    numbers = [re.findall(r"\d+", one[-1]["content"].replace(",", "")) for one in completions]
+    return [float(found[-1:] == [target]) for found, target in zip(numbers, answer, strict=True)]
 
 
 def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):
