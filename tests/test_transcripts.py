@@ -233,7 +233,7 @@ def test_a_browser_shows_the_page(tmp_path):
 
 def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder, tmp_path, capsys):
     def half(completions, **kwargs):
-        return [0.5] * len(completions)
+        return [0.5] * 2 + [1.0] * (len(completions) - 2)
 
     settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 2, "run_name": "a <run>"}
     trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=[exact_answer, half])
@@ -241,9 +241,12 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
     folder = tmp_path / "completions"
     index = (folder / "index.html").read_text()
     assert re.findall(r'href="([^"]*)"', index) == ["transcripts_00002.html", "transcripts_00001.html"]
-    assert index.count("2 episodes, mean reward ") == 2 and "a &lt;run&gt;" in index
+    # Of all episodes of the batch, as logged, though the page has the first of them
+    logged = [f"{log['reward']:.3g}" for log in trainer.state.log_history[1::-1]]
+    assert re.findall(r"The first 2 of 8 episodes, mean reward ([\d.]+)", index) == logged
+    assert "a &lt;run&gt;" in index
     page = Reader.read((folder / "transcripts_00002.html").read_text())
-    assert "a <run> · 2 episodes" in page.text and page.text.count("right answer") == 2
+    assert "a <run> · The first 2 of 8 episodes" in page.text and page.text.count("right answer") == 2
     assert page.text.count("exact_answer") == page.text.count("in all") == 2
     assert ("a", ("href",)) in page.tags
     (folder / "transcripts_00001 (1).html").write_text("a copy that somebody has made")

@@ -102,6 +102,7 @@ class Reporter:
         self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
+        self._rewards_seen: list[float | None] = []  # of all episodes that transcripts are some of
         self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
         self._told_of_lost = False
         self.generated_tokens = 0  # in training, candidates and re-runs included
@@ -328,6 +329,7 @@ class Reporter:
     def _clear(self, mode: str) -> None:
         self._table[mode].clear()
         self._transcripts.clear()
+        self._rewards_seen.clear()
 
     def _tabulate(
         self,
@@ -359,6 +361,7 @@ class Reporter:
                 columns |= {column: values[index] for column, values in extra.items()}
                 advantage = _mean(of_turns[turn.index]) if of_turns is not None else None
                 table.append(TableRow(turn.observation, turn.raw_text, rewards, advantage, columns))
+        self._rewards_seen += map(_known, rollout.rewards)
         self._table[mode] += self._processes.gather(table)
         self._transcripts += self._processes.gather(transcripts)
 
@@ -429,7 +432,7 @@ class Reporter:
         folder = Path(self._args.output_dir or ".") / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         run = without_secrets(self._args.run_name or "") or Path(self._args.output_dir or ".").resolve().name
-        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX)
+        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._rewards_seen)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
         write_index(folder, run)
 

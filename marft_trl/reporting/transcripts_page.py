@@ -18,7 +18,13 @@ from .transcripts import Entry, Transcript
 INDEX = "index.html"
 
 
-def html_page(transcripts: Sequence[Transcript], title: str = "Episodes", run: str = "", index: str = "") -> str:
+def html_page(
+    transcripts: Sequence[Transcript],
+    title: str = "Episodes",
+    run: str = "",
+    index: str = "",
+    rewards: Sequence[float | None] = (),
+) -> str:
     """
     Make a self-contained HTML page. Tokens are coloured by their advantage: blue for positive and orange for negative
     advantages; the colour is stronger for larger absolute values. Episodes can be searched, sorted by reward, and
@@ -29,9 +35,11 @@ def html_page(transcripts: Sequence[Transcript], title: str = "Episodes", run: s
         title (`str`, *optional*, defaults to `"Episodes"`): title of the page.
         run (`str`, *optional*): name of the run.
         index (`str`, *optional*): file beside it that lists the pages of all steps.
+        rewards (`Sequence[float]`, *optional*): of all episodes, if these are the first of more.
     """
-    known = [one.reward for one in transcripts if one.reward is not None]
-    about = f"{len(transcripts)} episodes" + (f", mean reward {sum(known) / len(known):.3g}" if known else "")
+    about = f"{len(transcripts)} episodes{_mean_of([one.reward for one in transcripts])}"
+    if len(rewards) > len(transcripts):
+        about = f"The first {len(transcripts)} of {len(rewards)} episodes{_mean_of(rewards)}"
     nav = f' <a href="{_safe(index)}">all steps</a>' if index else ""
     parts = [
         _head(title, about),
@@ -47,6 +55,11 @@ def html_page(transcripts: Sequence[Transcript], title: str = "Episodes", run: s
         f"</main><script>{_SCRIPT}</script></body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def _mean_of(rewards: Sequence[float | None]) -> str:
+    known = [reward for reward in rewards if reward is not None]
+    return f", mean reward {sum(known) / len(known):.3g}" if known else ""
 
 
 def write_index(folder: Path, run: str = "") -> None:
