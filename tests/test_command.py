@@ -269,7 +269,14 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert LoraConfig.from_pretrained("out/actor").r == 2
     assert main(["eval", "--rank", "2"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^eval_reward  +[\d.]+$", printed, re.MULTILINE)
+    assert re.search(r"^evaluation  batch 1/\d+$", printed, re.MULTILINE)
+    names = re.findall(r"^(eval_\S+)  ", printed, re.MULTILINE)
+    assert names[:3] == ["eval_reward", "eval_reward_std", "eval_rewards/exact_answer/mean"]
+    assert names[-2:] == ["eval_samples_per_second", "eval_steps_per_second"] and "eval_loss" in names[-6:]
+    # With an interval over the questions, of which there are eight
+    for name in ("eval_reward", "eval_rewards/exact_answer/mean"):
+        mean, low, high = map(float, re.search(rf"^{name}  +(\S+)  \[(\S+), (\S+)\]$", printed, re.MULTILINE).groups())
+        assert 0 <= low <= mean <= high <= 1 and high - low > 0.1
     shutil.copytree("out", "other")
     shutil.rmtree("other/actor")
     assert main(["eval", "--rank", "2", "--output_dir", "other"]) == 2

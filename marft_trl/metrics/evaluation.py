@@ -95,6 +95,23 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     return metrics
 
 
+def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
+    """
+    Rewards of each question as means over its episodes, by metric of [`summarize`]: what intervals are made of.
+
+    Args:
+        records (`Sequence[dict]`): as in [`summarize`], those of a question next to each other.
+        size (`int`): number of episodes of a question.
+    """
+    scores = {"reward": [record["reward"] for record in records]}
+    scores |= {f"rewards/{name}/mean": [one["rewards"][name] for one in records] for name in records[0]["rewards"]}
+    means = {
+        name: [_mean(values[start : start + size]) for start in range(0, len(values), size)]
+        for name, values in scores.items()
+    }
+    return {name: [mean for mean in values if not math.isnan(mean)] for name, values in means.items()}
+
+
 def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
     return length_metrics([len(turn.completion_ids) for turn in turns], [turn.truncated for turn in turns])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer_utils import has_length
 from transformers.utils import is_rich_available
 
 
@@ -23,6 +25,10 @@ _FUNCTIONS = 3
 # If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
 # because agents have different numbers of turns
 _SAME = 0.01
+
+
+# Seconds without a line after which an evaluation says how far it is
+_SILENCE = 10.0
 
 
 class LogLine:
@@ -100,6 +106,29 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+class EvaluationLines:
+    """Lines that say how far an evaluation is, for output that has no bars."""
+
+    def __init__(self) -> None:
+        self._done, self._last = 0, -math.inf
+
+    def step(self, batches: Any) -> None:
+        """Take note of a batch of an evaluation, and print a line if there was none for a while."""
+        self._done += 1
+        if time.monotonic() - self._last >= _SILENCE:
+            of_all = f"/{len(batches)}" if has_length(batches) else ""
+            self.say(f"evaluation  batch {self._done}{of_all}")
+
+    def end(self) -> None:
+        """The next batch is the first one of another evaluation."""
+        self._done = 0
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._last = time.monotonic()
+        say(line)
+
+
 class TeamProgressCallback(ProgressCallback):
     """
     The progress bar of transformers, in a terminal. It prints one line per log instead of all metrics.
@@ -110,7 +139,7 @@ class TeamProgressCallback(ProgressCallback):
 
     def __init__(self, agents: Sequence[str] = ()):
         super().__init__()
-        self._line = LogLine(agents)
+        self._line, self._lines = LogLine(agents), EvaluationLines()
         # In a file, every movement of a bar would be a line of its own
         self._has_bars = sys.stderr.isatty()
 
@@ -126,6 +155,12 @@ class TeamProgressCallback(ProgressCallback):
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if self._has_bars:
             super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+        elif state.is_world_process_zero:
+            self._lines.step(eval_dataloader)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        super().on_evaluate(args, state, control, **kwargs)
+        self._lines.end()
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._has_bars:
@@ -138,7 +173,7 @@ class TeamProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.write(line)
         else:
-            say(line)
+            self._lines.say(line)
 
 
 class TeamPrinterCallback(PrinterCallback):
@@ -150,7 +185,14 @@ class TeamPrinterCallback(PrinterCallback):
     """
 
     def __init__(self, agents: Sequence[str] = ()):
-        self._line = LogLine(agents)
+        self._line, self._lines = LogLine(agents), EvaluationLines()
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if state.is_local_process_zero:
+            self._lines.step(eval_dataloader)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._lines.end()
 
     def on_train_begin(self, args, state, control, **kwargs):
         _say_going_on(state)
@@ -158,7 +200,7 @@ class TeamPrinterCallback(PrinterCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = self._line(logs or {}, state.global_step, state.max_steps)
         if state.is_local_process_zero and line is not None:
-            say(line)
+            self._lines.say(line)
 
 
 def say(line: str) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.team_setup import RunContext, TeamSetup
 from ..functional import nan_std
 from ..metrics.at_k import Vote, at_k, last_box, sample_rows, write_samples
-from ..metrics.evaluation import EvalMetric, measure_answers, summarize
+from ..metrics.evaluation import EvalMetric, measure_answers, question_means, summarize
 from ..rollout.rollouts import Rollout
 from ..rules.credit_rules import CREDITS
 from ..seams.logs import get_logger
@@ -107,6 +107,7 @@ class Reporter:
         self._told_of_lost = False
         self.generated_tokens = 0  # in training, candidates and re-runs included
         self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
+        self.question_means: dict[str, list[float]] = {}  # rewards in the last evaluation of each set, by metric
         self._k: Sequence[int] | None = run.args.eval_k
         self._vote = vote
         run.state.fill_table((), (), (), {}, {})
@@ -297,6 +298,8 @@ class Reporter:
         if not records:
             return {}
         metrics = summarize(records, self._agents)
+        of_questions = question_means(records, self._settings.group_size(training=False))
+        self.question_means |= {f"{name}_{metric}": values for metric, values in of_questions.items()}
         self.evaluation_error = _standard_error([record["reward"] for record in records])
         if self._games is not None:
             metrics |= self._games.metrics(record["played"] for record in records)
