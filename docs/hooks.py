@@ -1,7 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What the site needs besides `mkdocs.yml`: files of the repository that pages link to, and names in docstrings."""
+"""What the site needs besides `mkdocs.yml`: files that pages link to, flowcharts, and names in docstrings."""
 
 import ast
+import html as markup
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((\.\./[\w./-]+)(#[\w-]+)?\)")
 NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
+FLOWCHART = re.compile(r"^```mermaid\nflowchart LR\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
+ARROW = re.compile(r"\s+--(?:\s+(.+?)\s+--)?>\s+")
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -20,6 +23,7 @@ def on_page_markdown(markdown, page, config, files):
         if files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(file)))
 
+    markdown = FLOWCHART.sub(lambda match: drawn(match[1]), markdown)
     return NAMES.sub(lambda match: entries(match[1]), with_copies(markdown, page.file.src_uri, add))
 
 
@@ -39,6 +43,70 @@ def with_copies(markdown, page, add=lambda name, file: None):
         return f"]({up}{name})"
 
     return LINK.sub(to_copy, markdown)
+
+
+def drawn(flowchart):
+    """A flowchart as a picture in the page: the theme would load a script of another host that draws it."""
+    labels, arrows = {}, []
+    for line in flowchart.splitlines():
+        ends, texts = ARROW.split(line.strip())[::2], ARROW.split(line.strip())[1::2]
+        for place, end in enumerate(ends):
+            name, _, label = end.partition("[")
+            ends[place] = name
+            if label or name not in labels:
+                labels[name] = label.strip('"]') or name
+        arrows += zip(ends[:-1], ends[1:], texts, strict=True)
+    return _svg(labels, arrows, _columns(labels, arrows))
+
+
+def _columns(nodes, arrows):
+    """The column of each node: right of all that lead to it, but for arrows that lead back."""
+    columns = dict.fromkeys(nodes, 0)
+    order = list(nodes)
+    for _ in nodes:
+        for start, end, _ in arrows:
+            if not _leads_back(arrows, start, end, order):
+                columns[end] = max(columns[end], columns[start] + 1)
+    return columns
+
+
+def _leads_back(arrows, start, end, order):
+    seen, left = set(), [end]
+    while left:
+        node = left.pop()
+        seen.add(node)
+        left += [other for begin, other, _ in arrows if begin == node and other not in seen]
+    return start in seen and order.index(end) <= order.index(start)
+
+
+def _svg(labels, arrows, columns):
+    rows = {name: list(columns.values())[: list(columns).index(name)].count(columns[name]) for name in columns}
+    at = {name: (10 + 180 * columns[name], 10 + 60 * rows[name]) for name in columns}
+    width, height = 180 * max(columns.values()) + 140, 60 * max(rows.values()) + 90
+    parts = []
+    for start, end, text in arrows:
+        (x, y), (to_x, to_y) = at[start], at[end]
+        if columns[end] > columns[start]:
+            path, middle = f"M{x + 120} {y + 18}L{to_x - 6} {to_y + 18}", ((x + to_x + 120) / 2, (y + to_y) / 2 + 12)
+        elif columns[end] == columns[start] - 1:  # back, beside the arrow that leads here
+            path, middle = f"M{x} {y + 28}L{to_x + 126} {to_y + 28}", ((x + to_x + 120) / 2, (y + to_y) / 2 + 42)
+        else:  # back, below all boxes
+            low = height - 24
+            path = f"M{x + 60} {y + 36}V{low}H{to_x + 60}V{to_y + 42}"
+            middle = ((x + to_x) / 2 + 60, height - 8)
+        parts.append(f'<path d="{path}" fill="none" stroke="currentColor" marker-end="url(#tip)"/>')
+        if text:
+            parts.append(f'<text x="{middle[0]}" y="{middle[1]}" text-anchor="middle">{markup.escape(text)}</text>')
+    for name, (x, y) in at.items():
+        parts.append(f'<rect x="{x}" y="{y}" width="120" height="36" rx="4" fill="none" stroke="currentColor"/>')
+        parts.append(f'<text x="{x + 60}" y="{y + 23}" text-anchor="middle">{markup.escape(labels[name])}</text>')
+    says = ", ".join(f"{labels[start]} to {labels[end]}" for start, end, _ in arrows)
+    tip = '<marker id="tip" markerWidth="7" markerHeight="7" refX="5" refY="3" orient="auto"><path d="M0 0L6 3L0 6" '
+    tip += 'fill="currentColor"/></marker>'
+    return (
+        f'<svg class="flowchart" role="img" aria-label="{markup.escape(says)}" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-size="13" fill="currentColor">{tip}{"".join(parts)}</svg>'
+    )
 
 
 def entries(module):
