@@ -96,5 +96,5 @@ def test_a_saved_team_is_shown_what_it_was_trained_with(model_folder, tmp_path):
         team_trainer(model_folder, folder, settings={"show_reasoning": on}).save_model()
         assert TeamManifest.load(folder).inference.show_reasoning is on
         prompts = Team.from_pretrained(folder, model=model_folder)._runner.prompts
-        assert (prompts._reasoning is None) is on
+        assert prompts.show_reasoning is on
     assert type(TeamManifest.load(folder).inference)().show_reasoning  # teams of earlier versions were shown it

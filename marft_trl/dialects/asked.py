@@ -159,7 +159,7 @@ class Said:
             mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
         """
         calls = () if MALFORMED in turn.tool_calls else turn.tool_calls
-        text = (turn.without_calls or "") if calls else turn.text
+        text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
         for one in stop:
             text = text.partition(one)[0]
         ids = [

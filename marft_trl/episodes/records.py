@@ -65,6 +65,9 @@ class Turn(NearNames):
             Tool calls in the turn.
         without_calls (`str`, *optional*):
             Text before the tool calls, if the turn has any. Teammates are shown this text.
+        tagged (`str`, *optional*):
+            `text` with the control tokens around its reasoning, if it has any. Programs get this text, so that what
+            they send back has the reasoning and the answer apart.
         audience (`str`, *optional*):
             Only agent that sees the turn if the workflow does not pass `sees`. Set for turns with tool calls, which
             only their own agent continues from. If `None`, all agents see the turn.
@@ -89,6 +92,7 @@ class Turn(NearNames):
     fed: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     without_calls: str | None = None
+    tagged: str | None = None
     audience: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
     sampled_by: SampledBy | None = field(default=None, repr=False)
@@ -128,6 +132,7 @@ class Turn(NearNames):
             fed=fed,
             tool_calls=tuple(completion.tool_calls),
             without_calls=completion.without_calls,
+            tagged=completion.tagged,
             audience=agent if waits else None,
             logps=completion.logps,
             sampled_by=completion.sampled_by,
@@ -179,6 +184,7 @@ class Completion:
         truncated (`bool`): whether it ran into its length limit.
         tool_calls (`Sequence[ToolCall]`): functions that it asks for.
         without_calls (`str`, *optional*): the text before the calls.
+        tagged (`str`, *optional*): the text with the control tokens around its reasoning.
         logps (`Sequence[float]`, *optional*): log-probabilities of the sampled tokens.
         sampled_by ([`SampledBy`], *optional*): the server that sampled it.
     """
@@ -192,6 +198,7 @@ class Completion:
     truncated: bool = False
     tool_calls: Sequence[ToolCall] = ()
     without_calls: str | None = None
+    tagged: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
     sampled_by: SampledBy | None = field(default=None, repr=False)
 
@@ -199,7 +206,7 @@ class Completion:
     def of(cls, turn: Turn, seen: Sequence[Seen]) -> Completion:
         """The completion of a recorded turn, for an episode in which `seen` are the items that it was made from."""
         names = ("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls")
-        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "logps", "sampled_by")}
+        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "tagged", "logps", "sampled_by")}
         return cls(seen=tuple(seen), **fields)
 
 

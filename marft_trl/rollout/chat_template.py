@@ -8,7 +8,7 @@ import functools
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
@@ -20,6 +20,22 @@ from ..episodes.records import Messages, PromptError
 
 # Number of pieces of templates whose tokens are kept
 _MOST_PIECES = 10_000
+
+
+# Fields in which templates take the reasoning of a message
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+class Part(NamedTuple):
+    """A text within a rendered conversation: the number of its message, and whether it is the message's reasoning."""
+
+    message: int
+    text: str
+    is_reasoning: bool = False
+
+
+# Template text, a part, template text, ...
+Pieces = list[Any]
 
 
 class ChatTemplate:
@@ -41,6 +57,12 @@ class ChatTemplate:
         self.options = dict(options or {})
         self._ids: dict[str, list[int]] = {}
         self._schemas: dict[Callable, dict[str, Any]] = {}
+        self._renders_results: dict[int, bool] = {}
+
+    @property
+    def text(self) -> str:
+        """The template itself."""
+        return self.source or str(self._tokenizer.chat_template)
 
     def encode(self, piece: str) -> list[int]:
         """Token ids of template text, with its control tokens."""
@@ -51,16 +73,18 @@ class ChatTemplate:
             self._ids[piece] = ids
         return self._ids[piece]
 
-    def pieces(self, messages: Messages, functions: Sequence[Function] = ()) -> list[str]:
+    def pieces(
+        self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
+    ) -> Pieces:
         """
-        Render the template and split it at the contents: template text, message number, template text, ...
+        Render the template and split it at the contents and reasoning: template text, [`Part`], template text, ...
 
         Raises:
             ValueError: The template does not render each content once.
         """
-        mark, hollow = _hollow(messages)
-        pieces = re.split(f"{mark}(\\d+){mark}", self.render(hollow, functions))
-        if not _are_whole(pieces, messages, mark):
+        mark, hollow, parts = _hollow(messages)
+        pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
+        if pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
                 f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
@@ -68,52 +92,34 @@ class ChatTemplate:
             )
         return pieces
 
-    def pieces_after_text(self, messages: Messages, ending: str) -> list[str]:
-        """
-        As `pieces`, for messages that follow a turn of text: what comes after the tokens of the turn.
-
-        Args:
-            messages (`list[dict]`): the messages.
-            ending (`str`): the token that has ended the turn; empty if none has.
-
-        Raises:
-            ValueError: The template ends turns in another way, or rewrites contents.
-        """
-        own = f"@@{secrets.token_hex(8)}@@"
-        mark, hollow = _hollow(messages)
-        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": own}]
-        _, found, after = self.render([*turn, *hollow]).partition(own)
-        pieces = re.split(f"{mark}(\\d+){mark}", after.removeprefix(ending))
-        if not found or not after.startswith(ending) or not _are_whole(pieces, messages, mark):
-            raise ValueError("The chat template of the tokenizer does not end turns as they end.")
-        return pieces
-
-    @functools.cached_property
-    def ends_with_eos(self) -> bool:
-        """`True` if the template ends turns with the end-of-sequence token of the tokenizer."""
-        with contextlib.suppress(ValueError):
-            return bool(self.pieces_after_text([{"role": "user", "content": "x"}], self._tokenizer.eos_token or ""))
-        return False
-
-    def pieces_after(self, messages: Messages, functions: Sequence[Function]) -> list[str]:
+    def pieces_after(self, messages: Messages, functions: Sequence[Function], ending: str = "") -> Pieces:
         """
         As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
+
+        Args:
+            messages (`list[dict]`): the results.
+            functions (`Sequence[Function]`): functions that the agent may call.
+            ending (`str`, *optional*): the token that has ended the turn.
 
         Raises:
             ValueError: The template rewrites what stands before the messages.
         """
-        turn = _calling(messages[0]["name"])
-        mark, hollow = _hollow(messages)
+        name = messages[0]["name"]
+        turn = _calling(name)
+        mark, hollow, parts = _hollow(messages)
         before = self.render(turn, functions, add_generation_prompt=False)
         whole = self.render([*turn, *hollow], functions)
         end = self._tokenizer.eos_token or ""
-        if end and end in before:  # templates add a line break after it, which was not sampled
+        if (
+            end and end in before[max(before.rfind(name), 0) :]
+        ):  # templates add a line break after it, which was not sampled
             before = before[: before.rindex(end) + len(end)]
-        pieces = re.split(f"{mark}(\\d+){mark}", whole[len(before) :])
-        if not whole.startswith(before) or not _are_whole(pieces, messages, mark):
+        # GLM writes the same token at the end of a call and before a result
+        pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
+        if not whole.startswith(before) or pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
-                f"cannot go on from its call of {messages[0]['name']!r}. Use a template that keeps earlier messages "
+                f"cannot go on from its call of {name!r}. Use a template that keeps earlier messages "
                 "as they are (see `trl.chat_template_utils.get_training_chat_template`)."
             )
         return pieces
@@ -149,18 +155,19 @@ class ChatTemplate:
         roles = ["user", "assistant", "tool", "assistant", "user"]
         return self._pieces_of(*roles) is not None
 
-    @functools.cached_property
-    def renders_called_results(self) -> bool:
-        """`True` if the template renders tool results after a message with tool calls."""
-        messages: Messages = [
-            *_calling(),
-            {"role": "tool", "name": "x", "content": "x"},
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "x"},
-        ]
-        with contextlib.suppress(ValueError):
-            return bool(self.pieces(messages))
-        return False
+    def renders_called_results(self, count: int = 1) -> bool:
+        """`True` if the template renders the results of tools after a message that calls so many."""
+        if count not in self._renders_results:
+            messages: Messages = [
+                *_calling(count=count),
+                *[{"role": "tool", "name": "x", "content": "x"}] * count,
+                {"role": "assistant", "content": "x"},
+                {"role": "user", "content": "x"},
+            ]
+            self._renders_results[count] = False
+            with contextlib.suppress(ValueError):
+                self._renders_results[count] = bool(self.pieces(messages))
+        return self._renders_results[count]
 
     @functools.cached_property
     def renders_calls(self) -> bool:
@@ -234,28 +241,50 @@ def unbound(function: Callable) -> Callable:
     return getattr(function, "__func__", function)
 
 
-def _calling(name: str = "x") -> Messages:
-    """A conversation that ends with the call of a tool."""
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+def _calling(name: str = "x", count: int = 1) -> Messages:
+    """A conversation that ends with calls of a tool."""
+    calls = [call_of(name) for _ in range(count)]
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def _hollow(messages: Messages) -> tuple[str, Messages]:
-    """Return a random mark, and the messages with their contents replaced by their numbers between two marks."""
+def call_of(name: str, arguments: Any = None) -> dict[str, Any]:
+    """The call of a function within a message."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
+    """Return a random mark, the messages with numbers between two marks in place of their texts, and these texts."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
-    return mark, [
-        message if _is_without_text(message) else {**message, "content": f"{mark}{i}{mark}"}
-        for i, message in enumerate(messages)
-    ]
+    parts: list[Part] = []
+
+    def put(part: Part) -> str:
+        parts.append(part)
+        return f"{mark}{len(parts) - 1}{mark}"
+
+    hollow = []
+    for number, message in enumerate(messages):
+        fields = {name: message[name] for name in REASONING if isinstance(message.get(name), str) and message[name]}
+        if fields:
+            reasoning = put(Part(number, next(iter(fields.values())), is_reasoning=True))
+            fields = dict.fromkeys(fields, reasoning)
+        if not _is_without_text(message):
+            fields["content"] = put(Part(number, message.get("content") or ""))
+        hollow.append({**message, **fields})
+    return mark, hollow, parts
+
+
+def _split(text: str, mark: str, parts: Sequence[Part]) -> Pieces | None:
+    """A rendered text split at the parts; `None` unless each content occurs once, and each reasoning at most once."""
+    pieces: Pieces = re.split(f"{mark}(\\d+){mark}", text)
+    shown = [int(number) for number in pieces[1::2]]
+    missing = [part for number, part in enumerate(parts) if number not in shown and not part.is_reasoning]
+    if missing or len(set(shown)) < len(shown) or any(mark in piece for piece in pieces[::2]):
+        return None
+    pieces[1::2] = [parts[number] for number in shown]
+    return pieces
 
 
 def _is_without_text(message: dict[str, Any]) -> bool:
     """Whether a template shows a message by its other fields. Many have a line break before a content, if any."""
     return not message.get("content") and has_other_content(message)
-
-
-def _are_whole(pieces: Sequence[str], messages: Messages, mark: str) -> bool:
-    """Return `True` if each content occurs exactly once and every mark is complete."""
-    expected = [str(i) for i, message in enumerate(messages) if not _is_without_text(message)]
-    return sorted(pieces[1::2], key=int) == expected and not any(mark in p for p in pieces[::2])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
@@ -19,11 +19,11 @@ from ..episodes.asks import Function
 from ..episodes.records import TOOL, Feedback, Messages, PromptError, Seen, Turn
 from ..episodes.tools import tool_name
 from ..workflows.anonymity import renamed
-from .chat_template import ChatTemplate, naming_templates, unbound
+from .chat_template import ChatTemplate, Part, Pieces, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
-from .views import SEPARATOR, View, fold_system, merge_neighbours, shown_by, team_view
+from .views import SEPARATOR, View, calls_in, fold_system, merge_neighbours, shown_by, team_view
 
 
 # Of texts with more characters for each token of the window, so many are tokenized first
@@ -159,7 +159,8 @@ class PromptBuilder:
         self.aliases = aliases or {}
         self._alone = alone
         self._folds_system = not self._plain and not self.template.renders_system
-        self._reasoning = None if self._plain or show_reasoning else EarlierReasoning(self.template)
+        self._reasoning = None if self._plain else EarlierReasoning(self.template)
+        self.show_reasoning = show_reasoning
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
@@ -210,7 +211,7 @@ class PromptBuilder:
         if agent.system_prompt is not None and all(message["role"] != "system" for message in given):
             given.insert(0, {"role": "system", "content": agent.system_prompt})
         turns = [message["content"] if isinstance(message["content"], Turn) else None for message in given]
-        shown = [one | {"content": self._said(turn)} if turn else one for one, turn in zip(given, turns, strict=True)]
+        shown = [one if turn is None else self._as_turn(one, turn) for one, turn in zip(given, turns, strict=True)]
         observation = Observation(shown, [], list(query.seen))
         try:
             if (first := self._first_tokens(agent, shown)) is not None:
@@ -220,7 +221,7 @@ class PromptBuilder:
                 if self._encode.spells_control_token(_spelled(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
             if not self.template.renders_results:
-                shown = _without_roles(shown, self.template.renders_called_results)
+                shown = _without_roles(shown, self.template.renders_called_results())
             if self._folds_system:
                 shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
             observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
@@ -258,28 +259,89 @@ class PromptBuilder:
     ) -> list[int]:
         """
         Token ids of messages, of which some are turns. If a conversation goes on from a turn, its prompt and the turn
-        stand as they were, whatever the template makes of earlier messages.
+        stand as they were, unless the template shows something else of them now.
         """
-        last = max((index for index, turn in enumerate(turns) if turn is not None), default=0)
-        turn, rest = turns[last], messages[last + 1 :]
-        cuts = self._reasoning is not None and self._reasoning.is_cut and any(one["role"] == "user" for one in rest)
-        if turn is not None and last and rest and not cuts:
-            with contextlib.suppress(ValueError):  # the template rewrites earlier messages
-                tail = self._tail(turn, rest, functions)
-                if self._spelled_given(messages[:last], turns[:last], functions) == list(turn.prompt_ids):
-                    return [*turn.prompt_ids, *tail]
-        own = {i: self._sampled(turn) for i, turn in enumerate(turns) if turn is not None}
-        return self._spell(self.template.pieces(messages, functions), messages, own)
+        pieces = self._pieces(messages, functions)
+        found = {index: turn for index, turn in enumerate(turns) if turn is not None}
+        last = max(found, default=0)
+        if 0 < last < len(messages) - 1:
+            before = self._pieces(messages[:last], functions)
+            ids = self._spoken(found[last], messages[last])
+            tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
+            if tail and self._spelled_given(messages[:last], turns[:last], functions) == list(found[last].prompt_ids):
+                return [*found[last].prompt_ids, *ids, *self._spell(tail, found)]
+        return self._spell(pieces, found)
 
-    def _tail(self, turn: Turn, rest: Messages, functions: Sequence[Function]) -> list[int]:
-        """The tokens of a turn and of the messages after it."""
-        ids = list(turn.completion_ids)
-        if rest[0]["role"] == "tool":
-            if not self.template.ends_with_eos or (ids and ids[-1] in self._ends - {self.tokenizer.eos_token_id}):
-                raise ValueError("the turn has another end than that of the template")
-            return [*self._closed(turn), *self._spell(self.template.pieces_after(rest, functions), rest)]
-        ending = self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
-        return [*ids, *self._spell(self.template.pieces_after_text(rest, ending), rest)]
+    def _tail(
+        self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
+    ) -> Pieces | None:
+        """
+        What comes after a turn in the pieces of a conversation; `None` if the conversation does not go on from it, as
+        the template shows less of the turn, or something else before or after it.
+
+        Args:
+            ids (`Sequence[int]`): the tokens of the turn.
+            before (`list`): pieces of the messages before the turn.
+            pieces (`list`): pieces of all messages.
+            until (`list[dict]`): the messages up to the turn.
+            functions (`Sequence[Function]`): functions that the agent may call.
+        """
+        text, ending = until[-1]["content"], self._ending(ids)
+        own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
+        is_whole = not text or any(pieces[i].is_reasoning or pieces[i].text == text for i in own)
+        if not is_whole or not _begins(pieces, before):
+            return None
+        if not until[-1].get("tool_calls"):
+            start, rest = own[-1] + 1, pieces[own[-1] + 1]
+        else:
+            said = self._pieces(until, functions, add_generation_prompt=False)
+            place = said[-1].rfind(ending, len(before[-1]) if len(said) == len(before) else 0) if ending else -1
+            if place >= 0:  # templates add a line break after it, which was not sampled
+                said[-1] = said[-1][:place]
+            if not _begins(pieces, said):
+                return None
+            start, rest = len(said) - 1, pieces[len(said) - 1].removeprefix(said[-1])
+        return [rest.removeprefix(ending), *pieces[start + 1 :]] if rest.startswith(ending) else None
+
+    def _pieces(self, messages: Messages, functions: Sequence[Function], add_generation_prompt: bool = True) -> Pieces:
+        """The pieces of messages, in which reasoning is where the template has it."""
+        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
+        told = messages
+        if self._reasoning is not None:
+            told = [
+                self._reasoning.as_fields(message, index < last) if message["role"] == "assistant" else message
+                for index, message in enumerate(messages)
+            ]
+        pieces = self.template.pieces(told, functions, add_generation_prompt)
+        if not self.show_reasoning:
+            return pieces
+        shown = {piece.message for piece in pieces[1::2] if piece.is_reasoning}  # the rest is shown as a content
+        told = [new if index in shown else old for index, (new, old) in enumerate(zip(told, messages, strict=True))]
+        return self.template.pieces(told, functions, add_generation_prompt)
+
+    def _as_turn(self, message: dict[str, Any], turn: Turn) -> dict[str, Any]:
+        """A message that is a turn, with its text, and its calls if the template shows them."""
+        calls = message.get("tool_calls") or calls_in(turn)
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        if not self._shows(calls):
+            return rest | {"content": turn.raw_text}
+        return rest | {"content": turn.without_calls or "", "tool_calls": calls}
+
+    def _shows(self, calls: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template shows calls. They are its own text, which must not have control tokens of a model."""
+        return (
+            bool(calls)
+            and self.template.renders_called_results(len(calls))
+            and not self._encode.spells_control_token(_spelled(calls))
+        )
+
+    def _spoken(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
+        """The tokens of a turn that a conversation goes on from."""
+        return self._closed(turn) if message.get("tool_calls") else turn.completion_ids
+
+    def _ending(self, ids: Sequence[int]) -> str:
+        """The token that has ended a turn; empty if none has."""
+        return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
 
     def _closed(self, turn: Turn) -> list[int]:
         """The tokens of a turn with that which ends it: a turn that ended at a stop text has none."""
@@ -291,16 +353,6 @@ class PromptBuilder:
         if self.window is None or agent.name in self._unread:
             return True
         return len(ids) + self._reserved.get(agent.name, 0) <= self.window
-
-    def _said(self, turn: Turn) -> str:
-        return turn.raw_text if self._reasoning is None else self._reasoning.answer(turn.raw_text)
-
-    def _sampled(self, turn: Turn) -> list[int]:
-        """The tokens of a turn as the content of a message: as sampled, unless the template shows a part of it."""
-        if self._said(turn) != turn.raw_text:
-            return self._encode(self._said(turn))
-        ids = list(turn.completion_ids)
-        return ids[:-1] if ids and ids[-1] in self._ends else ids
 
     def written(self, agent: str, text: str) -> tuple[list[int], bool]:
         """
@@ -394,11 +446,17 @@ class PromptBuilder:
             asked = [_filled(message) for message in asked]
         if not self._alone or query.seen:
             self._check(asked)
-        shown = query.seen if self._reasoning is None else self._reasoning.shown(query.seen, query.after)
+        shown = query.seen
+        if self._reasoning is not None and not self.show_reasoning:
+            shown = self._reasoning.shown(query.seen, query.after)
+        if self._view_of(query.agent) is team_view:
+            shown = [
+                one if isinstance(one, Feedback) or self._shows(calls_in(one)) else _uncalled(one) for one in shown
+            ]
         agent, seen = renamed(query.agent, shown, self.aliases)
         messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
         if not self.template.renders_results:
-            messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results))
+            messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results()))
         if self._plain and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
@@ -450,28 +508,33 @@ class PromptBuilder:
         if isinstance(observation, str):
             head = self.tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
             return list(head) + self._encode(observation)
-        return self._spell(self.template.pieces(observation, functions), observation)
+        return self._spell(self._pieces(observation, functions))
 
-    def _spell(
-        self, pieces: Sequence[str], messages: Messages, own: Mapping[int, list[int]] | None = None
-    ) -> list[int]:
+    def _spell(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
         """
-        Return token ids of `pieces`, which alternate between template text and the number of a message. `own`: tokens
-        of contents that are known.
+        Return token ids of `pieces`, which alternate between template text and [`Part`]. `turns`: messages that are
+        turns, whose texts have the tokens that were sampled.
         """
         ids: list[int] = []
-        for text, content in zip(pieces[::2], [*pieces[1::2], None], strict=True):
-            ids += self.template.encode(text)
-            if content is not None:
-                known = (own or {}).get(int(content))
-                ids += self._encode(messages[int(content)].get("content") or "") if known is None else known
+        for piece in pieces:
+            turn = (turns or {}).get(piece.message) if isinstance(piece, Part) else None
+            if isinstance(piece, str):
+                ids += self.template.encode(piece)
+            elif turn is not None and piece.text == turn.raw_text:
+                ids += turn.completion_ids[:-1] if self._ending(turn.completion_ids) else turn.completion_ids
+            else:
+                ids += self._encode(piece.text)
         return ids
 
     def _go_on(self, query: Query, turn: Turn) -> list[int]:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
         _, *said = self._own_messages(query, turn)
-        pieces = self.template.pieces_after(said, query.functions)
-        return [*turn.prompt_ids, *self._closed(turn), *self._spell(pieces, said)]
+        ids = self._closed(turn)
+        return [
+            *turn.prompt_ids,
+            *ids,
+            *self._spell(self.template.pieces_after(said, query.functions, self._ending(ids))),
+        ]
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
@@ -491,6 +554,17 @@ def _as_shown(query: Query) -> Query:
         if (item.index in after.sees if isinstance(item, Turn) else item.index in after.hears)
     ]
     return query._replace(seen=[*before, *query.seen[start:]])
+
+
+def _begins(pieces: Pieces, beginning: Pieces) -> bool:
+    """Whether a conversation begins with the pieces of another."""
+    count = len(beginning) - 1
+    is_same = len(pieces) > count and pieces[:count] == beginning[:count]
+    return is_same and pieces[count].startswith(beginning[count])
+
+
+def _uncalled(turn: Turn) -> Turn:
+    return replace(turn, tool_calls=()) if turn.tool_calls else turn
 
 
 def _from(seen: Sequence[Seen], count: int) -> list[Seen]:

@@ -16,6 +16,7 @@ from ..episodes.tools import MALFORMED, ToolCall, as_plain
 from .chat_template import ChatTemplate
 from .generator import Generator, Sampled
 from .prompts import Observation
+from .reasoning import EarlierReasoning
 from .tool_calls import call_pattern, parse_calls
 
 
@@ -74,13 +75,15 @@ class TurnReader:
         has_end = bool(ids) and ids[-1] in (*self._ends, self._tokenizer.pad_token_id)
         has_end = has_end or any(stop in text for stop in (request.given.stop if request.given else ()))
         is_cut = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
+        raw_text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
         return request.completed(
             text,
             observation.seen,
             observation=observation.content,
             prompt_ids=observation.ids,
             completion_ids=ids,
-            raw_text=self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids),
+            raw_text=raw_text,
+            tagged=raw_text if raw_text != text and self._reasoning.is_in(raw_text) else None,
             truncated=is_cut,
             tool_calls=() if is_cut else self._calls(request, observation.ids, ids),
             without_calls=self._before_calls(ids) if request.functions else None,
@@ -122,6 +125,10 @@ class TurnReader:
         if not calls and not self._is_lone and self._before_calls(ids) is not None:
             return (MALFORMED,)
         return calls
+
+    @functools.cached_property
+    def _reasoning(self) -> EarlierReasoning:
+        return EarlierReasoning(self._template)
 
     @functools.cached_property
     def _call_pattern(self) -> re.Pattern | None:

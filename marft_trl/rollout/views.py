@@ -8,6 +8,7 @@ from typing import Any
 
 from ..agents import AgentSpec
 from ..episodes.records import Feedback, Messages, Seen, Turn
+from .chat_template import call_of
 from .speakers import quoted, speaker_line
 
 
@@ -51,11 +52,20 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
 
 def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
     if isinstance(item, Turn):
-        own = item.agent == agent.name
-        return {"role": "assistant", "content": item.raw_text} if own else {"role": "user", "content": said_by(item)}
+        if item.agent != agent.name:
+            return {"role": "user", "content": said_by(item)}
+        calls = calls_in(item)
+        said = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
+        return {"role": "assistant", **said}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
         return {"role": "tool", "name": item.tool, "content": quoted(item.text)}
     return {"role": "user", "content": said_by(item)}
+
+
+def calls_in(turn: Turn) -> list[dict[str, Any]]:
+    """The calls of a turn as a message has them; none if one of them cannot be made, so that they are a text."""
+    readable = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
+    return [call_of(call.name, call.arguments) for call in turn.tool_calls] if readable else []
 
 
 def merge_neighbours(messages: Messages) -> Messages:

@@ -360,7 +360,7 @@ class _Conversation:
         for number, message in enumerate(messages):
             turn = self._turn_of(agent, messages, number, used) if message["role"] == "assistant" else None
             used += [turn] if turn is not None else []
-            found.append(message if turn is None else {"role": "assistant", "content": turn})
+            found.append(message if turn is None else {**message, "content": turn})
         return found
 
     def _turn_of(
@@ -375,7 +375,7 @@ class _Conversation:
             if turn.agent == agent
             and said.text == message["content"]
             and _calls_of(turn) == calls
-            and (calls or said.text == turn.text)  # not one that is shown without its stop text
+            and said.text == Said.of(turn).text  # not one that is shown without its stop text
             and turn not in used
         ]
         return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)

@@ -1,0 +1,169 @@
+"""What an agent is shown is what the chat template makes of the conversation, for all templates that TRL ships."""
+
+import json
+import os
+import re
+from importlib.resources import files
+
+from marft_trl import AgentSpec, Turn
+from marft_trl.dialects import chat
+from marft_trl.episodes.records import TOOL, Feedback
+from marft_trl.rollout.chat_template import ChatTemplate
+from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.prompts import PromptBuilder, Query
+from marft_trl.rollout.tool_calls import prepare_template
+from marft_trl.rollout.turn_reader import TurnReader
+from marft_trl.tiny import tiny_tokenizer
+from marft_trl.workflows import ExternalApp
+
+import pytest
+from tokenizers import AddedToken
+from trl.chat_template_utils import supports_tool_calling
+
+from .helpers import add, collect
+from .test_applications import SCHEMA, Client, user
+from .tokenizers_and_templates import chat_template
+
+
+FOR_IMAGES = ("idefics3", "llava_next", "smolvlm")  # contents are lists of parts, which agents are not shown
+NAMES = sorted(file.name.removesuffix(".jinja") for file in files("trl").joinpath("chat_templates").iterdir())
+NAMES = [name for name in NAMES if "." not in name and not name.startswith((*FOR_IMAGES, "__"))]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+# Of templates that take no reasoning but in the content
+TAGS = {"deepseek": ("", "</think>"), "gemma4_v2": ("<|channel>", "<channel|>")}
+# What ends a call where it is not what ends an answer, and what ends an answer where the template does not write it
+CALL_ENDS = {"gemma4_v2": "<turn|>", "gemma4": "<|tool_response>", "gptoss": "<|call|>", "glm4moe": "<|observation|>"}
+ENDS = {"gptoss": "<|return|>", "glm4moe": "<|user|>"}
+
+
+def of_family(table, name):
+    return next((value for family, value in table.items() if name.startswith(family)), None)
+
+
+class Family:
+    """A tokenizer with a template and its control tokens, and what a model writes that follows the template."""
+
+    def __init__(self, name):
+        self.name, self.tokenizer = name, tiny_tokenizer()
+        source = chat_template(name)
+        marks = sorted(set(re.findall(r"<[^<>\s{}'\"=]+>|\[gMASK\]", source)))
+        added = [mark for mark in marks if re.fullmatch(r"</?(think|tool_call|tool_response)>", mark)]
+        special = [mark for mark in marks if re.search(r"[|\uff5c\[]|_of_|sop", mark)]
+        self.tokenizer.add_special_tokens({"bos_token": "<bos>", "extra_special_tokens": special})
+        self.tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
+        self.tokenizer.chat_template, self.source = source, None
+        self.has_system = not name.startswith("gemma_") and name != "gemma"
+        self.has_tools = supports_tool_calling(self.tokenizer)
+        try:
+            self.source = prepare_template(self.tokenizer, "The team") if self.has_tools else None
+        except ValueError:  # TRL does not know how its calls are read
+            self.has_tools = False
+        self.tools = [SCHEMA] if self.has_tools else []
+        self.template = ChatTemplate(self.tokenizer, self.source)
+        rest = self.render([user("q"), {"role": "assistant", "content": "ANSWER"}]).partition("ANSWER")[2]
+        end = next(iter(sorted((mark for mark in special if mark in rest), key=rest.index)), "<|im_end|>")
+        self.end = of_family(ENDS, name) or end
+        self.call_end = of_family(CALL_ENDS, name) or self.end
+        self.tokenizer.eos_token = self.end
+        self.ends = self.tokenizer.convert_tokens_to_ids([self.end, self.call_end])
+
+    def render(self, messages, add_generation_prompt=False):
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=self.tools or None,
+            chat_template=self.source,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def said(self, text, reasons, calls=()):
+        """A message of an assistant, with reasoning as the template takes it."""
+        opening, closing = of_family(TAGS, self.name) or ("", "")
+        message = {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+        if not reasons:
+            return message
+        if closing:
+            return message | {"content": f"{opening}{reasons}{closing}{text}"}
+        return message | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasons)
+
+    def sampled(self, message):
+        """The tokens with which a model says a message."""
+        prompt, text = self.render([user("q")], add_generation_prompt=True), message["content"]
+        if message.get("tool_calls") or not of_family(TAGS, self.name):  # else it is shown without its reasoning
+            whole = self.render([user("q"), message])
+            text = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071
+        end = self.call_end if message.get("tool_calls") else self.end
+        return self.tokenizer(f"{text.partition(end)[0]}{end}", add_special_tokens=False)["input_ids"]
+
+    def builder(self):
+        def tokenize(prompts, *functions):
+            texts = [self.render(prompt, add_generation_prompt=True) for prompt in prompts]
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+        template = ChatTemplate(self.tokenizer, self.source)
+        return PromptBuilder(self.tokenizer, tokenize, chat_template=template, ends=self.ends)
+
+
+class StopsNowhere:
+    def holds_stop(self, *_):
+        return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
+    """In training, when served, and in a workflow: a call, its result, an answer, and the next question."""
+    family, agent = Family(name), AgentSpec("ann")
+    reasons = "" if "nothink" in name else "3 and 4 are 7"
+    plan = [family.said("", reasons, [CALL])] if family.has_tools else []
+    plan += [family.said("It is 7.", reasons), family.said("Yes.", reasons)]
+    builder, served = family.builder(), family.builder()
+    reader = TurnReader(family.tokenizer, family.ends, family.template, family.has_tools, is_lone=False)
+    start = [{"role": "system", "content": "Be brief."}] * family.has_system + [user("3+4?")]
+    conversation, received, expected, trained, shown = list(start), [], [], [], []
+
+    def answer(requests):
+        (request,) = requests
+        tools = tuple(request.given.tools)
+        (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=request.given.messages)])
+        (direct,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
+        trained.append(observation.problem or family.tokenizer.decode(observation.ids))
+        shown.append(direct.problem or family.tokenizer.decode(direct.ids))
+        expected.append(family.render(conversation, add_generation_prompt=True))
+        ids = family.sampled(plan[len(trained) - 1])
+        return reader.sampled(requests, [observation], [Sampled(ids)], StopsNowhere())
+
+    async def app(row, endpoint):
+        ask, messages = Client(endpoint), list(start)
+        for number, message in enumerate(plan):
+            body = {"model": "ann", "messages": messages, "tools": family.tools}
+            received.append(chat.read(json.dumps(body).encode(), ["ann"]).messages)
+            said = await ask("ann", *messages, **({"tools": family.tools} if family.tools else {}))
+            messages.append(said.model_dump(exclude_none=True))
+            conversation.append(message)
+            if said.tool_calls:
+                result = {"role": "tool", "content": "7"}
+                messages.append(result | {"tool_call_id": said.tool_calls[0].id})
+                conversation.append(result | {"name": "add"})
+            elif number + 1 < len(plan):
+                messages.append(user("Sure?"))
+                conversation.append(user("Sure?"))
+
+    (episode,) = collect(ExternalApp(app, tools=family.has_tools, together=0.0), [{"prompt": "q"}], ["ann"], answer)
+    assert trained == expected
+    assert shown == expected
+    turns, result = episode.turns, Feedback("7", TOOL, tool="add", audience="ann")
+    seen, tools = ((turns[0], result, turns[1]), (add,)) if family.has_tools else ((turns[0],), ())
+    if family.has_tools:
+        sampled = (*turns[0].prompt_ids, *turns[0].completion_ids)
+        assert turns[1].prompt_ids[: len(sampled)] == sampled
+        (observation,) = builder.build([Query(agent, start, seen[:2], tools, turns[0])])
+        assert family.tokenizer.decode(observation.ids) == expected[1]
+    (observation,) = builder.build([Query(agent, start, (*seen, Turn("ben", "Sure?", 9)), tools)])
+    conversation[-2:] = [user("[ben]\nSure?")]
+    answers = [one if one["role"] != "assistant" else without_reasons(one) for one in conversation]
+    possible = [family.render(messages, add_generation_prompt=True) for messages in (conversation, answers)]
+    assert family.tokenizer.decode(observation.ids) in possible
+
+
+def without_reasons(message):
+    return {name: value for name, value in message.items() if name in ("role", "content", "tool_calls")}
