@@ -25,6 +25,7 @@ from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import EndOfEpisode
 from marft_trl.episodes.rerun import Rerun
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
@@ -1040,6 +1041,34 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     assert rerun.holds_turn
     # What was read before the second request is what had been read in the record, if it is there
     assert [turn.sees for turn in again.turns] == [(), (0,) if order == ["one", "two"] else ()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ({"b": 4, "a": 3}, '{"b": 4, "a": 3}'), ('{"a": 3}', '{"a": 3}'), ("", "{}"), ({}, "{}"),
+        ([3, 4], None), ("[3, 4]", None), ("three", None), (None, None),
+    ],
+)  # fmt: skip
+def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments, sent):
+    """And what it sends back is the turn, so that the conversation goes on from the sampled tokens."""
+    asked, calls = [], []
+
+    def answer(requests):
+        asked.extend(requests)
+        call = ToolCall("add", arguments)
+        return [one.completed("<call>", tool_calls=(call,), without_calls="So:") for one in requests]
+
+    async def app(row, endpoint):
+        ask = Client(endpoint)
+        said = await ask("ann", user("x"), tools=[SCHEMA])
+        calls.append([call.function.arguments for call in said.tool_calls or ()])
+        assert said.content == ("So:" if said.tool_calls else "<call>")
+        await ask("ann", user("x"), said.model_dump(exclude_none=True), user("y"), tools=[SCHEMA])
+
+    (episode,) = played(app, answer, tools=True)
+    assert calls == [[sent] if sent is not None else []]
+    assert asked[1].given.messages[1]["content"] is episode.turns[0]
 
 
 @pytest.mark.parametrize(

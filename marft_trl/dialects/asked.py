@@ -158,18 +158,30 @@ class Said:
             stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
             mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
         """
-        calls = () if MALFORMED in turn.tool_calls else turn.tool_calls
+        calls = _calls_of(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
         for one in stop:
             text = text.partition(one)[0]
-        ids = [
-            SaidCall(f"call_{mark}{turn.index}_{i}", one.name, _as_json(one.arguments)) for i, one in enumerate(calls)
-        ]
+        ids = [SaidCall(f"call_{mark}{turn.index}_{i}", *call) for i, call in enumerate(calls)]
         return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
 
 
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+def _calls_of(turn: Turn) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in a turn. If one of them has no object as arguments, the turn is a text."""
+    calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
+    found = [(name, arguments) for name, arguments in calls if arguments is not None]
+    return found if len(found) == len(calls) and MALFORMED not in turn.tool_calls else []
+
+
+def _as_json(arguments: Any) -> str | None:
+    """Arguments as JSON, which models also write as a text; `None` if they are no object."""
+    if isinstance(arguments, str):
+        text = arguments.strip() or "{}"
+        try:
+            return text if isinstance(json.loads(text), dict) else None
+        except (ValueError, RecursionError):
+            return None
+    return json.dumps(arguments) if isinstance(arguments, Mapping) else None
 
 
 def _check_format(value: Any, where: str) -> None:
@@ -225,7 +237,7 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
 def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """A call within a message, as chat templates take it."""
     try:
-        known = json.loads(arguments) if isinstance(arguments, str) else arguments
+        known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         json.dumps(known, ensure_ascii=False).encode("utf-8")  # no halves of characters
         check_depth(known)
     except (ValueError, RecursionError):  # what a model wrote need not be JSON

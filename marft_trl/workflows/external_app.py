@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import json
 import logging
 import os
 import threading
@@ -21,7 +22,6 @@ from ..dialects.fields import problem_of
 from ..episodes.asks import Given
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Turn
-from ..episodes.tools import MALFORMED
 from ..system.watchdog import raise_in
 from .base import Workflow, callable_name
 
@@ -368,21 +368,22 @@ class _Conversation:
     ) -> Turn | None:
         """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
         message, before = messages[number], list(messages[:number])
-        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or ()]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
         same = [
             (turn, asked)
             for turn, said, asked in self._said
             if turn.agent == agent
             and said.text == message["content"]
-            and _calls_of(turn) == calls
             and said.text == Said.of(turn).text  # not one that is shown without its stop text
+            and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
             and turn not in used
         ]
         return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)
 
 
-def _calls_of(turn: Turn) -> list[tuple[str, Any]]:
-    return [] if MALFORMED in turn.tool_calls else [(call.name, call.arguments) for call in turn.tool_calls]
+def _sorted(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True)
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
