@@ -115,7 +115,8 @@ class EndpointReply:
                             raise EndpointError(
                                 f"{self!r} redirects to {for_log(to, key)[:300]!r}. If it is meant, set `base_url`."
                             )
-                        why = f"status {response.status}: {for_log(content[:4000].decode(errors='replace'), key)[:300]}"
+                        said = for_log(content[:4000].decode(errors="replace"), key)[:300]
+                        why = f"status {response.status}: {said}"
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)

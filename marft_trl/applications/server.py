@@ -96,8 +96,10 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False, "logger": logger}
-            runner = web.AppRunner(self._application(), **options)
+            app = self._application()
+            runner = web.AppRunner(
+                app, handler_cancellation=True, access_log=None, auto_decompress=False, logger=logger
+            )
             await runner.setup()
             listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
             listening.setblocking(False)
