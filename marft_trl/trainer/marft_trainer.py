@@ -167,11 +167,10 @@ class MARFTTrainer(GRPOTrainer):
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
         train_dataset = setup.dataset_of(args, self.workflow, train_dataset, eval_dataset)
-        reward_funcs, reward_weights, turn_rewards = setup.rewards_of(
+        reward_funcs, weights, turn_rewards = setup.rewards_of(
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
-
         setup.make_output_dir(args)
         set_seed(args.seed)  # adapters start at random
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
@@ -187,14 +186,13 @@ class MARFTTrainer(GRPOTrainer):
         self.critic = setup.make_critic(
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
-        parts = self.critic.parts if self.critic is not None else []
-        self.schedule = Schedule.of(args, self.policies.trained_in_order).with_critic(parts)
+        self.schedule = Schedule.of(args, self.policies.trained_in_order)
+        if self.critic is not None:
+            self.schedule = self.schedule.with_critic(self.critic.parts)
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)
-        with constructing_parent(
-            args, self.policies.has_adapters, isinstance(model, str), level.ratio, reward_weights
-        ):
+        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=base,
                 reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
