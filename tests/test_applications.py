@@ -30,6 +30,7 @@ from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import ExternalApp, together
 
+import agents as agents_sdk
 import aiohttp
 import httpx
 import openai
@@ -1082,6 +1083,7 @@ def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments
         ("python app.py {prompt}", "`--output=x` would be an option"),
         ("python app.py --{name}", "would be an option"),
         ("run app -- --question {prompt}", "would be an option"),
+        ("env -- python app.py {prompt}", "would be an option"),
         ("{program} --question", "begins with {program}"),
         ("", "`app` must be"),
         (["python", 3], "`app` must be"),
@@ -1112,7 +1114,7 @@ os.rename(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(600)
 """
 RUN = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.collector import collect
 from marft_trl.workflows import ExternalApp
@@ -1122,6 +1124,7 @@ def app(row, endpoint):
     subprocess.run(sys.argv[2:], env=env, start_new_session=True)
 
 app = app if sys.argv[1] == "function" else sys.argv[2:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
 collect(ExternalApp(app), [{"prompt": "x"}], Setting(("ann",)), lambda requests: [], patience=600)
 """
 
@@ -1257,9 +1260,19 @@ def in_the_module(endpoint):
     return functools.partial(openai.AsyncOpenAI, base_url=endpoint.base_url)
 
 
+def in_the_agents_sdk(endpoint):
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    agents_sdk.set_default_openai_client(client)
+    return lambda **options: agents_sdk.models._openai_shared.get_default_openai_client().copy(**options)
+
+
 @pytest.mark.parametrize(
     ("passed_on", "place"),
-    [(in_variables, r"os.environ\['OPENAI_API_KEY'\]"), (in_the_module, "openai.api_key")],
+    [
+        (in_variables, r"os.environ\['OPENAI_API_KEY'\]"),
+        (in_the_module, "openai.api_key"),
+        (in_the_agents_sdk, "the default client of the Agents SDK"),
+    ],
 )
 @pytest.mark.parametrize("puts_back", [False, True])
 def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_back, monkeypatch):
@@ -1271,6 +1284,7 @@ def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_
         if puts_back:
             os.environ.pop("OPENAI_API_KEY", None)
             openai.api_key = None
+            agents_sdk.set_default_openai_client(None)
 
     async def mended(row, endpoint):
         await Client(endpoint)("ann", user(question_of(row)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import json
 import pickle
 import threading
@@ -163,11 +164,19 @@ def test_a_judge_is_shown_columns_of_any_name_beside_the_answer():
     [
         *[(f"Score: {form}", 0.8) for form in ("<8>", "8", "$8$", "+8", "`8`", "[8]", "8/10", "8.0", r"\boxed{8}")],
         *[(text, 0.8) for text in ("**Score**: 8", "**Score: 8**", "score\uff1a8", '{"score": 8}', "_Score_ = 8")],
-        *[("Score: 7,5", 0.75), ("Score: 3, then\nScore: 8", 0.8), ("final_score: 8", 0.8), ("Score: -0.0", 0.0)],
+        *[
+            ("Score: 7,5", 0.75),
+            ("Score: 10\n\n- 2 typos", 1.0),
+            ("Score: 8\n- 2 facts", 0.8),
+            ("Score: 3, then\nScore: 8", 0.8),
+            ("final_score: 8", 0.8),
+            ("Score: -0.0", 0.0),
+        ],
+        *[("Score: 10\n\n- 2 typos", 1.0), ("Score: 8\n- 2 facts", 0.8)],
         # Nothing on the scale, no score, or two
         *[
             (f"Score: {form}", None)
-            for form in ("1,000", "11", "-1", "\u22128", "8-9", "8 \u2013 9", "1.2.3", "eight")
+            for form in ("1,000", "11", "-1", "\u22128", "8-9", "8 \u2013 9", "10-9", "0.5-1", "1.2.3", "eight")
         ],
         *[("Underscore: 4", None), ("8 of 10", None), ("", None)],
     ],
@@ -179,7 +188,9 @@ def test_a_score_is_read_in_every_form_or_not_at_all(text, score):
 def test_a_judge_is_not_trained_on_its_own_scores():
     frozen, score = AgentSpec("judge", trainable=False), judge_reward("judge")
     solver = AgentSpec("solver")
+    wrapped = functools.partial(functools.wraps(score)(lambda **columns: score(**columns)), x=1)
     for agents, team, of_agents in (
+        ([solver, AgentSpec("judge")], [wrapped], {}),
         ([solver, AgentSpec("judge")], [score], {}),
         ([solver, AgentSpec("judge", trainable=False, adapter="solver")], [score], {}),
         ([solver, AgentSpec("judge")], [], {"judge": [score]}),

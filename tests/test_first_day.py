@@ -10,6 +10,7 @@ from marft_trl.metrics.at_k import scores
 from marft_trl.report import Experiment
 from marft_trl.report.comparison import ArmResult, verdicts
 from marft_trl.report.runner import Arm
+from marft_trl.rollout.reward_checks import numbered
 from marft_trl.runs.commit import DamagedCheckpoint
 from marft_trl.servers import replicas
 from marft_trl.servers.replicas import addresses
@@ -168,7 +169,6 @@ MISTAKES = {
         "without `content`",
     ),
     "no folder": (FileNotFoundError, {"model": "./no/such"}, "no folder './no/such' .*cannot be the id of a model"),
-    "near folder": (FileNotFoundError, {"model": f"{__file__}c"}, f"Did you mean '{__name__.split('.')[-1]}.py'"),
     "no model": (OSError, {"model": "models/none"}, "no folder 'models/none' .*no model of this name .* from the Hub"),
     "reward model": (FileNotFoundError, {"reward_funcs": "./no/such"}, r"no folder './no/such' \(`reward_funcs`"),
     "output_dir": (ValueError, {"output_dir": f"{__file__}/run"}, "`output_dir='.*/run'` cannot be made: Not a dir"),
@@ -244,9 +244,18 @@ def test_a_reward_that_expects_messages_is_told_so(model_folder, tmp_path):
     assert "`expects_messages`. Completions are texts where the prompts" in str(caught.value.__notes__)
 
 
+def test_a_folder_of_a_model_with_a_near_name_is_proposed(tmp_path):
+    for name in ("base", "bose"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    with pytest.raises(FileNotFoundError, match="Did you mean 'base'"):
+        team_trainer(str(tmp_path / "bsae"), tmp_path)
+
+
 def test_reward_functions_of_one_name_are_told_apart(small_model, tmp_path, caplog):
     functions = [lambda completions, value=value, **kwargs: [value] * len(completions) for value in (1.0, 2.0)]
     trainer = team_trainer(small_model, tmp_path, reward_funcs=functions, settings={"max_steps": 1})
+    assert numbered(["r", "r", "r_2"]) == ["r", "r_3", "r_2"]
     assert "Their metrics are `rewards/<lambda>`, `rewards/<lambda>_2`, in the order of `reward_funcs`" in caplog.text
     trainer.train()
     log = trainer.state.log_history[0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import shutil
 import threading
@@ -57,6 +58,10 @@ def team(team_folder, model_folder):
 
 def texts(episodes):
     return [[turn.text for turn in episode.turns] for episode in episodes]
+
+
+def test_frameworks_see_that_arun_is_a_coroutine_function():
+    assert inspect.iscoroutinefunction(Team.arun)
 
 
 async def together(team, **settings):

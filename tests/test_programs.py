@@ -90,6 +90,7 @@ def play(program, rows):
             text = f"tag{number}x"
             ids = [*TOKENIZER(text)["input_ids"], 2]
             more = {"observation": observation.content, "prompt_ids": observation.ids, "completion_ids": ids}
+            more["without_calls"] = text if calls else None
             turns.append(request.completed(text, observation.seen, tool_calls=calls, **more))
         return turns
 

@@ -237,7 +237,7 @@ class Counting(Generator):
         return False
 
     def settings(self, agent):
-        return {}
+        return dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"), 1)
 
 
 def alone(model_folder, tmp_path, **settings):

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import marft_trl
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.config.sampling import Sampling
 from marft_trl.learning.batching import collate
@@ -32,6 +33,7 @@ from marft_trl.seams.models import (
     ScoringTemperature,
     check_fused_head,
     commit_of,
+    expert_parameters,
     fused_head,
     keep_4bit_weights,
     without_adapter_name_warning,
@@ -68,6 +70,7 @@ from marft_trl.seams.trl import (
 from marft_trl.seams.versions import (
     TESTED,
     checkpointing_fields,
+    installed_version,
     is_checkpointing,
     newer_than_tested,
     release,
@@ -149,6 +152,11 @@ def test_versions_are_those_that_were_read():
     for name, (lowest, newest) in TESTED.items():
         assert release(lowest) <= release(version(name)) and release(lowest) <= release(newest), name
     assert not newer_than_tested() or os.environ.get("MARFT_NEWEST"), "raise `TESTED` if the tests pass"
+
+
+def test_installed_version_is_that_of_the_code():
+    assert installed_version("marft-trl") == marft_trl.__version__ and installed_version("trl") == version("trl")
+    assert installed_version("no-such-package") is None
 
 
 def test_newer_versions_are_said_once_and_not_refused(monkeypatch, model_folder, tmp_path, caplog):
@@ -498,6 +506,13 @@ def test_check_fused_head_knows_heads_that_scale_or_cap(model_folder, tokenizer,
     with torch.no_grad():
         expected = model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_expert_parameters_are_what_peft_targets_instead_of_modules():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "head_dim": 8}
+    mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", num_experts=2, **sizes))
+    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes))
+    assert "down_proj" in expert_parameters(mixture) and not expert_parameters(dense)
 
 
 HEADS = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

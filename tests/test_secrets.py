@@ -19,14 +19,14 @@ from pathlib import Path
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team, Workflow, endpoint_reply
 from marft_trl.report.experiment import Experiment
 from marft_trl.report.settings import settings_of
-from marft_trl.system.redaction import published, without_paths, without_secrets
+from marft_trl.system.redaction import for_log, published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.workflows import ExternalApp
 
 import pytest
 from transformers import TrainerCallback
 
-from .helpers import config, team_trainer
+from .helpers import config, grows_linearly, team_trainer
 from .hub_server import Hub
 from .test_gateway import TYPE, send, serving
 from .test_live import team_folder  # noqa: F401  # a fixture
@@ -157,6 +157,7 @@ def test_what_counts_as_a_secret_and_as_a_path():
     assert without_secrets({"deep": [{"deeper": (dropped, "x")}]}) == {"deep": [{"deeper": ({}, "x")}]}
     assert without_secrets("https://me:pass@host/path?x=1") == "https://host/path?x=1"
     assert without_secrets("redis://pass@host") == "redis://host"
+    assert grows_linearly(lambda size: for_log("://a:" * (size // 5)), 100_000)  # as a remote may answer
     assert without_secrets("http://me:p@ss@h") == "http://h" and without_secrets("pg://u:a/ss@h/db") == "pg://h/db"
     given = {"a": ["/home/me/out/", "out/model", "me/team", "/think", Path("/home/me/cache"), "file:///home/me/x"]}
     assert without_paths(given) == {"a": ["out", "out/model", "me/team", "/think", Path("cache"), "x"]}

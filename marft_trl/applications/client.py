@@ -120,7 +120,7 @@ class EndpointReply:
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)
-                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
                     why = f"{type(error).__name__}: {error}".rstrip(": ")
                 if number + 1 < self._tries:
                     await asyncio.sleep(wait)
@@ -139,7 +139,7 @@ class EndpointReply:
             choice = answer["choices"][0]
             text, end = choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EndpointError(f"{self!r} answered without a message: {for_log(str(answer))[:300]}") from error
+            raise EndpointError(f"{self!r} answered without a message: {for_log(str(answer)[:4000])[:300]}") from error
         if end in _CUT and not (end == "length" and self._allow_cut):
             fix = " Set a larger `max_tokens`, or `allow_cut=True`." if end == "length" else ""
             raise EndpointError(f"The answer of {self!r} {_CUT[end]} (`finish_reason` {end!r}).{fix}")

@@ -131,7 +131,7 @@ def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
                 f"would be an option of the program. Write `{option}={part}`, put `--` before arguments without "
                 "options, or read the row from the standard input of the program."
             )
-        are_values = part == "--" or (are_values and not part.startswith("-"))
+        are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
 
 
 def _last_text(prompt: Any) -> Any:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -31,9 +33,11 @@ _MAX_BODY, _SECONDS = 16 << 20, 60.0
 _BACKLOG = 1024
 # Open files of an episode at a time, with those of a client, of its event loop or of the pipes of a program, and those
 # that are left to the rest of the run
-_FILES, _RESERVE = 8, 64
+_FILES, _RESERVE = 24, 64
 # Seconds between two looks for room for a further connection, and before a further try where files are missing
 _PAUSE, _AGAIN = 0.01, 0.2
+# Seconds after which a connection without a valid request may have to make room
+_SILENT = 1.0
 
 
 class Endpoint:
@@ -67,7 +71,7 @@ class Endpoint:
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._places = weakref.WeakKeyDictionary()
         # Connections, the oldest first, with whether a request is being answered
-        self._answering: dict[Any, bool] = {}
+        self._silent_since: dict[Any, float] = {}  # of each connection; infinite while a request is answered
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
@@ -130,29 +134,29 @@ class Endpoint:
                 logger.exception("A connection could not be taken.")
                 await asyncio.sleep(_AGAIN)
                 continue
-            self._answering[transport] = False
+            self._silent_since[transport] = time.monotonic()
             while len(self._open_connections()) > self._most_connections:
-                silent = (one for one, is_answering in self._answering.items() if not is_answering)
-                if (oldest := next(silent, None)) is not None:
+                oldest = min(self._silent_since, key=self._silent_since.__getitem__)
+                if time.monotonic() - self._silent_since[oldest] > _SILENT:
                     oldest.abort()
-                else:
+                else:  # further clients wait in the backlog
                     await asyncio.sleep(_PAUSE)
 
-    def _open_connections(self) -> dict[Any, bool]:
-        for closed in [one for one in self._answering if one.is_closing()]:
-            del self._answering[closed]
-        return self._answering
+    def _open_connections(self) -> dict[Any, float]:
+        for closed in [connection for connection in self._silent_since if connection.is_closing()]:
+            del self._silent_since[closed]
+        return self._silent_since
 
     @contextlib.contextmanager
     def _while_answering(self, request: web.Request) -> Iterator[None]:
         transport = request.transport
-        if self._answering.pop(transport, None) is not None:  # else its client is gone already
-            self._answering[transport] = True
+        if transport in self._silent_since:  # else its client is gone already
+            self._silent_since[transport] = math.inf
         try:
             yield
         finally:
-            if self._answering.pop(transport, None) is not None:
-                self._answering[transport] = False  # until its client has closed it
+            if transport in self._silent_since:
+                self._silent_since[transport] = time.monotonic()  # until its client has closed it
 
     def _application(self) -> web.Application:
         from aiohttp import web

@@ -23,8 +23,9 @@ from ..episodes.records import Turn
 _MOST_WAITING = 512
 # What the keys of this process and its forks begin with
 _TOKEN = f"marft-{secrets.token_hex(4)}"
-# Modules whose `api_key` is that of all clients of the process
+# Modules whose `api_key` is that of all clients of the process, and that of the Agents SDK with its default client
 _CLIENTS = ("openai", "litellm")
+_AGENTS_SDK = "agents.models._openai_shared"
 
 
 class AppEndpoint(NamedTuple):
@@ -53,7 +54,15 @@ def mark_of_process() -> str:
 def shared_keys() -> list[str]:
     """Places that have a key of an episode, although all episodes of this process share them, as code names them."""
     variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
-    return variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
+    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
+    return found + ["the default client of the Agents SDK"] * (mark_of_process() in _key_of_agents_sdk())
+
+
+def _key_of_agents_sdk() -> str:
+    shared = sys.modules.get(_AGENTS_SDK)
+    if shared is None:
+        return ""
+    return f"{shared.get_default_openai_key()} {getattr(shared.get_default_openai_client(), 'api_key', None)}"
 
 
 def forget_shared_keys() -> None:
@@ -62,6 +71,10 @@ def forget_shared_keys() -> None:
         del os.environ[name]
     for name in [name for name in _CLIENTS if mark_of_process() in str(_key_of(name))]:
         sys.modules[name].api_key = None  # type: ignore[attr-defined]
+    if mark_of_process() in _key_of_agents_sdk():
+        shared = sys.modules[_AGENTS_SDK]
+        shared.set_default_openai_key(None)
+        shared.set_default_openai_client(None)
 
 
 def _key_of(module: str) -> Any:

@@ -37,9 +37,9 @@ _READ = {
 }
 # Fields that say nothing about what a model writes, or that ask for what is the case anyway
 _ASIDE = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity", "include", "truncation", "max_tool_calls"),
-    "context_management",
+    *("context_management", "prompt_cache_retention"),
 }
 _LOGPROBS = "The log-probabilities of a turn are recorded with it, and are not sent."
 _POLICY = "Agents sample from their policies. Leave it out."
@@ -52,6 +52,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _POLICY),
     "presence_penalty": ((0, 0.0), _POLICY),
     "frequency_penalty": ((0, 0.0), _POLICY),
+    "repetition_penalty": ((1, 1.0), _POLICY),
     "functions": (([],), "Use `tools`."),
     "function_call": (("none", "auto"), "Use `tools`."),
     "modalities": ((["text"],), _TEXTS),
@@ -121,7 +122,7 @@ def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
         if value is None or name in _READ or name in _ASIDE or name in own:
             continue
         if name not in _REFUSED:
-            hint = did_you_mean(name, [*_READ, *own, *_REFUSED])
+            hint = did_you_mean(name, [*_READ, *own])
             raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
         nothing, why = _REFUSED[name]
         if not any(value == one and type(value) is type(one) for one in nothing):

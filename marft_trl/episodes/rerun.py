@@ -50,6 +50,8 @@ class Rerun:
         skip (`int`, *optional*, defaults to `0`):
             Number of pending requests that show the same as that of `candidate` and come before it; they are
             generated.
+        keys (`Sequence[tuple]`, *optional*):
+            What [`keys_of`] returns for the record, for several re-runs of it.
 
     Attributes:
         holds_turn (`bool`): whether the changed, removed or candidate turn has been taken. A re-run that has ended
@@ -63,6 +65,7 @@ class Rerun:
         removed: int | None = None,
         candidate: tuple[Ask, Completion] | None = None,
         skip: int = 0,
+        keys: Sequence[tuple] | None = None,
     ):
         self.copies = episode.copies  # opponents are the same ones
         self.holds_turn = False
@@ -71,7 +74,7 @@ class Rerun:
         # Turns of the re-run by their positions in the record, and the positions of those that are as recorded
         self._turns: dict[int, Turn] = {}
         self._origins: dict[int, int] = {}
-        for turn, asked, given in zip(episode.turns, episode.asked, episode.given, strict=True):
+        for turn, asked, key in zip(episode.turns, episode.asked, keys or keys_of(episode), strict=True):
             shown = [item for item in asked if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
             completion: Completion | None = Completion.of(turn, shown)
             if turn.index == removed:
@@ -79,7 +82,7 @@ class Rerun:
             if turn.index == changed:
                 completion = None
             found = Found(completion, asked, turn.index, turn.index in (changed, removed))
-            self._recorded[observation_key(turn.agent, asked, given)].append(found)
+            self._recorded[key].append(found)
         if candidate is not None:
             ask, completion = candidate
             found = Found(completion, ask.seen, None, True)
@@ -108,6 +111,12 @@ class Rerun:
             self._turns[found.origin] = turn
             if not found.is_other:
                 self._origins[turn.index] = found.origin
+
+
+def keys_of(episode: Episode) -> list[tuple]:
+    """The [`observation_key`] of each turn of a record."""
+    turns = zip(episode.turns, episode.asked, episode.given, strict=True)
+    return [observation_key(turn.agent, asked, given) for turn, asked, given in turns]
 
 
 def observation_key(

@@ -302,7 +302,8 @@ def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = N
         turn ([`Turn`], *optional*): the turn that comes next, of which the messages are told alone.
     """
     found: list[Seen] = []
-    texts: set[str] = set()
+    prompt = [{"content": episode.prompt}] if isinstance(episode.prompt, str) else episode.prompt
+    texts = {"", *(message["content"] for message in prompt if isinstance(message["content"], str))}
     for item in [*seen, *([turn] if turn is not None else [])]:
         given = episode.given[item.index] if isinstance(item, Turn) else None
         for message in given.messages if given is not None else ():

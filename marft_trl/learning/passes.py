@@ -137,7 +137,9 @@ class Passes:
 
     def _dropout_of_base(self) -> dict[str, float]:
         settings = self.base.config.get_text_config().to_dict().items()
-        return {name: value for name, value in settings if "drop" in name and isinstance(value, float) and value}
+        found = {name: value for name, value in settings if "drop" in name and isinstance(value, float) and value}
+        # Those of other heads than the one that generates
+        return {name: value for name, value in found.items() if not name.startswith(("classifier_", "summary_"))}
 
     def warn_of_dropout(self, policies: Policies) -> None:
         """Log what drops out when turns are scored before an update and again in it."""

@@ -206,13 +206,18 @@ class Health(TrainerCallback):
     def _of_turns(self, agent: str, its: Mapping[str, float]) -> list[Symptom]:
         symptoms = []
         if "turns" in its:
-            name, is_first = f"silent/{agent}", f"silent/{agent}" not in self._in_a_row
-            span = "the first generation batch" if is_first else f"{PATIENCE} generation batches in a row"
-            message = (
-                f"THE AGENT {agent!r} DOES NOT SPEAK: it had no turn in {span}. Look for `episode.turn({agent!r})` in "
-                "the workflow, and at the prompt of the agent that decides who is next, or leave the agent out."
+            is_first = f"silent/{agent}" not in self._in_a_row
+            first = (
+                f"Agent {agent!r} had no turn in the first generation batch. If the workflow always asks it, look for "
+                f"`episode.turn({agent!r})` there."
             )
-            symptoms.append(Symptom(name, its["turns"] == 0, 1 if is_first else PATIENCE, message))
+            message = (
+                f"THE AGENT {agent!r} DOES NOT SPEAK: it had no turn in {PATIENCE} generation batches in a row. Look "
+                f"for `episode.turn({agent!r})` in the workflow, and at the prompt of the agent that decides who is "
+                "next, or leave the agent out."
+            )
+            symptoms.append(Symptom(f"unasked/{agent}", is_first and its["turns"] == 0, 1, first))
+            symptoms.append(Symptom(f"silent/{agent}", its["turns"] == 0, PATIENCE, message))
         if "completions/clipped_ratio" in its:
             masked = " They are masked (`mask_truncated_completions`), so it learns nothing."
             message = (

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Markup around a score: Markdown, LaTeX, quotes, brackets, and those of `Score: <number>`. A `_` parts words
 _MARKUP = re.compile(r"\\[A-Za-z]*|[*`$<>\[\](){}\"']")
 _NUMBER = r"[+-]?\d+(?:[.,]\d+)*"
-_SCORE = re.compile(rf"\bscore\s*[:=\uff1a]\s*({_NUMBER})(?!\s*-\s*\d)", re.IGNORECASE)
+_SCORE = re.compile(rf"\bscore\s*[:=\uff1a]\s*((?>{_NUMBER}))(?![ \t]*-[ \t]*\d)", re.IGNORECASE)  # no range
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # Number of judgments that are remembered
 _REMEMBERED = 20_000
@@ -108,6 +108,13 @@ def _refuse_unused(why: str, rubric: str | None, model: str | None, columns: Seq
         raise TypeError(f"`{unused[0]}={given[unused[0]]!r}` has no effect, since {why}. Leave it out.")
 
 
+def _judging_agent(function: Any) -> str | None:
+    """The agent whose verdict a reward function reads, also behind `functools.partial` and `functools.wraps`."""
+    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
+        function = inner
+    return getattr(function, "judging_agent", None)
+
+
 def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Mapping[str, Sequence[Any]]) -> None:
     """
     Raise if a trained agent scores what it is trained on.
@@ -123,7 +130,7 @@ def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Ma
     by_name = {agent.name: agent for agent in agents}
     trained = {agent.adapter for agent in agents if agent.trainable}
     for owner, functions in {"": team, **of_agents}.items():
-        for judge in filter(None, (getattr(function, "judging_agent", None) for function in functions)):
+        for judge in filter(None, map(_judging_agent, functions)):
             if judge not in by_name:
                 raise ValueError(
                     f"`judge_reward({judge!r})` names no agent of the team: {', '.join(map(repr, by_name))}."

@@ -13,7 +13,7 @@ from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..episodes.rerun import Rerun, observation_key
+from ..episodes.rerun import Rerun, keys_of, observation_key
 from ..rules.credit_rules import CREDITS
 from .own_returns import OwnReturns
 from .reward_scorer import RewardScorer
@@ -107,6 +107,7 @@ class Alternatives:
         own_weight = self._args.own_reward_weight if CREDITS[self._args.credit].scores_turns else 0.0
         worth = torch.zeros(len(jobs))
         records = {index: requests[index].episode.record() for index in turns}
+        keys = {index: keys_of(record) for index, record in records.items()}
         episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
         if own_weight < 1 and not completes_candidates(self._args):
             worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
@@ -117,6 +118,7 @@ class Alternatives:
                     records[index],
                     candidate=(requests[index].ask, candidates[index][place]),
                     skip=skips[index],
+                    keys=keys[index],
                 )
                 for index, place in jobs
                 for _ in range(samples)
@@ -150,12 +152,13 @@ class Alternatives:
             for turn in episode.turns
             if self._policies.is_trained(turn.agent)
         ]
+        keys = [keys_of(episode) for episode in episodes]
         counts = self._processes.gather([len(jobs)])
         first = sum(counts[: self._processes.index])
         for sample in range(samples if sum(counts) else 0):
             removes = CREDITS[self._args.credit].removes
             reruns = [
-                Rerun(episodes[index], removed=k) if removes else Rerun(episodes[index], changed=k)
+                Rerun(episodes[index], None if removes else k, k if removes else None, keys=keys[index])
                 for index, k in jobs
             ]
             rows = [episodes[index].row for index, _ in jobs]

@@ -38,6 +38,13 @@ class Part(NamedTuple):
 Pieces = list[Any]
 
 
+def begins(pieces: Pieces, beginning: Pieces) -> bool:
+    """Whether a conversation begins with the pieces of another."""
+    count = len(beginning) - 1
+    is_same = len(pieces) > count and pieces[:count] == beginning[:count]
+    return is_same and pieces[count].startswith(beginning[count])
+
+
 class ChatTemplate:
     """
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.

@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 
 from ..agents import AgentSpec
 from ..episodes.asks import Function
-from ..episodes.records import TOOL, Feedback, Messages, PromptError, Seen, Turn
+from ..episodes.records import Feedback, Messages, PromptError, Seen, Turn
 from ..episodes.tools import tool_name
 from ..workflows.anonymity import renamed
-from .chat_template import ChatTemplate, Part, Pieces, naming_templates, unbound
+from .chat_template import ChatTemplate, Part, Pieces, begins, naming_templates, unbound
 from .encoding import PlainEncoder
 from .reasoning import EarlierReasoning
 from .speakers import quoted, speaker_line
-from .views import SEPARATOR, View, calls_in, fold_system, merge_neighbours, shown_by, team_view
+from .views import SEPARATOR, View, calls_in, fold_system, merge_neighbours, shown_by, team_view, without_roles
 
 
 # Of texts with more characters for each token of the window, so many are tokenized first
 _CHARACTERS = 16
+# Prompts of which it is remembered what they were made from
+_MOST_SHOWN = 100_000
 
 
 @dataclass(eq=False)
@@ -161,6 +163,7 @@ class PromptBuilder:
         self._folds_system = not self._plain and not self.template.renders_system
         self._reasoning = None if self._plain else EarlierReasoning(self.template)
         self.show_reasoning = show_reasoning
+        self._shown: dict[int, str] = {}  # functions that were shown with messages, by the hash of the tokens
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
@@ -221,10 +224,12 @@ class PromptBuilder:
                 if self._encode.spells_control_token(_spelled(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
             if not self.template.renders_results:
-                shown = _without_roles(shown, self.template.renders_called_results())
+                shown = without_roles(shown, self.template.renders_called_results())
             if self._folds_system:
                 shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
             observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
+            self._shown = {} if len(self._shown) >= _MOST_SHOWN else self._shown
+            self._shown[hash(tuple(observation.ids))] = repr(list(query.functions))
         except (MemoryError, TimeoutError):
             raise
         except Exception as error:  # whatever it is, it is that request's
@@ -268,9 +273,17 @@ class PromptBuilder:
             before = self._pieces(messages[:last], functions)
             ids = self._spoken(found[last], messages[last])
             tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
-            if tail and self._spelled_given(messages[:last], turns[:last], functions) == list(found[last].prompt_ids):
+            if tail and self._was_shown(found[last], messages[:last], turns[:last], functions):
                 return [*found[last].prompt_ids, *ids, *self._spell(tail, found)]
         return self._spell(pieces, found)
+
+    def _was_shown(
+        self, turn: Turn, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
+    ) -> bool:
+        """Whether a turn was made from these messages. Known without another look at all turns before, as a rule."""
+        shown = self._shown.get(hash(tuple(turn.prompt_ids)))
+        is_known = messages == turn.observation and shown == repr(list(functions))
+        return is_known or self._spelled_given(messages, turns, functions) == list(turn.prompt_ids)
 
     def _tail(
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
@@ -289,7 +302,7 @@ class PromptBuilder:
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
         is_whole = not text or any(pieces[i].is_reasoning or pieces[i].text == text for i in own)
-        if not is_whole or not _begins(pieces, before):
+        if not is_whole or not begins(pieces, before):
             return None
         if not until[-1].get("tool_calls"):
             start, rest = own[-1] + 1, pieces[own[-1] + 1]
@@ -298,7 +311,7 @@ class PromptBuilder:
             place = said[-1].rfind(ending, len(before[-1]) if len(said) == len(before) else 0) if ending else -1
             if place >= 0:  # templates add a line break after it, which was not sampled
                 said[-1] = said[-1][:place]
-            if not _begins(pieces, said):
+            if not begins(pieces, said):
                 return None
             start, rest = len(said) - 1, pieces[len(said) - 1].removeprefix(said[-1])
         return [rest.removeprefix(ending), *pieces[start + 1 :]] if rest.startswith(ending) else None
@@ -456,7 +469,7 @@ class PromptBuilder:
         agent, seen = renamed(query.agent, shown, self.aliases)
         messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
         if not self.template.renders_results:
-            messages = merge_neighbours(_without_roles(messages, self.template.renders_called_results()))
+            messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))
         if self._plain and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
@@ -556,13 +569,6 @@ def _as_shown(query: Query) -> Query:
     return query._replace(seen=[*before, *query.seen[start:]])
 
 
-def _begins(pieces: Pieces, beginning: Pieces) -> bool:
-    """Whether a conversation begins with the pieces of another."""
-    count = len(beginning) - 1
-    is_same = len(pieces) > count and pieces[:count] == beginning[:count]
-    return is_same and pieces[count].startswith(beginning[count])
-
-
 def _uncalled(turn: Turn) -> Turn:
     return replace(turn, tool_calls=()) if turn.tool_calls else turn
 
@@ -591,16 +597,3 @@ def _as_text(message: dict[str, Any], name: str) -> str:
     """Return a message without a chat template, which would tell an agent's own turns from other texts."""
     content = message["content"]
     return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content
-
-
-def _without_roles(messages: Messages, after_calls: bool) -> Messages:
-    """Convert results of tools to user messages; not those after a message with calls, where these are rendered."""
-    shown: Messages = []
-    follows_calls = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
-        if is_result and not (follows_calls and after_calls):
-            message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
-        shown.append(message)
-    return shown

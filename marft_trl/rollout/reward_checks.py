@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,10 +66,13 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Names of functions, those that occur again with a number."""
-    return [
-        name if names.index(name) == at else f"{name}_{names[: at + 1].count(name)}" for at, name in enumerate(names)
-    ]
+    """Names of functions, those that occur again with a number that makes them new ones."""
+    found: list[str] = []
+    for at, name in enumerate(names):
+        numbers = (f"{name}_{number}" for number in itertools.count(2))
+        free = (new for new in numbers if new not in found and new not in names)
+        found.append(name if names.index(name) == at else next(free))
+    return found
 
 
 def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:

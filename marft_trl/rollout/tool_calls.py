@@ -83,8 +83,8 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
 def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | None:
     """
     Return a pattern that matches the beginning of a call, including an incomplete one. The opening has to be at the
-    beginning of a line, behind another tag or before the content of a call, so that a text that only mentions the tag
-    does not match.
+    beginning of a line, behind a control token or reasoning, or before the content of a call, so that a text that only
+    mentions the tag does not match.
     Returns `None` if the opening cannot be derived from the template.
     """
     opening = call_opening(tokenizer, chat_template)
@@ -93,7 +93,9 @@ def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | No
     start = re.escape(opening)
     if _TAG.fullmatch(opening) is None:  # plain text, such as a JSON object that begins the turn
         return re.compile(rf"(?:\A|(?<=\|>)\w*)\s*{start}")
-    return re.compile(rf"^[ \t]*{start}|(?<=>){start}|{start}(?=\s*(?:[\[{{<]|\Z))", re.MULTILINE)
+    return re.compile(
+        rf"^[ \t]*{start}|(?<=\|>){start}|(?<=</think>){start}|{start}(?=\s*(?:[\[{{<]|\Z))", re.MULTILINE
+    )
 
 
 def check_functions(functions: Sequence[Callable], whose: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
-from ..episodes.records import Feedback, Messages, Seen, Turn
+from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from .chat_template import call_of
 from .speakers import quoted, speaker_line
 
@@ -135,3 +135,16 @@ def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen
                 "must be a text. `prompt` is a list of messages: write `*prompt` into the list."
             )
     return list(messages)
+
+
+def without_roles(messages: Messages, after_calls: bool) -> Messages:
+    """Convert results of tools to user messages; not those after a message with calls, where these are rendered."""
+    shown: Messages = []
+    follows_calls = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
+        if is_result and not (follows_calls and after_calls):
+            message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
+        shown.append(message)
+    return shown

@@ -171,6 +171,9 @@ class Run(TrainerCallback):
         try:
             self._try_out()
         except Exception as error:
+            if not self._saves:
+                logger.warning(f"`save_model()` will fail: {type(error).__name__}: {error}")
+                return
             raise CheckpointError(
                 f"This run could not be saved, so it is not started: {type(error).__name__}: {error}. Mend what the "
                 "message names; the workflow's `describe()`, adapter configs and training arguments must be "

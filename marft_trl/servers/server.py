@@ -309,5 +309,5 @@ def _message(text: str) -> str:
 
 
 def _brief(text: str) -> str:
-    text = for_log(text)
+    text = for_log(text[: 10 * _MOST_SHOWN])
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

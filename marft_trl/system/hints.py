@@ -64,8 +64,7 @@ def checked_names(
         known = list(parameters)[1:]
         needed = [one.name for one in parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def check(kwargs: Mapping[str, Any]) -> None:
             unknown = next((name for name in kwargs if name not in known), None)
             if unknown is not None:
                 meant = _ALSO_CALLED.get(unknown)
@@ -76,8 +75,18 @@ def checked_names(
             for name in needed:
                 if name not in kwargs:
                     raise TypeError(f"`{what}` needs `{name}`. Write `{example}`.")
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(kwargs)
             return init(self, *args, **kwargs)
 
-        return checked  # type: ignore[return-value]
+        @functools.wraps(init)
+        async def checked_later(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(kwargs)
+            return await init(self, *args, **kwargs)
+
+        # Others ask whether a function is one of coroutines
+        return checked_later if inspect.iscoroutinefunction(init) else checked  # type: ignore[return-value]
 
     return decorate

@@ -46,8 +46,10 @@ def let_go(key: str) -> None:
 def _tell(line: str) -> None:
     with _LOCK, contextlib.suppress(BrokenPipeError):  # somebody has ended the keeper
         if os.getpid() not in _KEEPERS:
-            command = [sys.executable, "-P", __file__]
-            _KEEPERS[os.getpid()] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+            command = [sys.executable, "-P", __file__, str(os.getpid())]
+            keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+            keeper.returncode = 0  # it outlives this process, which Python would warn of
+            _KEEPERS[os.getpid()] = keeper
         pipe: Any = _KEEPERS[os.getpid()].stdin
         pipe.write(f"{line}\n".encode())
         pipe.flush()
@@ -87,7 +89,7 @@ def kill_group(pid: int) -> None:
 def main() -> None:
     """Note what is kept until the owner has ended, and end it."""
     kept: dict[str, tuple[int, bool]] = {}
-    owner, rest = os.getppid(), b""
+    owner, rest = int(sys.argv[1]), b""
     while os.getppid() == owner:
         if not select.select([0], [], [], _LOOK)[0]:
             continue

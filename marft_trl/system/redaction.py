@@ -22,7 +22,7 @@ _TEXT_KEY = re.compile(
     "(^|_)(pad|eos|bos|unk|sep|cls|mask|image|video|audio|stop|new|prefix|suffix|special)_?token$", re.I
 )
 # User and password in a URL, and secrets that show by their form
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@:]+@|(?![^\s/@:]*:\d+(?:/|$))[^\s/@:]*:\S*@)")
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@:]{1,256}@|(?![^\s/@:]{0,256}:\d+(?:/|$))[^\s/@:]{0,256}:\S{0,256}@)")
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{10,}|AIza[\w-]{30,}|A[KS]IA[A-Z0-9]{12,}|npm_\w{30,}|pypi-[\w-]{30,}"
@@ -30,6 +30,8 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
+# Environment variables that hold secrets, besides those with a secret key
+_VARIABLE = re.compile("(KEY|PASS|AUTH)$")
 # Secrets that are shorter are taken for words where they are looked for in a text
 _SHORTEST = 8
 _QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s'\"]*")
@@ -85,7 +87,10 @@ def for_log(text: str, *known: str | None) -> str:
         text (`str`): the text.
         known (`str`, *optional*): further secrets that it may repeat.
     """
-    secrets = {*known, *(value for name, value in os.environ.items() if _is_secret(name, value))}
+    secrets = {
+        *known,
+        *(value for name, value in os.environ.items() if _VARIABLE.search(name) or _is_secret(name, value)),
+    }
     for secret in sorted((secret for secret in secrets if secret and len(secret) >= _SHORTEST), key=len, reverse=True):
         text = text.replace(secret, "***")
     return printable(without_secrets(text).replace("\r\n", "\n"))

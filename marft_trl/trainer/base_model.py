@@ -45,6 +45,7 @@ def load_base(
         TypeError: `model` is neither a name nor a model.
         ValueError: `quantization_config` is set twice, or the folder is that of a team.
     """
+    make_output_dir(args)
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     if not isinstance(model, str):
         if not isinstance(model, (PreTrainedModel, PeftModel)):
@@ -95,6 +96,23 @@ def load_base(
     _warn_of_generation_config(base, args)
     take_one_device(args, base)
     return base
+
+
+def make_output_dir(args: Any) -> None:
+    """
+    Make the folder of the run, before a base is loaded that could take minutes.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"The folder `output_dir={args.output_dir!r}` cannot be made: {error.strerror}, at {error.filename!r}. "
+            "Set an `output_dir` that is a folder, or can become one."
+        ) from error
 
 
 def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> bool:

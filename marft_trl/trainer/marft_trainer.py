@@ -171,7 +171,6 @@ class MARFTTrainer(GRPOTrainer):
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
-        setup.make_output_dir(args)
         set_seed(args.seed)  # adapters start at random
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
@@ -186,9 +185,8 @@ class MARFTTrainer(GRPOTrainer):
         self.critic = setup.make_critic(
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
-        self.schedule = Schedule.of(args, self.policies.trained_in_order)
-        if self.critic is not None:
-            self.schedule = self.schedule.with_critic(self.critic.parts)
+        critics = self.critic.parts if self.critic is not None else []
+        self.schedule = Schedule.of(args, self.policies.trained_in_order).with_critic(critics)
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = start_engine(args, self.policies, base, self.agents)

@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -104,23 +103,6 @@ def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
             raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
     check_launcher(args)
     check_timeouts(args, args.world_size, timeout_of_processes())
-
-
-def make_output_dir(args: MARFTConfig) -> None:
-    """
-    Make the folder of the run, before a base is loaded that could take minutes.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    try:
-        if args.should_save:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"The folder `output_dir={args.output_dir!r}` cannot be made: {error.strerror}, at {error.filename!r}. "
-            "Set an `output_dir` that is a folder, or can become one."
-        ) from error
 
 
 def named_apart(names: Sequence[str]) -> list[str]:

@@ -130,7 +130,8 @@ class TeamFiles:
             for adapter, config in configs.items():
                 config.save_pretrained(str(folder / adapter))
             torch.save(self._args, folder / "training_args.bin")
-            self.save_card(folder, [])
+            # Without the picture, for which the workflow would run
+            team_card(self.manifest(), folder.name, facts=self._facts({}, None)).save(folder / CARD_NAME)
 
     def save_card(
         self,

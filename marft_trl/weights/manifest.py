@@ -267,7 +267,8 @@ def loading_model(name: str) -> Iterator[None]:
 
 def _near_path(name: str) -> str:
     folder = Path(name).parent
-    return did_you_mean(Path(name).name, (entry.name for entry in folder.iterdir()) if folder.is_dir() else ())
+    models = folder.glob("*/config.json") if folder.is_dir() else ()
+    return did_you_mean(Path(name).name, (file.parent.name for file in models))
 
 
 def _read(kind: type, data: Any) -> Any:
