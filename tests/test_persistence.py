@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from marft_trl.rules.rows import Row, Slice
 from marft_trl.runs import commit as commits
 from marft_trl.runs.commit import CheckpointError
 from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
+from marft_trl.seams import versions
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.weights.adapters import load_adapter_weights
 from marft_trl.weights.policies import Policies
@@ -552,35 +554,38 @@ def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
     assert (tmp_path / "out" / "checkpoint-2" / "actor" / "adapter_model.safetensors").exists()
 
 
-def test_a_checkout_that_is_not_installed_saves(model_folder, tmp_path):
+def test_a_checkout_that_is_not_installed_saves(model_folder, tmp_path, monkeypatch):
     """Clusters run code from `PYTHONPATH`. Without metadata of the package, versions come from its code."""
-    script = f"""
-import importlib.metadata as metadata
-found = metadata.version
-def version(name):
-    if name == "marft-trl":
-        raise metadata.PackageNotFoundError(name)
-    return found(name)
-metadata.version = version
-from tests.helpers import team_trainer
-trainer = team_trainer({model_folder!r}, {str(tmp_path)!r}, settings={{"max_steps": 1, "save_strategy": "steps"}})
-trainer.train()
-trainer.save_model()
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    found = importlib.metadata.version
+
+    def version_of(name):
+        if name == "marft-trl":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    for module in (importlib.metadata, versions):
+        monkeypatch.setattr(module, "version", version_of)
+    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 1, "save_strategy": "steps"})
+    trainer.train()
+    trainer.save_model()
     assert TeamManifest.load(tmp_path / "checkpoint-1").versions["marft-trl"] == marft_trl.__version__
     assert f"- marft-trl: {marft_trl.__version__}" in (tmp_path / "README.md").read_text()
 
 
-def test_what_cannot_be_saved_is_known_before_anything_is_generated(model_folder, tmp_path):
+def test_what_cannot_be_saved_is_known_before_anything_is_generated(model_folder, tmp_path, caplog):
     class Undescribed(Sequential):
         def describe(self):
             return {"class": "Undescribed", "tool": lambda: None}
 
     def reward(completions, **kwargs):
-        raise AssertionError("generated")
+        raise InterruptedError("generated")
 
-    trainer = team_trainer(model_folder, tmp_path, workflow=Undescribed(), reward_funcs=reward)
+    def trainer(save_strategy):
+        settings = {"save_strategy": save_strategy}
+        return team_trainer(model_folder, tmp_path, workflow=Undescribed(), reward_funcs=reward, settings=settings)
+
     with pytest.raises(CheckpointError, match="could not be saved, so it is not started.*function is not JSON"):
-        trainer.train()
+        trainer("steps").train()
+    with pytest.raises(InterruptedError, match="generated"):  # nothing will be saved there, unless it is asked for
+        trainer("no").train()
+    assert "`save_model()` will fail: TypeError: Object of type function is not JSON" in caplog.text

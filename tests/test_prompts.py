@@ -5,7 +5,7 @@ from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.rollout.chat_template import naming_templates
 from marft_trl.rollout.encoding import PlainEncoder
-from marft_trl.rollout.prompts import PromptBuilder, Window
+from marft_trl.rollout.prompts import PromptBuilder, Query, Window
 from marft_trl.rollout.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
 
@@ -260,3 +260,22 @@ def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
 def test_a_time_limit_within_a_template_is_no_fault_of_the_template():
     with pytest.raises(TimeoutError), naming_templates(TOKENIZER, []):
         raise TimeoutError
+
+
+def test_a_conversation_is_rendered_as_often_whatever_its_length():
+    """Each request goes on from the turn before it, not from all turns before."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template("qwen2_5")
+    prompts, agent = builder(tokenizer, ends=[tokenizer.eos_token_id]), AgentSpec("ann")
+    render, rendered, counts = prompts.template.render, [], []
+    prompts.template.render = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    messages = [{"role": "user", "content": "q"}]
+    for number in range(8):
+        (shown,) = prompts.build([Query(agent, "q", (), (), messages=messages)])
+        counts.append(len(rendered))
+        ids = [*tokenizer("yes", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        fields = {"observation": shown.content, "prompt_ids": tuple(shown.ids), "completion_ids": tuple(ids)}
+        turn = Turn("ann", "yes", number, raw_text="yes", **fields)
+        messages = [*messages, {"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
+        rendered.clear()
+    assert tuple(shown.ids[: len(turn.prompt_ids)]) == turn.prompt_ids and max(counts[2:]) == counts[2]
