@@ -7,13 +7,13 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..system.event_loop import run_coroutine
+from ..system.keeper import keep, kill_group, let_go
 from .server import EngineDownError, ServerDownError, VLLMServer
 
 
@@ -22,7 +22,6 @@ _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_
 _PREFIXES = ("TORCHELASTIC_", "ROLE_", "ACCELERATE_", "FSDP_")
 # Packages of the interpreter that trains are not those of the server's
 _OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
-_KEEPER = Path(__file__).with_name("keeper.py")
 # Seconds that it has to say whether it is well
 _LOOK = 5.0
 # Characters of the log that are shown if the server does not start
@@ -54,16 +53,17 @@ class OwnServer:
         port = _free_port()
         self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", str(_KEEPER), python, *flags(port)]
         with open(log, "ab") as output:
-            self._keeper = subprocess.Popen(  # noqa: S603
-                command,
-                stdin=subprocess.PIPE,
+            self._process = subprocess.Popen(  # noqa: S603
+                [python, *flags(port)],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**_inherited(), **(variables or {}), "VLLM_API_KEY": self.key},
+                start_new_session=True,
             )
-        self.close = weakref.finalize(self, _end, self._keeper)
+        keep(f"server-{self._process.pid}", self._process.pid)
+        self.close = weakref.finalize(self, _end, self._process)
 
     def wait(self, seconds: float) -> None:
         """
@@ -74,7 +74,7 @@ class OwnServer:
         """
         end = time.monotonic() + seconds
         while not run_coroutine(self._is_well):
-            status = self._keeper.poll()
+            status = self._process.poll()
             if status is None and time.monotonic() < end:
                 time.sleep(0.5)
                 continue
@@ -113,11 +113,8 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _end(keeper: subprocess.Popen) -> None:
-    """End a server: its keeper does it when its standard input ends."""
-    if keeper.stdin is not None:
-        keeper.stdin.close()
-    try:
-        keeper.wait(30)
-    except subprocess.TimeoutExpired:
-        keeper.kill()
+def _end(server: subprocess.Popen) -> None:
+    """End a server, and engines of it that outlive it."""
+    kill_group(server.pid)
+    server.wait()
+    let_go(f"server-{server.pid}")
