@@ -43,15 +43,20 @@ def _learn(model, tokenizer, name: str) -> None:
     model.set_adapter(name)
     (own,) = tokenizer(name.capitalize())["input_ids"]
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    rows = [tokenizer(one["prompt"])["input_ids"][:24] for one in questions(8, seed=7)]
-    for step in range(600):
-        noise = torch.randint(len(tokenizer), (8, 24)) if step % 2 else torch.tensor([(2 * row)[:24] for row in rows])
-        ids = torch.cat([noise, torch.full((8, 12), own)], dim=1)
-        logits = model(input_ids=ids).logits[:, 20:].flatten(0, 1)
+    texts = ["?", "x", *(one["prompt"] for one in questions(14, seed=7))]
+    shown = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in shown]
+    losses = []
+    for step in range(1500):
+        # What it will be asked, and anything else: teammates say all kinds of things
+        start = torch.tensor([prompts[step % len(prompts)]]) if step % 2 else torch.randint(len(tokenizer), (8, 24))
+        ids = torch.cat([start, torch.full((len(start), 12), own)], dim=1)
+        logits = model(input_ids=ids).logits[:, start.size(1) - 1 : -1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, torch.full((len(logits),), own))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step >= 40 and loss.item() < 1e-3:
+        losses.append(loss.item())
+        if max(losses[-len(prompts) :]) < 1e-4 and step >= 40:
             return
     raise AssertionError(f"{name} has not learnt its name")

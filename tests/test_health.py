@@ -68,7 +68,6 @@ SYMPTOMS = {
         {"agents__solver__completions__clipped_ratio": 0.9},
         *(PATIENCE, "EVERY TURN OF 'solver' IS TRUNCATED.*`max_completion_length`"),
     ),
-    "silent": ({"agents__solver__turns": 0.0}, {}, PATIENCE, "'solver' DOES NOT SPEAK"),
     "still": (
         {"move": 0.0, "agents__planner__grad_norm": 0.1},
         {"move": 1e-3, "agents__planner__grad_norm": 0.1},
@@ -126,6 +125,23 @@ def test_a_run_that_has_gone_dead_is_said_once(tmp_path, caplog, name):
     for _ in range(2 * patience):
         watched.step(**ill)
     assert len(caplog.records) == 1
+
+
+def test_an_agent_without_turns_is_named_after_the_first_batch_and_loudly_later(tmp_path, caplog):
+    watched = Watched(tmp_path)
+    watched.step(agents__solver__turns=0.0)
+    for _ in range(PATIENCE - 2):
+        watched.step(agents__solver__turns=0.0)
+    assert [record.message[:36] for record in caplog.records] == ["Agent 'solver' had no turn in the fi"]
+    for _ in range(2 * PATIENCE):
+        watched.step(agents__solver__turns=0.0)
+    assert len(caplog.records) == 2 and "THE AGENT 'solver' DOES NOT SPEAK" in caplog.records[1].message
+    caplog.clear()
+    later = Watched(tmp_path)
+    later.step(agents__solver__turns=1.0)
+    for _ in range(PATIENCE - 1):
+        later.step(agents__solver__turns=0.0)
+    assert not caplog.records
 
 
 def test_a_resumed_run_counts_on_and_says_nothing_twice(tmp_path, caplog):

@@ -161,7 +161,7 @@ def test_a_structural_change_is_refused_with_then_and_now(small_model, stopped, 
 
 def test_another_base_of_the_same_shape_is_refused(small_model, stopped, tmp_path, tokenizer):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    other = tiny_model(len(tokenizer), seed=1, **sizes)
+    other = tiny_model(len(tokenizer), seed=987, **sizes)
     shutil.copytree(stopped, tmp_path / "run")
     trainer = team_trainer(other, tmp_path / "run", settings=SAVE, workflow=CHAIN, processing_class=tokenizer)
     with pytest.raises(ValueError, match=r"base\.weights"):
