@@ -25,10 +25,11 @@ from .helpers import SIZES
 
 
 MEMORY: list[int] = []
+STARTED: list[None] = []  # tests of this process
 # No test may depend on what a tiny model happens to sample: `MARFT_TEST_SEED=1 make test` runs with other weights
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ci")
 
 
@@ -36,6 +37,14 @@ def pytest_collection_finish():
     """Leave what was imported out of every later collection: a trainer collects whenever it starts to train."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    """The same once more, when what is imported late is there."""
+    STARTED.append(None)
+    if len(STARTED) == 30:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

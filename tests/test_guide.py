@@ -47,6 +47,7 @@ def made_small(code: str, model: str, team: str) -> str:
     code = re.sub(r"MARFTTrainer\(\s*\.\.\.,", "made(", code)
     code = code.replace('SFTConfig("', 'SFTConfig(use_cpu=True, bf16=False, max_steps=1, report_to=[], output_dir="')
     code = re.sub(r"max_completion_length=\d+", "max_completion_length=8", code)
+    code = re.sub(r"\bsize=\d+", "size=16", code)  # of reasoning-gym, which takes a minute for thousands
     return code.replace(".push_to_hub()", ".create_model_card()")
 
 
