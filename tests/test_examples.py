@@ -139,7 +139,7 @@ def test_the_same_application_is_trained_on_three_clients(model_folder, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["plain", "on_langgraph", "on_agents_sdk"])
 def test_an_application_runs_as_a_program_unmodified(script, model_folder, tmp_path):
-    command = f"{sys.executable} {ROOT / 'examples' / 'applications' / script}.py {{prompt}}"
+    command = f"{sys.executable} {ROOT / 'examples' / 'applications' / script}.py -- {{prompt}}"
     trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(command), settings={"max_steps": 1})
     before = weights(trainer)
     trainer.team.run(["1 + 1 = ?"])

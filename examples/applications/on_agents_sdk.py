@@ -24,4 +24,4 @@ async def answer(question: str, client: AsyncOpenAI) -> str:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(answer(sys.argv[1], AsyncOpenAI())))
+    print(asyncio.run(answer(sys.argv[-1], AsyncOpenAI())))

@@ -48,4 +48,4 @@ async def answer(question: str, **connection) -> str:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(answer(sys.argv[1])))
+    print(asyncio.run(answer(sys.argv[-1])))
