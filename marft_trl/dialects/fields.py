@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Fields of requests: each is read and checked, and an error names it. What a client is told of other errors."""
+"""Fields of requests: each is read and checked, and an error names it. What clients get of other errors."""
 
 from __future__ import annotations
 
@@ -89,9 +89,8 @@ class RequestError(ValueError):
 
 def problem_of(error: BaseException) -> RequestError:
     """
-    An error as a client is told of it: in words if the request is to blame. Anything else may hold what is none of a
-    client's business, such as the address of an endpoint or the output of a program. It is logged without secrets,
-    and the client is told an id of the log.
+    The error that a client gets: the message if the request is wrong. Other messages may hold the address of an
+    endpoint or the output of a program, so they are logged without secrets, and the client gets an id of the log.
     """
     cause: BaseException | None = error
     while cause is not None:
