@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from marft_trl import AgentSpec
-from marft_trl.tiny import questions
 
 import torch
 from peft import get_peft_model
@@ -18,17 +17,19 @@ LENGTHS = {name: min(3 * (index + 1), 9) for index, name in enumerate(NAMES)}
 
 
 def save_namesakes(base: str, folder: Path) -> None:
-    """Train the agents on a base, and save both into `folder/base` and `folder/team`."""
-    torch.manual_seed(0)
+    """Make the agents on a base of one layer, and save both into `folder/base` and `folder/team`."""
     tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
-    model.model.norm.weight.data *= 20  # so that an agent can be sure of its name
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 100  # the same for all tokens, and above all else
+        model.model.layers[0].input_layernorm.weight[0] = 1
+        model.model.norm.weight *= 1000  # so that an agent can be sure of its name
     tokenizer.save_pretrained(folder / "base")
     model.save_pretrained(folder / "base")
     model = get_peft_model(model, lora(), adapter_name=NAMES[0])
     for name in NAMES[1:]:
         model.add_adapter(name, lora())
     for name in NAMES:
-        _learn(model, tokenizer, name)
+        _teach(model, tokenizer, name)
     agents = [AgentSpec(name, max_completion_length=LENGTHS[name]) for name in NAMES]
     trainer = team_trainer(model, folder / "team", agents=agents, peft_config=None, processing_class=tokenizer)
     trainer.save_model()
@@ -39,24 +40,26 @@ def said_by(name: str) -> str:
     return name.capitalize() * LENGTHS[name]
 
 
-def _learn(model, tokenizer, name: str) -> None:
-    model.set_adapter(name)
+@torch.no_grad()
+def _teach(model, tokenizer, name: str) -> None:
+    """
+    Write an adapter that says a name, by construction and not by training, so that no processor and no seed changes
+    what it says: attention carries what all tokens share, and makes the direction of the name out of it.
+    """
     (own,) = tokenizer(name.capitalize())["input_ids"]
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    texts = ["?", "x", *(one["prompt"] for one in questions(14, seed=7))]
-    shown = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in shown]
-    losses = []
-    for step in range(1500):
-        # What it will be asked, and anything else: teammates say all kinds of things
-        start = torch.tensor([prompts[step % len(prompts)]]) if step % 2 else torch.randint(len(tokenizer), (8, 24))
-        ids = torch.cat([start, torch.full((len(start), 12), own)], dim=1)
-        logits = model(input_ids=ids).logits[:, start.size(1) - 1 : -1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, torch.full((len(logits),), own))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if max(losses[-len(prompts) :]) < 1e-4 and step >= 40:
-            return
-    raise AssertionError(f"{name} has not learnt its name")
+    outputs = model.get_output_embeddings().weight * model.base_model.model.model.norm.weight
+    outputs = outputs - outputs.mean(0)
+    direction = torch.zeros(outputs.size(1))  # not what all tokens share
+    direction[1:] = torch.linalg.lstsq(outputs[:, 1:], torch.eye(len(outputs))[:, own]).solution
+    direction /= direction.norm()
+    logits = outputs @ direction * len(direction) ** 0.5
+    logits -= logits[own].clone()
+    logits[own] = -torch.inf
+    assert logits.logsumexp(0) < -50, f"{name} would not be sure of its name"
+    for module, row, column in (("v_proj", [1000.0], [0]), ("o_proj", 1000 * direction, [0])):
+        layer = getattr(model.base_model.model.model.layers[0].self_attn, module)
+        inner, outer = layer.lora_A[name].weight, layer.lora_B[name].weight
+        inner.zero_()
+        outer.zero_()
+        inner[0, column] = 1
+        outer[: len(row), 0] = torch.as_tensor(row)

@@ -54,6 +54,16 @@ def test_children_are_told_to_end(by, status, tmp_path):
     assert all(Path(f"{name}.ended").exists() for name in names)
 
 
+@pytest.mark.parametrize("by", ["number", "key"])
+def test_an_owner_that_is_killed_at_once_ends_what_it_kept(by):
+    """Before the process that does it has started, and also what it knows by its key alone."""
+    kept = subprocess.Popen(["sleep", "60"], env={**os.environ, "MARFT_CHILD": f"key-{os.getpid()}"})
+    code = "import os, sys; from marft_trl.system.keeper import keep; keep(sys.argv[1], int(sys.argv[2]), gently=True)"
+    arguments = [f"key-{os.getpid()}", str(kept.pid if by == "number" else 0)]
+    owner = subprocess.run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)", *arguments])
+    assert owner.returncode == -signal.SIGKILL and kept.wait(60) == -signal.SIGTERM
+
+
 def test_nothing_is_started_after_the_end():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), Children() as children:

@@ -1,6 +1,7 @@
 """What ends a turn is decided on its own tokens: by generation, by cutting, and by what counts as cut off."""
 
 import copy
+import math
 
 from marft_trl import AgentSpec, Team
 from marft_trl.config.sampling import Sampling
@@ -114,6 +115,17 @@ def test_a_character_of_several_tokens_is_found(tokenizer):
     assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(ids) - 2
 
 
+@torch.no_grad()
+def _make_sure_of(model, ends, pad, share=1 / 6):
+    """Let a model end a turn with this probability at every token, whatever it has been trained to say."""
+    embeddings, norm = model.get_input_embeddings().weight, model.model.norm.weight  # of inputs and outputs
+    embeddings[:, 0] = 100  # the same for all tokens, and above all else
+    norm.zero_()
+    norm[0] = len(norm) ** -0.5
+    embeddings[ends, 0] += math.log(share / (1 - share) * (len(embeddings) - len(ends)) / len(ends))
+    embeddings[pad, 0] -= 50
+
+
 @pytest.mark.parametrize("where", ["generation_kwargs", "generation_config", "tokenizer"])
 @pytest.mark.parametrize("share", [True, False])
 def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, where, share):
@@ -126,6 +138,8 @@ def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, wh
         others = others[:1]
     elif where == "generation_config":
         model.generation_config.eos_token_id = others  # not that of the team: its manifest says it
+    for base in (model, again):
+        _make_sure_of(base, others, tokenizer.pad_token_id)
     given = {"generation_kwargs": {"eos_token_id": others}} if where == "generation_kwargs" else {}
     trainer = team_trainer(
         model, tmp_path, processing_class=tokenizer, settings={"share_prefixes": share, "num_iterations": 2, **given}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -57,18 +58,20 @@ class Children:
         with self._lock:
             if self._has_ended:
                 raise RuntimeError("Nothing is started any more: the run was told to end.")
-            process = subprocess.Popen(  # noqa: S603
-                list(command), stdout=log, stderr=stderr, env=dict(os.environ if environment is None else environment)
-            )
+            # By its key until its number is known: this process may be killed in between
+            key = f"child-{uuid.uuid4().hex}"
+            keep(key, gently=True)
+            variables = {**(os.environ if environment is None else environment), "MARFT_CHILD": key}
+            process = subprocess.Popen(list(command), stdout=log, stderr=stderr, env=variables)  # noqa: S603
             self._running.add(process)
-            keep(f"child-{process.pid}", process.pid, gently=True)
+            keep(key, process.pid, gently=True)
         try:
             return process.wait()
         finally:
             with self._lock:
                 if process.returncode is not None:
                     self._running.discard(process)
-                    let_go(f"child-{process.pid}")
+                    let_go(key)
 
     def end(self) -> None:
         """Start nothing any more, end what runs, and wait for it."""

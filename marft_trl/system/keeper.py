@@ -33,7 +33,8 @@ def keep(key: str, pid: int = 0, gently: bool = False) -> None:
         key (`str`): a text without spaces.
         pid (`int`, *optional*): a process, which is ended with its group. If left out, all processes are that have the
             key in their environment when this process has ended.
-        gently (`bool`, *optional*): whether to send SIGTERM to the process alone, so that it can save what it has.
+        gently (`bool`, *optional*): whether to send SIGTERM to the process alone, so that it can save what it has, or
+            to all that have the key.
     """
     _tell(f"{key} {pid} {int(gently)}")
 
@@ -90,9 +91,12 @@ def main() -> None:
     """Note what is kept until the owner has ended, and end it."""
     kept: dict[str, tuple[int, bool]] = {}
     owner, rest = int(sys.argv[1]), b""
-    while os.getppid() == owner:
+    while True:
         if not select.select([0], [], [], _LOOK)[0]:
-            continue
+            if os.getppid() == owner:
+                continue
+            break
+        # Also of an owner that has ended: all it wrote is read first
         if not (data := os.read(0, 65536)):
             break
         *lines, rest = (rest + data).split(b"\n")
@@ -106,8 +110,9 @@ def main() -> None:
 
 def _end(key: str, pid: int, gently: bool) -> None:
     if gently:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
+        for process in [pid] if pid else [found.pid for found in started_by(0, key)]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGTERM)
     elif pid:
         kill_group(pid)
     else:
