@@ -545,7 +545,7 @@ def test_rewards_of_the_application():
         played(text, earns=True)
 
 
-@pytest.mark.parametrize(("episodes", "requests"), [(20, 6), (200, 20)])
+@pytest.mark.parametrize(("episodes", "requests"), [(20, 6), pytest.param(200, 20, marks=pytest.mark.slow)])
 def test_no_turn_is_lost_doubled_or_swapped(episodes, requests):
     """Each agent answers its name and its episode's number; every other episode asks in pairs."""
 

@@ -58,7 +58,8 @@ def train(*arguments):
 
 
 @pretended
-@pytest.mark.parametrize(("team", "agents"), [("critic", 2), pytest.param("parallel", 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("team", "agents"), [("critic", 2), ("parallel", 4)])
 def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
     found = train(team, "--layouts", "whole", "spread")
     whole, spread = found["whole"], found["spread"]

@@ -416,7 +416,7 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
 
     trainer.parts.sequential.after_update = watched
     trainer.train()
-    assert len(set(seen)) > 1
+    assert len(set(raw)) > 1
     logs = [entry for entry in trainer.state.log_history if "sequential_factor/effective_share" in entry]
     count, total, squares = len(seen), sum(raw), sum(factor**2 for factor in raw)
     share = logs[0]["sequential_factor/effective_share"]  # before they are clipped

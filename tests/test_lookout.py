@@ -70,6 +70,7 @@ def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
     assert f"Process 1 of the run (pid {child.pid}) has ended without an error of its own" in watch.news()
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_after_another_has_failed_is_ended():
     """As over NCCL, where nothing is raised. The one that fails here keeps its connections."""
     with socket.socket() as free:

@@ -305,11 +305,12 @@ def test_greedy_evaluation_is_that_of_a_greedy_team(model_folder, tmp_path):
 
 def test_a_low_temperature_is_all_but_greedy(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path)
+    trainer.model.get_base_model().model.norm.weight.data *= 1000  # so that no two tokens are all but alike
     rows = tiny_dataset(6, seed=1).to_list()
     cold = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 1e-4}, seed=3)]
     greedy = [e.turns[0].completion_ids for e in trainer.team.run(rows, greedy=True)]
     assert cold == greedy
-    warm = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 5.0}, seed=3)]
+    warm = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 5e3}, seed=3)]
     assert warm != greedy
 
 

@@ -85,9 +85,8 @@ print(json.dumps([drawn[index]["question"] for index in range(5)]))
 """
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param("0", marks=pytest.mark.slow), "1"]
-)  # set too late to change this process
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])  # set too late to change this process
 def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
     (tmp_path / "json.py").write_text("raise SystemExit('another module')")
     monkeypatch.chdir(tmp_path)
@@ -99,6 +98,7 @@ def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
     assert found == json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_also_by_a_process_of_its_own():
     with pytest.raises(ValueError, match="`without` must be questions of `reasoning_gym`, with `entry`"):
         reasoning_gym("chain_sum", size=5, without=Dataset.from_list([{"prompt": "1 + 1"}]))
