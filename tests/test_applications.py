@@ -184,8 +184,8 @@ def _noting(reward, episodes):
     [
         (chain_app, chain, {}),
         (chain_app, chain, {"stream": True}),
-        (loop_app, loop, {}),
-        (parallel_app, parallel, {}),
+        pytest.param(loop_app, loop, {}, marks=pytest.mark.slow),
+        pytest.param(parallel_app, parallel, {}, marks=pytest.mark.slow),
     ],
     ids=["chain", "stream", "loop", "parallel"],
 )
@@ -247,7 +247,9 @@ def tool_training(model_folder, folder, workflow, tools):
     return before, weights(trainer), prompts
 
 
-@pytest.mark.parametrize("app", [with_tools, with_tools_as_responses], ids=["chat", "responses"])
+@pytest.mark.parametrize(
+    "app", [with_tools, pytest.param(with_tools_as_responses, marks=pytest.mark.slow)], ids=["chat", "responses"]
+)
 def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(app, model_folder, tmp_path):
     _, theirs, expected = tool_training(model_folder, tmp_path / "a", Sequential(["solver"]), [add])
     before, mine, prompts = tool_training(model_folder, tmp_path / "b", ExternalApp(app, tools=True), None)
@@ -1206,7 +1208,10 @@ def _runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(("why", "rows"), [("by the episode", 1), ("by what samples", 2), ("given up", 1)])
+@pytest.mark.parametrize(
+    ("why", "rows"),
+    [("by the episode", 1), ("by what samples", 2), pytest.param("given up", 1, marks=pytest.mark.slow)],
+)
 def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
     """Also two of them, each of which keeps the other one waiting for a while."""
 

@@ -264,6 +264,7 @@ def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesak
             until(lambda: gauge(url, "marft_requests_running") == 0)
 
 
+@pytest.mark.slow
 def test_a_question_is_given_up_after_its_time(namesakes):  # noqa: F811
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
     fast = slow_model(team, 0.5)

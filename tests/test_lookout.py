@@ -44,7 +44,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch):
     assert watch._store.asked.is_set() and time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("speaks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speaks):
     monkeypatch.setattr(lookout, "_NEWS", 4.0)
     monkeypatch.setattr(lookout, "_EVERY", 0.1)

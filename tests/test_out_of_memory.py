@@ -41,8 +41,8 @@ SETTINGS = {
     [
         {},
         {"gradient_accumulation_steps": 2},  # gradients of the first micro-step are there already
-        {"advantage": "gae", "critic": "shared"},
-        {"loss_type": "grpo", "num_iterations": 2},
+        pytest.param({"advantage": "gae", "critic": "shared"}, marks=pytest.mark.slow),
+        pytest.param({"loss_type": "grpo", "num_iterations": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

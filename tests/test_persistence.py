@@ -208,6 +208,7 @@ def test_a_resumed_run_ends_with_the_same_bits(model_folder, tmp_path, settings,
 
 
 @pytest.mark.parametrize("cut", ["missing", pytest.param("half", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_folder, tmp_path, cut):
     settings = {**RESUME, "max_steps": 4}
     whole = team_trainer(model_folder, tmp_path / "whole", settings=settings)

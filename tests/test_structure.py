@@ -148,7 +148,8 @@ def test_a_workflow_can_be_written_without_loading_a_model_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("module", ["functional", pytest.param("_ops", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["functional", "_ops"])
+@pytest.mark.slow
 def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
     code = f"""if True:
         import importlib, sys

@@ -131,6 +131,7 @@ def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
 
 
 @symptom("one agent's share of the gradient is near 1")
+@pytest.mark.slow
 def test_the_agent_with_most_to_say_captures_a_shared_adapter(model_folder, tmp_path):
     agents = [
         AgentSpec(one.name, one.system_prompt, "team", max_completion_length=one.max_completion_length)
@@ -162,6 +163,7 @@ def test_a_rate_that_is_too_high(taught_model, tmp_path):
 
 
 @symptom("nothing moves at all")
+@pytest.mark.slow
 def test_a_rate_that_is_too_low(model_folder, tmp_path):
     far = {}
     for rate in (1.5e-3, 1e-8):

@@ -82,6 +82,7 @@ def games() -> dict[str, int | str]:
     return found
 
 
+@pytest.mark.slow
 def test_games_end_with_rewards():
     """Each game that loads, with random moves: nearly all end within 60 of them, with numbers."""
     with contextlib.redirect_stdout(io.StringIO()):
