@@ -5,7 +5,7 @@ import random
 import weakref
 
 from marft_trl.seams.generation import masks_what_comes_later
-from marft_trl.seams.graphs import captured, why_not_captured
+from marft_trl.seams.graphs import captured, new_pool, why_not_captured
 from marft_trl.shared_prefix import decoding, forward, room, steps
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
 from marft_trl.shared_prefix.room import RoomyLayer
@@ -190,7 +190,7 @@ def with_graphs(monkeypatch, capture):
 def test_steps_are_replayed_until_rows_leave(monkeypatch):
     model, graphs = family_model("llama"), []
     plain, _ = steps_taken(monkeypatch, model, do_sample=True)
-    with_graphs(monkeypatch, lambda run: graphs.append(Graph(run)) or graphs[-1])
+    with_graphs(monkeypatch, lambda run, pool: graphs.append(Graph(run)) or graphs[-1])
     replayed, taken = steps_taken(monkeypatch, model, do_sample=True)
     assert replayed.tolist() == plain.tolist()
     assert len(graphs) >= 2 and sum(graph.replays for graph in graphs) > len(taken) / 3
@@ -198,7 +198,7 @@ def test_steps_are_replayed_until_rows_leave(monkeypatch):
 
 @pytest.mark.parametrize("problem", ["raises", "differs"])
 def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, problem):
-    def capture(run):
+    def capture(run, pool):
         if problem == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
         return Graph(run, wrong=1.0)
@@ -215,6 +215,11 @@ def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, 
     assert len(said) == 1 and why in said[0]
 
 
+def test_new_pool():
+    """Graphs of CUDA share memory; elsewhere there are none. `test_captured` runs on a GPU."""
+    assert new_pool(torch.device("cpu")) is None
+
+
 def test_why_not_captured():
     assert "only CUDA" in why_not_captured(torch.device("cpu")) and why_not_captured(torch.device("cuda")) is None
 
@@ -222,7 +227,7 @@ def test_why_not_captured():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured():
     value = torch.zeros(3, device="cuda")
-    run = captured(lambda: value * 2 + 1)
+    run = captured(lambda: value * 2 + 1, new_pool(value.device))
     for number in (1.0, 5.0):
         value.fill_(number)
         assert run().tolist() == [2 * number + 1] * 3

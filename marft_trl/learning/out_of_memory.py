@@ -40,12 +40,14 @@ class OutOfMemory:
 
     Attributes:
         plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that a second failure is shown beside.
+        release (`Callable`, *optional*): `release()` gives back what generation keeps for its next call.
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
         self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness
         self.plan: Callable[[], MemoryPlan] | None = None
+        self.release: Callable[[], None] | None = None
 
     def guard(
         self, work: Callable[[], torch.Tensor], rows: Sequence[Row], notes: Sequence[Snapshot], alone: bool
@@ -76,6 +78,8 @@ class OutOfMemory:
         if why_not is None and not self._smaller(rows, problem):
             why_not = "a single row is too long, with gradient checkpointing as it is set"
         elif why_not is None:
+            if self.release is not None:
+                self.release()
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
             for parameter, gradient in gradients:

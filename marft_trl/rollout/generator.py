@@ -131,6 +131,9 @@ class Generator:
         """Settings of `generate` for an agent, which are saved with the team."""
         raise NotImplementedError
 
+    def drop_cache(self) -> None:
+        """Give memory back that is kept from one call of [`~Generator.generate`] to the next."""
+
     # ---- Of generators with weights of their own; others act with the model as it is ----
 
     def publish(self, alone: bool = False) -> None:

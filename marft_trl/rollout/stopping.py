@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedTokenizerBase
+
+from ..shared_prefix.decoding import LateCriterion
 
 
 # Maximum number of tokens per character, and number of additional tokens to decode before a stop text. The margin is
@@ -45,17 +47,18 @@ class StopTexts:
             low, high = (low, middle) if self.are_in(ids[:middle]) else (middle, high)
         return ids[:high]
 
-    def end(self, turns: Sequence[list[int]]) -> list[bool]:
-        """Return, for each turn, `True` if it ends here. Called after every generated token."""
+    def end(self, turns: Sequence[list[int]], new: int = 1) -> list[bool]:
+        """Return, for each turn, `True` if it ends within its last `new` tokens. Called for all tokens of a turn."""
         # For most turns, decoding only their last tokens is enough
-        recent = cast(Any, self._tokenizer).batch_decode([ids[-self._window :] for ids in turns])
+        window = self._window + new - 1
+        recent = cast(Any, self._tokenizer).batch_decode([ids[-window:] for ids in turns])
         return [self._are_in_text(text) and self.are_in(ids) for text, ids in zip(recent, turns, strict=True)]
 
     def _are_in_text(self, text: str) -> bool:
         return any(stop in text for stop in self.texts)
 
 
-class EndAtStopText(StoppingCriteria):
+class EndAtStopText(LateCriterion):
     """
     Stopping criterion that applies [`StopTexts`] during one call of `generate`, whose prompts are padded to one width.
 
@@ -66,9 +69,14 @@ class EndAtStopText(StoppingCriteria):
     def __init__(self, stops: StopTexts):
         self._stops = stops
         self._width: int | None = None
+        self._looked = 0
+
+    def begin(self, width: int) -> None:
+        self._width = self._looked = width
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
-        if self._width is None:  # the first call comes after the first token
-            self._width = input_ids.size(1) - 1
-        ended = self._stops.end(input_ids[:, self._width :].tolist())
+        if self._width is None:  # in the loop of transformers the first call comes after the first token
+            self.begin(input_ids.size(1) - 1)
+        new, self._looked = input_ids.size(1) - self._looked, input_ids.size(1)
+        ended = self._stops.end(input_ids[:, self._width :].tolist(), new)
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)

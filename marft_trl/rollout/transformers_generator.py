@@ -7,22 +7,27 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..config.sampling import GREEDY, Sampling
-from ..seams.generation import generating_by
+from ..seams.decoding_layers import DecodingLayers
+from ..seams.generation import generating_by, masks_what_comes_later
+from ..seams.logs import get_logger
 from ..seams.mixing import MixedLora
 from ..shared_prefix.decoding import Recorder, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
+from ..shared_prefix.steps import StepStore
 from ..weights.copies import PastCopies
 from ..weights.policies import Policies
 from .generator import Generator, Observed, Sampled
 from .live_rows import DrawnByRow, LiveRows
 from .stopping import EndAtStopText, StopTexts
 
+
+logger = get_logger(__name__)
 
 # Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
 # more rows as long as there are few
@@ -46,11 +51,13 @@ class Decoding(NamedTuple):
         records (`bool`): whether to record the log-probabilities of sampled tokens, where prefixes are shared.
         mixed ([`MixedLora`], *optional*): lets a few rows of each of several agents with the same sampling settings be
             decoded together.
+        captures (`bool`): whether a GPU may replay steps from graphs, which needs weights that stay where they are.
     """
 
     share: bool
     records: bool = False
     mixed: MixedLora | None = None
+    captures: bool = True
 
 
 class Engine(Protocol):
@@ -108,7 +115,8 @@ class TransformersGenerator(Generator):
         self._engine = engine
         self._policies = policies
         self._samplings = samplings
-        self._is_quantized = bool(getattr(engine.model, "is_quantized", False))
+        self._captures, self._is_noted = decoding.captures, False
+        self._store, self._layers = StepStore(), DecodingLayers(lambda: engine.model)
         # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
         # refuses to be used by two
         stops = {one.stop for one in samplings.values()}
@@ -149,15 +157,41 @@ class TransformersGenerator(Generator):
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
         options = self._options(own, settings, recorder, adapters if is_mixed else None, live)
-        if "custom_generate" in options:  # it makes the cache itself
-            settings = {**settings, "cache_implementation": None}
-        with speaker, generating_by(self._engine.model, settings):
+        loop = options.get("custom_generate")
+        layers: contextlib.AbstractContextManager[Hashable | None] = contextlib.nullcontext()
+        if loop is not None:
+            settings = {**settings, "cache_implementation": None}  # the loop makes the cache itself
+            layers = self._layers.on() if loop.keywords["is_fixed"] else layers
+        with speaker, layers as key, generating_by(self._engine.model, settings):
+            if loop is not None:
+                loop.keywords["key"] = key
             sampled = self._engine.generate([one.ids for one in observed], settings, options)
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
         if live is not None:
             sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]
         turns = [self._stops[own.stop].cut(ids) for ids in sampled]
         return [Sampled(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
+
+    def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
+        """
+        Whether steps of decoding keep their shapes, so that a GPU can replay them: there by default, elsewhere if it
+        is set.
+        """
+        wanted, model = settings.get("cache_implementation"), self._engine.model
+        why_not, is_gpu = None, model.device.type == "cuda"
+        if wanted == "dynamic":
+            why_not = '`cache_implementation="dynamic"`'
+        elif not self._captures:
+            why_not = "the base is in shards"
+        elif not masks_what_comes_later(model):
+            why_not = "`attn_implementation` is neither sdpa nor eager"
+        if is_gpu and not self._is_noted:
+            self._is_noted = True
+            log = logger.info if why_not is None or wanted == "dynamic" else logger.warning
+            log(f"Decoding {'replays captured graphs' if why_not is None else f'launches each kernel: {why_not}'}.")
+        if live is not None and sampling.stop:  # who listens would hear what comes after a stop text
+            return False
+        return why_not is None and (wanted == "static" or is_gpu)
 
     def _live_rows(self, observed: Sequence[Observed], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [one.live for one in observed if one.live is not None]
@@ -204,12 +238,13 @@ class TransformersGenerator(Generator):
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
-            # Stop texts are looked for on the host, in every step
-            is_fixed = (
-                settings.get("cache_implementation") == "static" and not sampling.stop and not self._is_quantized
-            )
             options["custom_generate"] = functools.partial(
-                decode, recorder=recorder, adapters=rows, is_fixed=is_fixed, watch=live
+                decode,
+                recorder=recorder,
+                adapters=rows,
+                is_fixed=self.keeps_shapes(settings, sampling, live),
+                store=self._store,
+                watch=live,
             )
         elif live is not None:
             live.other = next(iter(options.get("stopping_criteria", ())), None)
@@ -217,6 +252,10 @@ class TransformersGenerator(Generator):
             if live.draws is not None:
                 options["logits_processor"] = [DrawnByRow(live.draws)]
         return options
+
+    def drop_cache(self) -> None:
+        """Give the memory back that is kept from one call to the next."""
+        self._store.clear()
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         """Return `True` if a turn of an agent contains one of the agent's stop texts."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,13 +16,19 @@ def why_not_captured(device: torch.device) -> str | None:
     return None
 
 
-def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def new_pool(device: torch.device) -> Any:
+    """Memory for several graphs of which only the latest result is read; `None` where there are no graphs."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def captured(run: Callable[[], torch.Tensor], pool: Any = None) -> Callable[[], torch.Tensor]:
     """
     Capture the kernels of a function as a graph (PyTorch 2.13, `torch.cuda.graph`), and return a function that replays
     them. It reads and writes the same memory as the function, and its result is at the same address each time.
 
     Args:
         run (`Callable`): does the same each time, without waiting for the device.
+        pool (*optional*): memory that the graph shares with others, see [`new_pool`].
 
     Raises:
         RuntimeError: it waits for the device, or the device has too little memory.
@@ -35,7 +42,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as those of reward functions, may use the device meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 
     def replay() -> torch.Tensor:

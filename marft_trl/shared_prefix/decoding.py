@@ -13,7 +13,7 @@ Differences from the loop of transformers, none of which changes the sampling di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerationMode, logits_process
@@ -29,7 +30,7 @@ from transformers.generation import GenerationMode, logits_process
 from ..seams.generation import masks_what_comes_later, pad_token_of
 from .forward import RowAdapters
 from .room import fill
-from .steps import FixedSteps, GrowingSteps
+from .steps import GrowingSteps, StepStore
 
 
 # Logits processors that treat each row independently and keep no state of the batch.
@@ -52,7 +53,7 @@ def can_decode(config: GenerationConfig) -> bool:
     return (
         config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and config.guidance_scale in (None, 1)
-        and config.cache_implementation in (None, "static")
+        and config.cache_implementation in (None, "static", "dynamic")
         and config.use_cache is not False
         and not config.return_dict_in_generate
     )
@@ -75,6 +76,13 @@ class Recorder:
     def add(self, rows: torch.Tensor, step: int, logps: torch.Tensor) -> None:
         if self.logps is not None:
             self.logps[rows, step] = logps
+
+
+class LateCriterion(StoppingCriteria):
+    """A stopping criterion that reads tokens on the host. It may be called after several new tokens."""
+
+    def begin(self, width: int) -> None:
+        """The completions of a call begin at this column."""
 
 
 class Watch(Protocol):
@@ -110,6 +118,8 @@ def decode(
     recorder: Recorder | None = None,
     adapters: RowAdapters | None = None,
     is_fixed: bool = False,
+    store: StepStore | None = None,
+    key: Hashable | None = None,
     watch: Watch | None = None,
     **kwargs,
 ) -> torch.Tensor:
@@ -122,6 +132,8 @@ def decode(
         recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
         adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
         is_fixed (`bool`, *optional*, defaults to `False`): whether steps keep their shapes, see [`FixedSteps`].
+        store ([`StepStore`], *optional*): keeps fixed steps for the next call.
+        key (`Hashable`, *optional*): see [`~FixedSteps.start`].
         watch ([`Watch`], *optional*): follows the rows, and may end them.
         kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
@@ -131,20 +143,18 @@ def decode(
         ValueError: the logits are not finite.
     """
     (batch, width), size = input_ids.shape, generation_config.max_length
-    mask = kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    are_there = mask.tolist()
-    prompts = [
-        [token for token, is_there in zip(*pair, strict=True) if is_there]
-        for pair in zip(input_ids.tolist(), are_there, strict=True)
-    ]
+    mask = torch.ones_like(input_ids) if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
+    prompts = _prompts(input_ids, mask)
     longest = max(map(len, prompts))
     first = width - longest  # all columns before it are padding and are not in the cache
-    is_padded = any(len(prompt) < longest for prompt in prompts)
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
     seen = torch.cat([mask[:, first:], mask.new_ones(batch, size - width)], dim=1)
-    kind = FixedSteps if is_fixed and masks_what_comes_later(model) else GrowingSteps
-    steps = kind(model, size - first, seen, lengths, is_padded)
+    steps: GrowingSteps
+    if is_fixed and masks_what_comes_later(model):
+        steps = (store or StepStore()).start(model, seen, lengths, key)
+    else:
+        steps = GrowingSteps(model, size - first, seen, lengths, is_padded=int(lengths.min()) < longest)
+    stopping_criteria, late = _split(stopping_criteria, width, is_late=steps.every > 1)
     fill(steps.cache, model.base_model, prompts, adapters)
     steps.begin(longest - 1)
     _use(adapters, rows)
@@ -171,16 +181,15 @@ def decode(
         done = done | stopping_criteria(tokens[:, : end + 1], None)
         if (end - width + 1) % steps.every and end < size - 1:
             continue
+        for criterion in late:
+            done = done | criterion(tokens[:, : end + 1], None)
         if watch is not None:
             leaves = watch.look(rows.tolist(), tokens[:, looked : end + 1].tolist(), done.tolist())
             done = done if leaves is None else done | torch.tensor(leaves, device=done.device)
             looked = end + 1
         finished, has_failed = torch.stack([done.sum(), failed[0].long()]).tolist()  # waits for the device once
         if has_failed:
-            raise ValueError(
-                "The model's logits are NaN or infinite, so there is no token to draw. Its weights have diverged, or "
-                "its precision overflows: lower the learning rate, or use bfloat16 in place of float16."
-            )
+            raise ValueError(_NOT_FINITE)
         if finished == len(rows):
             return result[:, : end + 1]
         count = steps.count_after(len(rows), finished) if can_leave else len(rows)
@@ -190,6 +199,27 @@ def decode(
             tokens, rows, done = (one[stay] for one in (tokens, rows, done))
             _use(adapters, rows)
     return result
+
+
+_NOT_FINITE = (
+    "The model's logits are NaN or infinite, so there is no token to draw. Its weights have diverged, or its "
+    "precision overflows: lower the learning rate, or use bfloat16 in place of float16."
+)
+
+
+def _split(
+    criteria: StoppingCriteriaList, width: int, is_late: bool
+) -> tuple[StoppingCriteriaList, list[LateCriterion]]:
+    """Criteria of every step, and those that wait until the host looks at the tokens anyway."""
+    late = [one for one in criteria if is_late and isinstance(one, LateCriterion)]
+    for criterion in late:
+        criterion.begin(width)
+    return StoppingCriteriaList([one for one in criteria if one not in late]), late
+
+
+def _prompts(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    pairs = zip(input_ids.tolist(), mask.tolist(), strict=True)
+    return [[token for token, is_there in zip(*pair, strict=True) if is_there] for pair in pairs]
 
 
 def _use(adapters: RowAdapters | None, rows: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class FixedLayer(RoomyLayer):
 
     def __init__(self, rows: int, size: int, place: torch.Tensor):
         super().__init__(rows, size)
-        self.place = place
+        self.place, self._most = place, rows
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         self._begin(key_states, value_states)
@@ -93,6 +93,19 @@ class FixedLayer(RoomyLayer):
         self.keys.index_copy_(2, place, key_states)
         self.values.index_copy_(2, place, value_states)
         return self.keys, self.values
+
+    def restart(self) -> None:
+        """Take all rows back, with nothing in memory."""
+        self.rows = self._most
+        if self.is_initialized:
+            self.keys, self.values = self._whole
+            self.keys.zero_()
+            self.values.zero_()
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not self.is_initialized:
+            super()._begin(keys, values)
+            self._whole = self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         return self.place[0]

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from ..seams.graphs import captured, why_not_captured
+from ..seams.graphs import captured, new_pool, why_not_captured
 from ..seams.logs import get_logger
 from .room import FixedLayer, RoomyLayer
 
@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # Steps with the same rows before they are captured: a graph costs about as much as so many
 _BEFORE_CAPTURE = 4
+# Rooms of steps that are kept are multiples of this many tokens, and at most this many times as large as is needed
+_ROOM, _WIDEST = 64, 2
 
 
 class GrowingSteps:
@@ -80,28 +82,58 @@ class GrowingSteps:
 class FixedSteps(GrowingSteps):
     """
     Steps whose shapes and addresses stay the same until rows leave, so that a GPU can replay them from a captured
-    graph: launching a step kernel by kernel takes longer than a small batch takes to compute. It is looked only every
-    eighth step whether rows have finished, and rows leave only in steps, see `SIZES`. Tokens are those of
-    [`GrowingSteps`]. Where a step cannot be captured, it is run as it is.
+    graph: launching a step kernel by kernel takes longer than a small batch takes to compute. Every eighth step is
+    followed by a look whether rows have finished, and rows leave only in steps, see `SIZES`. Tokens are those of
+    [`GrowingSteps`]. Where a step cannot be captured, it is run kernel by kernel.
+
+    The memory and the graphs can be used for many calls of `generate`, see [`StepStore`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model with its head.
+        rows (`int`): number of rows.
+        size (`int`): tokens of a row that the cache has room for.
+        device (`torch.device`): device of the tokens.
     """
 
     every = 8
 
-    def __init__(self, model: PreTrainedModel, size: int, mask: torch.Tensor, lengths: torch.Tensor, is_padded: bool):
-        self._place = torch.zeros(1, dtype=torch.long, device=mask.device)
-        self._tokens = torch.zeros(mask.size(0), 1, dtype=torch.long, device=mask.device)
-        super().__init__(model, size, mask, lengths, is_padded)
-        self._why_not = why_not_captured(mask.device)
-        self._run: Callable[[], torch.Tensor] = self._forward
-        self._taken = 0  # steps with the present rows
+    def __init__(self, model: PreTrainedModel, rows: int, size: int, device: torch.device):
+        self._model, self.size = model, size
+        self._place = torch.zeros(1, dtype=torch.long, device=device)
+        # The first rows of these are those of a step
+        self._all_tokens, self._all_positions = torch.zeros(2, rows, 1, dtype=torch.long, device=device)
+        self._all_masks = torch.zeros(rows, size, dtype=torch.long, device=device)
+        layers = model.config.get_text_config().num_hidden_layers
+        self.cache = Cache(layers=[FixedLayer(rows, size, self._place) for _ in range(layers)])
+        self.why_not = why_not_captured(device)
+        self._graphs: dict[tuple[Hashable, int], Callable[[], torch.Tensor]] = {}
+        self._pool = new_pool(device)
+
+    def start(self, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None = None) -> None:
+        """
+        Begin with new rows.
+
+        Args:
+            mask (`torch.Tensor` of shape `(B, W)`): 0 for padding, of the columns that will be used.
+            lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
+            key (`Hashable`, *optional*): what graphs depend on besides the number of rows. If `None`, those of earlier
+                rows are forgotten.
+        """
+        self._all_masks.zero_()
+        self._all_masks[:, : mask.size(1)] = mask
+        self._all_positions.copy_((lengths - 1).unsqueeze(1))
+        for layer in self.cache.layers:
+            layer.restart()
+        if key is None:
+            self._graphs.clear()
+        self._key, self._kept = key, frozenset(self._graphs)
+        self._use(mask.size(0))
 
     def begin(self, column: int) -> None:
         self._place.fill_(column)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._tokens.copy_(tokens)
-        if self._taken == _BEFORE_CAPTURE and self._why_not is None:
-            self._run = self._captured()
         logits = self._run()
         self._positions.add_(1)
         self._place.add_(1)
@@ -112,12 +144,18 @@ class FixedSteps(GrowingSteps):
         return min([size for size in SIZES if count - finished <= size < count], default=count)
 
     def keep_rows(self, stay: torch.Tensor, free: torch.Tensor, moved: torch.Tensor) -> None:
-        self._run, self._taken = self._forward, 0
-        super().keep_rows(stay, free, moved)
-        self._tokens = self._tokens[: len(stay)]
+        for layer in self.cache.layers:
+            layer.keep_rows(len(stay), free, moved)
+        mask, positions = self._mask[stay], self._positions[stay]
+        self._use(len(stay))
+        self._mask.copy_(mask)
+        self._positions.copy_(positions)
 
-    def _layer(self, rows: int, size: int) -> RoomyLayer:
-        return FixedLayer(rows, size, self._place)
+    def _use(self, count: int) -> None:
+        """Go on with the first rows."""
+        parts = (self._all_tokens, self._all_positions, self._all_masks)
+        self._tokens, self._positions, self._mask = (one[:count] for one in parts)
+        self._taken = 0  # steps with the present rows
 
     def _forward(self) -> torch.Tensor:
         output = self._model(
@@ -129,16 +167,67 @@ class FixedSteps(GrowingSteps):
         )
         return output.logits[:, -1]
 
-    def _captured(self) -> Callable[[], torch.Tensor]:
-        """The step as a graph, or as it is where that fails or gives other logits."""
+    def _run(self) -> torch.Tensor:
+        key = (self._key, len(self._tokens))
+        graph = self._graphs.get(key)
+        if graph is not None and (self._taken or key not in self._kept):
+            return graph()
+        if graph is None and (self._taken < _BEFORE_CAPTURE or self.why_not is not None):
+            return self._forward()
+        # A graph is compared with the step that it stands for when it is new, and once in each later call
         expected = self._forward().clone()
         try:
-            run = captured(self._forward)
-            gap = (run() - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
+            graph = graph or captured(self._forward, self._pool)
+            found = graph()
+            gap = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
             if not gap <= (1e-4 if expected.dtype == torch.float32 else 0.05):
                 raise ValueError(f"its logits are others ({gap:.1e})")
         except Exception as problem:
-            self._why_not = f"{type(problem).__name__}: {problem}"
-            logger.warning(f"Turns are decoded without a captured graph: {self._why_not}.")
-            return self._forward
-        return run
+            self.why_not = f"{type(problem).__name__}: {problem}"
+            self._graphs.clear()
+            logger.warning(f"Turns are decoded without a captured graph: {self.why_not}.")
+            return expected
+        self._graphs[key] = graph
+        return found
+
+
+class StepStore:
+    """Fixed steps that are kept from one call of `generate` to the next, with their memory and their graphs."""
+
+    # Rows and room that differ from call to call would fill the memory
+    _MOST = 2
+
+    def __init__(self) -> None:
+        self._kept: dict[int, FixedSteps] = {}  # by number of rows
+        self._why_not: str | None = None  # why steps could not be captured
+
+    def start(
+        self, model: PreTrainedModel, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None
+    ) -> FixedSteps:
+        """Steps that have begun with new rows, see [`~FixedSteps.start`]."""
+        steps = self.take(model, mask.size(0), mask.size(1), mask.device)
+        steps.start(mask, lengths, key)
+        return steps
+
+    def take(self, model: PreTrainedModel, rows: int, size: int, device: torch.device) -> FixedSteps:
+        """Steps for a number of rows, with room for `size` tokens or more."""
+        self._note_failures()
+        kept, size = self._kept.pop(rows, None), -(-size // _ROOM) * _ROOM
+        if kept is None or not size <= kept.size <= _WIDEST * size:
+            while len(self._kept) >= self._MOST:
+                del self._kept[next(iter(self._kept))]
+            kept = None  # its memory is free before new one is taken
+            kept = FixedSteps(model, rows, size, device)
+        self._kept[rows] = kept
+        kept.why_not = kept.why_not or self._why_not
+        return kept
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._note_failures()
+        self._kept.clear()
+
+    def _note_failures(self) -> None:
+        """What failed once is not tried again."""
+        for kept in self._kept.values():
+            self._why_not = self._why_not or kept.why_not

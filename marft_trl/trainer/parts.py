@@ -378,7 +378,7 @@ def _generator(
         may_mix = args.mixed_passes is not False and not run.processes.have_shards and passes.share
         mixed = MixedLora(model) if may_mix and MixedLora.why_not(model, team.policies.names) is None else None
         records = scoring.needs_old and is_exact
-        decoding = Decoding(passes.share, records, mixed)
+        decoding = Decoding(passes.share, records, mixed, captures=not run.processes.have_shards)
         return TransformersGenerator(calls, team.policies, team.samplings, decoding, copies)
     return make_vllm_generator(
         team,
@@ -514,6 +514,7 @@ def _reporting_parts(
         copies=acting.copies,
     )
     learning.loss.out_of_memory.plan = planner.memory_plan
+    learning.loss.out_of_memory.release = runner.generator.drop_cache
     vocabulary = scoring.base.config.get_text_config().vocab_size
     return _Telling(reporter, planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
 

@@ -1,0 +1,207 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The seam of PEFT and transformers for decoding: layers that launch fewer kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from torch.nn import functional as F
+
+
+# Names of the classes of PEFT (0.21) whose forward pass is that of their base layer plus B(A(dropout(x))) * scaling
+PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
+# Layers that read the same input, by their names in a parent
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Largest error of a norm, in units of its last place: transformers rounds twice, and a fused kernel once
+_ROUNDING = 4.0
+
+
+class DecodingLayers:
+    """
+    LoRAs and norms of a model, computed with fewer kernels while tokens are decoded without gradients.
+
+    At a few rows, a GPU spends its time on launching kernels. PEFT (0.21) takes six for a LoRA: two casts, two
+    products, a multiplication and an addition. Here adapters are copied in the precision of the activations with
+    their scale multiplied in, layers with the same input share the first product, and the second adds to the output in
+    place. A norm of transformers (5.23) takes eight kernels, and `torch.nn.functional.rms_norm` one.
+
+    The copies of an adapter keep their addresses, so that a captured graph can be used again after the adapter has
+    changed. Results differ from those of PEFT by rounding.
+
+    Args:
+        model (`Callable`): `model()` returns a model, with or without LoRAs.
+    """
+
+    def __init__(self, model: Callable[[], Any]):
+        self._model = model
+        self._packs: dict[str, _Pack] = {}  # by adapter
+        self._norms: list[nn.Module] | None = None
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[Hashable | None]:
+        """
+        Context manager: the layers are those for decoding, under the adapter that is active now.
+
+        Returns: what identifies the addresses that a pass reads its weights from, or `None` if they may change.
+        """
+        patched: list[nn.Module] = []
+        try:
+            key = self._patch(patched)
+            yield key
+        finally:
+            for module in patched:
+                del module.forward
+            for pack in self._packs.values():
+                pack.forget()
+
+    def _patch(self, patched: list[nn.Module]) -> Hashable | None:
+        if self._norms is None:
+            self._norms = [module for module in self._model().modules() if _is_plain_norm(module)]
+        for norm in self._norms:
+            if "forward" not in vars(norm):
+                norm.forward = functools.partial(_rms_norm, norm)
+                patched.append(norm)
+        layers: dict[str, Any] = {}
+        adapters: set[str] = set()
+        for name, module in self._model().named_modules():
+            if isinstance(module, LoraLayer) and not module.disable_adapters:
+                active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
+                adapters.update(active)
+                if len(adapters) > 1 or any(_why_not(module, adapter) is not None for adapter in active):
+                    return None
+                if active:
+                    layers[name] = module
+            elif isinstance(module, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and not isinstance(module, LoraLayer):
+                return None
+        # A model that was moved has its weights elsewhere
+        embeddings = self._model().get_input_embeddings().weight
+        if not adapters:
+            return "", embeddings.data_ptr()
+        (adapter,) = adapters
+        pack = self._packs.get(adapter)
+        if pack is None or not pack.fits(layers, embeddings.dtype):
+            pack = self._packs[adapter] = _Pack(adapter, layers, embeddings.dtype)
+        pack.refresh()
+        for name, layer in layers.items():
+            layer.forward = pack.forwards[name]
+            patched.append(layer)
+        return pack, embeddings.data_ptr()
+
+
+class _Pack:
+    """Copies of the LoRAs of an adapter, at addresses of their own."""
+
+    def __init__(self, adapter: str, layers: Mapping[str, Any], dtype: torch.dtype):
+        self._adapter, self._layers, self._dtype = adapter, dict(layers), dtype
+        groups = _groups(layers)
+        self._order = [layers[name] for names in groups for name in names]
+        self._shapes = [tensor.shape for tensor in self._weights()]
+        self._targets: list[torch.Tensor] = []
+        self._groups: list[_Group] = []
+        self.forwards: dict[str, Callable[..., torch.Tensor]] = {}
+        for names in groups:
+            pairs = [(layers[name].lora_A[adapter].weight, layers[name].lora_B[adapter].weight) for name in names]
+            group = _Group(
+                pairs[0][0].new_empty(sum(len(down) for down, _ in pairs), pairs[0][0].size(1), dtype=dtype)
+            )
+            self._groups.append(group)
+            start = 0
+            for name, (down, up) in zip(names, pairs, strict=True):
+                end, copied = start + len(down), up.new_empty(up.size(1), up.size(0), dtype=dtype)
+                self._targets += [group.down[start:end], copied]
+                self.forwards[name] = functools.partial(group.forward, layers[name].base_layer, copied, start, end)
+                start = end
+
+    def _weights(self) -> list[torch.Tensor]:
+        """A `(r, in)` and B `(r, out)` of each layer: those of now, since an adapter may act with other weights."""
+        pairs = [(layer.lora_A[self._adapter].weight, layer.lora_B[self._adapter].weight) for layer in self._order]
+        return [tensor.detach() for down, up in pairs for tensor in (down, up.t())]
+
+    def fits(self, layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        """Whether the copies can hold the weights of these layers."""
+        same = dtype == self._dtype and layers == self._layers
+        return same and [tensor.shape for tensor in self._weights()] == self._shapes
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the present weights."""
+        torch._foreach_copy_(self._targets, self._weights())
+        torch._foreach_mul_(self._targets[1::2], [float(layer.scaling[self._adapter]) for layer in self._order])
+
+    def forget(self) -> None:
+        """Drop what was computed of the latest inputs."""
+        for group in self._groups:
+            group.source = group.product = None
+
+
+class _Group:
+    """Layers that read the same input: `down` `(R, in)` has the first matrices of all their LoRAs."""
+
+    def __init__(self, down: torch.Tensor):
+        self.down = down
+        self.source: torch.Tensor | None = None  # the latest input
+        self.product: torch.Tensor | None = None  # `(N, R)`
+
+    def forward(
+        self, base_layer: nn.Module, up: torch.Tensor, start: int, end: int, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        result = base_layer(x, *args, **kwargs)
+        if self.source is not x:
+            self.source, self.product = x, F.linear(x.flatten(0, -2).to(self.down.dtype), self.down)
+        product = self.product[:, start:end]  # type: ignore[index]
+        if result.dtype == up.dtype and result.is_contiguous():
+            result.view(-1, result.size(-1)).addmm_(product, up)
+            return result
+        return result + (product @ up).view(result.shape).to(result.dtype)
+
+
+def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
+    """Names of layers, those with the same input together."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name in layers:
+        parent, _, own = name.rpartition(".")
+        kind = next((index for index, names in enumerate(_SIBLINGS) if own in names), None)
+        key = (name, -1) if kind is None else (parent, kind)
+        found.setdefault(key, []).append(name)
+    return list(found.values())
+
+
+def _why_not(layer: Any, adapter: str) -> str | None:
+    """Reason why the LoRA of a layer cannot be computed here, or `None` if it can."""
+    if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer):
+        return "another class, or hooks of others"
+    if adapter in layer.lora_variant or layer.lora_B[adapter].bias is not None or layer.merged:
+        return "a variant of LoRA, a bias, or merged"
+    dropout = layer.lora_dropout[adapter]
+    return "dropout" if dropout.training and getattr(dropout, "p", 0.0) else None
+
+
+def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != norm.weight.dtype:
+        return type(norm).forward(norm, x)
+    return F.rms_norm(x, norm.weight.shape, norm.weight, _epsilon(norm))
+
+
+def _epsilon(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+@torch.no_grad()
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm of transformers that `rms_norm` computes within rounding. It is tried."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not _epsilon(module):
+        return False
+    x = torch.linspace(-3, 3, 2 * len(weight), device=weight.device, dtype=torch.float32).sin().view(2, -1)
+    x = x.to(weight.dtype)
+    expected, found = module(x), _rms_norm(module, x)
+    limit = _ROUNDING * torch.finfo(weight.dtype).eps * expected.float().abs().max()
+    return expected.dtype == found.dtype and bool((found.float() - expected.float()).abs().max() <= limit)
