@@ -153,7 +153,9 @@ def test_why_a_step_cannot_be_taken_again_is_said(model_folder, tmp_path, monkey
     with pytest.raises(RuntimeError, match="and cannot be taken again: a single row is too long"):
         trainer.train()
     monkeypatch.setattr(out_of_memory, "_MOST_COPIED", 1)
-    trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, "gradient_accumulation_steps": 2})
+    # Slices that have passes of their own, as those of GRPOTrainer
+    settings = {**SETTINGS, "gradient_accumulation_steps": 2, "share_prefixes": False}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
     Full(trainer, 4, 1)
     with pytest.raises(RuntimeError, match="gradients of the micro-steps before it are too large"):
         trainer.train()

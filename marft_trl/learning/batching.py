@@ -133,7 +133,7 @@ def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
 
 def micro_batches(
     rows: Sequence[Row],
-    max_rows: int,
+    max_rows: int | None,
     max_tokens: int | None,
     by: Callable[[Row], Any] = lambda row: row.agent,
     keep_empty: bool = False,
@@ -148,7 +148,7 @@ def micro_batches(
 
     Args:
         rows (`Sequence[Row]`): rows of any agents.
-        max_rows (`int`): largest number of rows in a micro-batch.
+        max_rows (`int`, *optional*): largest number of rows in a micro-batch.
         max_tokens (`int`, *optional*): largest number of tokens to compute, padding included. A longer row gets a
             micro-batch of its own.
         by (`Callable`, *optional*): function of a row. All rows of a micro-batch have the same value. Defaults to the
@@ -167,7 +167,7 @@ def micro_batches(
         else:
             groups = [Cluster(0, (index,)) for index in range(len(its_rows))]
         groups.sort(key=lambda group: max(its_rows[index].length for index in group.rows))
-        batches = list(_cut(groups, its_rows, max_rows, max_tokens, repeat or 0.0))
+        batches = list(_cut(groups, its_rows, max_rows or len(its_rows), max_tokens, repeat or 0.0))
         if len(batches) == 1:
             batches = [(its_rows, batches[0][1])]
         yield from (MicroBatch(agent, batch, tokens) for batch, tokens in batches)

@@ -93,13 +93,15 @@ class CriticLearner:
         """
         Whether the update of the critic may reuse the passes that gave `old_values`. If rows serve one update, the
         weights are then still the same, so a second pass would give the same values. Passes are not kept if memory is
-        short, or if turns are generated or scored between the values and the update, or if the base is sharded: a pass
-        would then wait for its backward pass on some of the processes only.
+        short, or if turns are generated or scored between the values and the update, as between the slices of an
+        optimizer step, or if the base is sharded: a pass would then wait for its backward pass on some of the
+        processes only.
         """
         rule = CREDITS[self._args.credit]
         if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.have_shards:
             return False
-        return self._schedule.generate_every == 1 and not (rule.reruns or rule.scores_turns)
+        is_alone = self._schedule.generate_every == self._args.gradient_accumulation_steps == 1
+        return is_alone and not (rule.reruns or rule.scores_turns)
 
     @property
     def num_kept_passes(self) -> int:
@@ -260,13 +262,23 @@ class CriticLearner:
             return row.old_outputs
         return self._scale.normalized(row.critic, row.old_values)  # not normalized, or of an earlier version
 
-    def loss(self, batch: MicroBatch, slice_: Slice, accumulation_steps: int, sums: ValueSums) -> torch.Tensor:
+    def values_of(self, batch: MicroBatch) -> torch.Tensor:
+        """The values `(B, V)` of one of [`~CriticLearner.batches`], with a gradient."""
+        values = self._known.pop(batch, None)
+        if values is None:
+            values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
+        return values
+
+    def loss(
+        self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums
+    ) -> torch.Tensor:
         """
         Loss of the values of a micro-batch. Every value target of a part weighs the same, whichever slice or process
         has it; together they make a mean over all of them.
 
         Args:
             batch ([`MicroBatch`]): rows with value targets, of one part.
+            values (`torch.Tensor` of shape `(B, V)`): what the critic says of them.
             slice_ ([`Slice`]): whose rows they are.
             accumulation_steps (`int`): micro-steps of the optimizer step.
             sums ([`ValueSums`]): gets the sums of the micro-batch.
@@ -276,9 +288,6 @@ class CriticLearner:
             present = [tensor for tensor in tensors if tensor is not None]
             return torch.nn.utils.rnn.pad_sequence(present, batch_first=True).to(self._processes.device)
 
-        values = self._known.pop(batch, None)
-        if values is None:
-            values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
         # As the head put them out: the scale has moved since, and the clip is about how far the head has
         old = padded([self._old_outputs(row) for row in batch.rows])
         targets = self._scale.normalized(batch.agent, padded([row.value_targets for row in batch.rows]))

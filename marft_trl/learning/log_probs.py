@@ -52,13 +52,11 @@ class LogProbs:
         self._temperature, self._plain = temperature, plain
         self._passes, self._batcher, self._collate = passes, batcher, collate
         self._transform: Transform | None = None
-        self._agent: str | None = None  # whose adapter is active
-        self._mixed: dict[str, torch.Tensor] | None = None  # hidden states of a pass of several agents
+        self._hidden: torch.Tensor | None = None  # states of a pass that has been run already
 
     def activate(self, agent: str) -> None:
         """Let an agent's adapter act and be scored at the agent's temperature."""
-        self._agent = agent
-        if self._mixed is None:
+        if self._hidden is None:
             self._policies.activate(agent)
         self._temperature.switch_to(self._samplings[agent].temperature)
 
@@ -138,26 +136,34 @@ class LogProbs:
             for row, its, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, its[: len(row.completion_ids)].clone(), states
 
-    # ---- Passes of several agents ----
+    # ---- Passes that several losses read ----
 
-    @contextlib.contextmanager
-    def mixed(self, batches: Sequence[MicroBatch], lora: MixedLora) -> Iterator[None]:
+    def states_of(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
         """
-        Context manager: micro-batches of different adapters have gone through the model in one pass. Their
-        log-probabilities are computed from it.
+        Hidden states `(B, V, H)` of micro-batches that go through the model in one pass, for [`~LogProbs.reading`].
+
+        Args:
+            batches (`Sequence[MicroBatch]`): one, or several of different adapters.
+            lora ([`MixedLora`], *optional*): if there are several.
         """
         rows = [row for batch in batches for row in batch.rows]
         prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
-        adapters = forward.RowAdapters([row.adapter for row in rows], lora.use)
-        backbone = self._passes.base.base_model
-        with lora.on(), self._passes.autocast():
+        if lora is None:
+            self.activate(batches[0].agent)
+        adapters = None if lora is None else forward.RowAdapters([row.adapter for row in rows], lora.use)
+        backbone, mixed = self._passes.base.base_model, contextlib.nullcontext() if lora is None else lora.on()
+        with mixed, self._passes.autocast():
             hidden = forward.hidden_states(backbone, prompts, completions, self._passes.share, adapters)
-        parts = hidden.split([len(batch.rows) for batch in batches])
-        self._mixed = {batch.agent: part for batch, part in zip(batches, parts, strict=True)}
+        return hidden.split([len(batch.rows) for batch in batches])
+
+    @contextlib.contextmanager
+    def reading(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Context manager: log-probabilities are computed from these states `(B, V, H)` of a pass."""
+        self._hidden = hidden
         try:
             yield
         finally:
-            self._mixed = None
+            self._hidden = None
 
     # ---- Log-probabilities for TRL's loss ----
 
@@ -199,10 +205,9 @@ class LogProbs:
         prompts = [_chosen(row[:-width], its[:-width]) for row, its in zip(ids, are_there, strict=True)]
         completions = [_chosen(row[-width:], its[-width:]) for row, its in zip(ids, are_there, strict=True)]
         with self._passes.autocast():
-            if self._mixed is None:
+            hidden = self._hidden
+            if hidden is None:
                 hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
-            else:
-                hidden = self._mixed[str(self._agent)]
             read = [row * hidden.size(1) + place for row, its in enumerate(completions) for place in range(len(its))]
             states = hidden.flatten(0, 1).index_select(0, torch.tensor(read, dtype=torch.long, device=hidden.device))
             tokens = [token for its in completions for token in its]

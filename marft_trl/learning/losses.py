@@ -1,12 +1,13 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The loss of a slice: micro-batches of the critic and of the agents, each computed by TRL's loss or the critic's."""
+"""The loss of an optimizer step: micro-batches of the critic and of the agents, by TRL's loss or the critic's."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,9 +55,42 @@ class Notes:
         self.values = ValueSums()
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """
+    A slice that waits for its passes.
+
+    Args:
+        slice ([`Slice`]): the slice.
+        learning (`frozenset[str]`): adapters and parts of the critic that learn from it.
+        notes ([`Notes`]): what its losses collect.
+        thresholds (`Mapping[str, torch.Tensor]`): see [`~LogProbs.high_entropy_thresholds`].
+    """
+
+    slice: Slice
+    learning: frozenset[str]
+    notes: Notes
+    thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Piece(NamedTuple):
+    """The rows of a micro-batch that one slice has, and their places in it."""
+
+    owner: _Waiting
+    batch: MicroBatch
+    places: list[int]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its rows of a tensor `(B, ...)` of the micro-batch."""
+        whole = self.places == list(range(len(tensor)))
+        return tensor if whole else tensor[self.places]
+
+
 class TeamLoss:
     """
-    The losses of slices.
+    The losses of slices. Where it can be, the slices of an optimizer step go through the model together, so that the
+    number of passes does not depend on how many slices there are. Each still has its own call of TRL's loss, with its
+    own weights and metrics.
 
     Args:
         team ([`TeamSetup`]): the team as it is trained.
@@ -90,7 +124,8 @@ class TeamLoss:
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.mixing, self.out_of_memory = mixing, out_of_memory
         self._settings, self._signal = run.settings, Signal(run.args, run.settings, run.state)
-        self._notes = Notes(self._agents, updates.divergence)
+        self._waiting: list[_Waiting] = []  # of the present optimizer step, until they have had their passes
+        self._unlogged: list[Notes] = []
         has_one_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
         self._of_rows = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_one_ratio else ())}
 
@@ -102,7 +137,8 @@ class TeamLoss:
         backward: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         """
-        The loss of a slice. All micro-batches have had their backward pass when it returns.
+        The loss of a slice, or of all slices of an optimizer step with the last of them. Their micro-batches have had
+        their backward pass when it returns.
 
         Args:
             model (`nn.Module`): the model as it is trained.
@@ -111,29 +147,35 @@ class TeamLoss:
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
+        self._waiting.append(_Waiting(slice_, learning, Notes(self._agents, self._updates.divergence)))
+        if self._batcher.joins_slices and not self._state.is_update:
+            return torch.zeros((), device=self._processes.device, requires_grad=True)
+        waiting, self._waiting = self._waiting, []
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
-            for part in self._parts(model, slice_, learning, self._notes):
+            for part in self._parts(model, waiting):
                 self._updates.shares.begin(part.agents)
                 loss = part.loss()
                 backward(loss)
                 total += loss.detach()
             return total.requires_grad_()  # the Trainer runs a backward pass of it, in which nothing is left to do
 
-        kept = self._notes
-        notes = [it.snapshot for it in (kept.metrics, kept.values, kept.divergence, self._updates.shares)]
+        self._unlogged += (notes := [one.notes for one in waiting])
+        kept = [it for one in notes for it in (one.metrics, one.values)]
+        snapshots = [it.snapshot for it in (*kept, self._updates.divergence, self._updates.shares)]
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
         alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        return self.out_of_memory.guard(learn, slice_.rows, notes, alone)
+        rows = [row for one in waiting for row in one.slice.rows]
+        return self.out_of_memory.guard(learn, rows, snapshots, alone)
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """The loss of an evaluation batch, apart from what training takes note of."""
         notes = Notes(self._agents)
         total = torch.zeros((), device=self._processes.device)
-        for part in self._parts(model, slice_, learning, notes):
+        for part in self._parts(model, [_Waiting(slice_, learning, notes)]):
             total += part.loss()
         self._log(notes)
         self._policies.activate_first()
@@ -142,7 +184,9 @@ class TeamLoss:
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
         self._updates.shares.begin([])
-        self._log(self._notes)
+        for notes in self._unlogged:
+            self._log(notes)
+        self._unlogged = []
         self._policies.activate_first()  # whoever uses the model next gets an agent, not the critic
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
@@ -154,48 +198,65 @@ class TeamLoss:
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _parts(self, model: nn.Module, slice_: Slice, learning: frozenset[str], notes: Notes) -> list[Part]:
-        """The losses of the micro-batches of a slice, to be computed one after the other."""
-        trained = [row for row in slice_.rows if row.is_trained and row.adapter in learning]
-        thresholds = self._log_probs.high_entropy_thresholds(
-            trained, self._settings.top_entropy_quantile, self._processes
-        )
-        trained, others = self._signal.split(trained)
-        self._note_without_signal(model, slice_, trained, others, notes)
-        parts: list[Part] = []
+    def _parts(self, model: nn.Module, waiting: Sequence[_Waiting]) -> list[Part]:
+        """The losses of the micro-batches of slices, to be computed one after the other."""
         # The critic comes first: its kept passes are gone before the policies need memory
-        if self._critic is not None:
-            steps = self._state.accumulation_steps
-            batches = [batch for batch in self._critic.batches(slice_.rows) if batch.agent in learning]
-            parts += [
-                Part([], functools.partial(self._critic.loss, batch, slice_, steps, notes.values)) for batch in batches
-            ]
-        batches = list(self._batcher.cut(trained))
-        return parts + self._of_policies(model, batches, slice_, thresholds, notes)
-
-    def _of_policies(
-        self,
-        model: nn.Module,
-        batches: Sequence[MicroBatch],
-        slice_: Slice,
-        thresholds: Mapping[str, torch.Tensor],
-        notes: Notes,
-    ) -> list[Part]:
-        """The losses of micro-batches of policies, of which several may share a pass."""
-        parts = []
-        for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
-            losses = [
-                functools.partial(self._of_batch, model, batch, slice_, thresholds.get(batch.agent), notes)
-                for batch in group
-            ]
-            loss = losses[0] if len(group) == 1 else functools.partial(self._together, group, losses)
-            parts.append(Part([batch.agent for batch in group], loss))
+        parts = self._of_critic(self._critic, waiting) if self._critic is not None else []
+        learned = []
+        for one in waiting:
+            trained = [row for row in one.slice.rows if row.is_trained and row.adapter in one.learning]
+            one.thresholds = self._log_probs.high_entropy_thresholds(
+                trained, self._settings.top_entropy_quantile, self._processes
+            )
+            trained, others = self._signal.split(trained)
+            self._note_without_signal(model, one.slice, trained, others, one.notes)
+            learned.append((one, trained))
+        # An optimizer step may train on the same rows several times
+        for owners in _grouped(learned, key=lambda row: row):
+            batches = list(self._batcher.cut([row for row, _ in owners.values()]))
+            for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
+                pieces = [_pieces(batch, [owners[row][1] for row in batch.rows]) for batch in group]
+                loss = functools.partial(self._together, model, group, pieces)
+                if len(group) == len(pieces[0]) == 1:  # a pass within TRL's loss
+                    loss = functools.partial(self._of_piece, model, pieces[0][0])
+                parts.append(Part([batch.agent for batch in group], loss))
         return parts
 
-    def _together(self, batches: Sequence[MicroBatch], losses: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
-        """The sum of the losses of micro-batches that share a pass."""
-        with self._log_probs.mixed(batches, cast(MixedPasses, self.mixing).lora):
-            return torch.stack([loss() for loss in losses]).sum()
+    def _of_critic(self, critic: CriticLearner, waiting: Sequence[_Waiting]) -> list[Part]:
+        """The losses of the micro-batches of the critic."""
+        parts, steps = [], self._state.accumulation_steps
+        learned = [(one, [row for row in one.slice.rows if row.critic in one.learning]) for one in waiting]
+        # The critic knows rows by their numbers in a generation batch, and an optimizer step may have several
+        for owners in _grouped(learned, key=lambda row: row.number):
+            for batch in critic.batches([row for row, _ in owners.values()]):
+                pieces = _pieces(batch, [owners[row.number][1] for row in batch.rows])
+
+                def loss(batch: MicroBatch = batch, pieces: Sequence[_Piece] = pieces) -> torch.Tensor:
+                    values = critic.values_of(batch)
+                    losses = [
+                        critic.loss(its.batch, its.of(values), its.owner.slice, steps, its.owner.notes.values)
+                        for its in pieces
+                    ]
+                    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+                parts.append(Part([], loss))
+        return parts
+
+    def _together(
+        self, model: nn.Module, batches: Sequence[MicroBatch], pieces: Sequence[Sequence[_Piece]]
+    ) -> torch.Tensor:
+        """The sum of the losses of the pieces of micro-batches that share a pass."""
+        lora = self.mixing.lora if self.mixing is not None and len(batches) > 1 else None
+        losses = []
+        for hidden, its in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
+            for piece in its:
+                with self._log_probs.reading(piece.of(hidden)):
+                    losses.append(self._of_piece(model, piece))
+        return torch.stack(losses).sum()
+
+    def _of_piece(self, model: nn.Module, piece: _Piece) -> torch.Tensor:
+        owner, threshold = piece.owner, piece.owner.thresholds.get(piece.batch.agent)
+        return self._of_batch(model, piece.batch, owner.slice, threshold, owner.notes)
 
     def _note_without_signal(
         self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes
@@ -214,7 +275,12 @@ class TeamLoss:
             self._note(notes, its, KNOWN_METRICS)
 
     def _of_batch(
-        self, model: nn.Module, batch: MicroBatch, slice_: Slice, threshold: torch.Tensor | None, notes: Notes
+        self,
+        model: nn.Module,
+        batch: MicroBatch,
+        slice_: Slice,
+        threshold: torch.Tensor | None,
+        notes: Notes,
     ) -> torch.Tensor:
         """TRL's loss of the rows of one agent, with the weight that makes micro-batches and processes add up."""
         args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
@@ -256,6 +322,32 @@ class TeamLoss:
         if seen.old_logps is not None:
             inputs[OLD_LOGPS] = seen.old_logps  # TRL reads them after this
         return logps, seen.entropies
+
+
+def _grouped(
+    learned: Sequence[tuple[_Waiting, Sequence[Row]]], key: Callable[[Row], Hashable]
+) -> list[dict[Hashable, tuple[Row, _Waiting]]]:
+    """The rows that are learned from, with their slices, by key: in groups in which each key occurs once."""
+    groups: list[dict[Hashable, tuple[Row, _Waiting]]] = [{}]
+    for one, rows in learned:
+        found = {key(row): (row, one) for row in rows}
+        if found.keys() & groups[-1].keys():
+            groups.append({})
+        groups[-1].update(found)
+    return groups
+
+
+def _pieces(batch: MicroBatch, owners: Sequence[_Waiting]) -> list[_Piece]:
+    """The pieces of a micro-batch, given the slice of each row."""
+    places: dict[_Waiting, list[int]] = {}
+    for place, owner in enumerate(owners):
+        places.setdefault(owner, []).append(place)
+    if len(places) == 1:
+        return [_Piece(owners[0], batch, list(range(len(owners))))]
+    return [
+        _Piece(owner, MicroBatch(batch.agent, [batch.rows[place] for place in its]), its)
+        for owner, its in places.items()
+    ]
 
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:

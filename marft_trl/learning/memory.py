@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,18 @@ class ActivationCost:
         per_checkpointed (`float`): bytes per token with gradient checkpointing.
         fixed (`float`, *optional*, defaults to `0.0`): bytes of a pass, whatever its size: copies of weights in the
             precision of mixed precision.
+        per_pair (`float`, *optional*, defaults to `0.0`): bytes for each token that a token attends to.
     """
 
     per_token: float
     per_repeat: float
     per_checkpointed: float
     fixed: float = 0.0
+    per_pair: float = 0.0
+
+    def at(self, length: int) -> ActivationCost:
+        """The cost of the tokens of rows of this length."""
+        return replace(self, per_token=self.per_token + self.per_pair * length, per_pair=0.0)
 
     def of_token(self, checkpointing: bool) -> float:
         """Bytes per token, with or without gradient checkpointing."""
@@ -100,67 +106,88 @@ class ActivationCost:
         return round(self.fixed + self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
-# Length of the longest row that activations are measured on, and of the first ones. A quadratic part that only shows
-# beyond the longest is missed.
-_LONGEST, _FIRST = 2048, 64
-# Share of the memory at hand that the measurement may take
-_TAKEN = 0.3
+# Lengths of a shared prefix and of what follows it. They, and half of their sum, are primes, so that the size of a
+# tensor tells which of them it grows with, unless a dimension of the model is a multiple of one
+_LENGTHS = ((61, 73), (47, 59), (41, 53), (31, 43), (17, 29), (11, 23))
+# Share of what is kept that may grow with none of them, such as the tokens of an expert. If it is more, rows of two
+# lengths are compared
+_FIXED = 0.1
 
 
-def measure_activations(
-    model: PreTrainedModel, length: int, share: bool = True, room: float = math.inf
-) -> ActivationCost:
+def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
     """
-    Measure the memory that a model with its active adapter keeps for the backward pass. It is measured on rows of two
-    lengths, `length` and half of it, because attention may keep tensors that grow with the square of the length. A
-    large model is measured on shorter rows, which fit into the memory.
+    Measure the memory that a model with its active adapter keeps for the backward pass, on one short pass of two rows,
+    by the shapes of the tensors that are kept. Attention may keep tensors that grow with the square of the length.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): model in training mode, without gradient checkpointing.
-        length (`int`): number of tokens of a row.
         share (`bool`, *optional*, defaults to `True`): `True` if rows will share common prefixes.
-        room (`float`, *optional*): bytes at hand. Defaults to no limit.
     """
-    config, whole = model.config.get_text_config(), max(min(length, _LONGEST), 16)
-
-    def kept(shared: int, own: int) -> int:  # two rows of which the second is shorter, so that there is padding
-        prompts, replies = [[0] * (shared + 2)] * 2, [[0] * own, [0] * (own - 1)]
-        return _kept_bytes(model, lambda: hidden_states(model.base_model, prompts, replies, share))
-
-    if whole > _FIRST and room < math.inf:
-        of_token = kept(0, _FIRST) / (2 * _FIRST)
-        whole = max(min(whole, int(_TAKEN * room / (2 * of_token))), _FIRST)
-    half = whole // 2
-    per_token = (kept(0, whole) - kept(0, half)) / (2 * (whole - half))
-    of_shared = (kept(whole, 8) - kept(half, 8)) / (whole - half) if share else 0.0
-    # On short rows, where nothing that grows with the square of the length is in the way. Two tokens are no part of it
-    fixed = 2 * kept(8 * share, 8) - kept(16 * share, 16) - 2 * per_token
+    config = model.config.get_text_config()
+    prefix, rest = _lengths_for(model)
+    middle = (prefix + rest) // 2
+    sizes = _kept_sizes(model, prefix, rest, share)
+    whole = prefix + rest if share else rest
+    joined = _of(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
+    linear = _of(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
+    squared = _of(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
+    fixed: float = sum(size for numel, size in sizes if all(numel % length for length in (prefix, middle, rest)))
+    if fixed > _FIXED * sum(size for _, size in sizes):
+        shorter, longer = (sum(size for _, size in _kept_sizes(model, 0, n, False)) for n in (rest, 2 * rest))
+        mean = (longer - shorter) / (2 * rest)
+        linear, fixed = max(mean - 3 * rest * squared, 0.0), max(2 * shorter - longer + 4 * rest**2 * squared, 0.0)
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
     # During the backward pass of a layer, the gradients of its kept tensors take the same memory again
-    return ActivationCost(
-        per_token=per_token * (1 + 1 / layers),
-        per_repeat=max(of_shared - per_token, 0.0) / 2 * (1 + 1 / layers),
-        per_checkpointed=inputs + 2 * per_token / layers,
-        fixed=max(fixed, 0.0),
+    more = 1 + 1 / layers
+    return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, squared * more)
+
+
+def _lengths_for(model: PreTrainedModel) -> tuple[int, int]:
+    dimensions = {size for tensor in model.parameters() for size in tensor.shape if size > 1}
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for prefix, rest in _LENGTHS:
+        primes = (prefix, rest, (prefix + rest) // 2)
+        if prefix + rest <= window and all(size % prime for size in dimensions for prime in primes):
+            return prefix, rest
+    return _LENGTHS[-1]
+
+
+def _of(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:
+    """Bytes of the tensors whose number of elements is divisible by one of some factors, and by none of others."""
+    return sum(
+        size
+        for numel, size in sizes
+        if any(numel % factor == 0 for factor in factors) and all(numel % factor for factor in without)
     )
+
+
+def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> list[tuple[int, int]]:
+    """Elements and bytes of what a pass keeps of two rows, of which one is shorter, so that there is padding."""
+    replies = [[0] * rest, [0] * (rest - 1)]
+    prompts = [[0] * (prefix * share + 1)] * 2
+    return _kept(model, lambda: hidden_states(model.base_model, prompts, replies, share))
 
 
 def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
     """Bytes of the tensors that autograd keeps in a pass, without the model's own parameters and buffers."""
+    return sum(size for _, size in _kept(model, run))
+
+
+def _kept(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> list[tuple[int, int]]:
     own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    sizes: dict[int, int] = {}
+    sizes: dict[int, tuple[int, int]] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size(), storage.nbytes()
         return tensor.detach()  # a node that saves its own output would hold itself: the graph would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = run()  # kept alive until all tensors are noted, so that no address is reused
     del output
-    return sum(sizes.values())
+    return list(sizes.values())
 
 
 # Number of columns that TRL's LM head takes at once, and of their copies in memory if Triton is not used.

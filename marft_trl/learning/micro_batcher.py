@@ -55,7 +55,8 @@ class MicroBatcher:
     ):
         self._passes, self._policies, self._args, self.share = passes, policies, args, passes.share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
-        self.cost: ActivationCost | None = None  # measured on the first rows
+        self.cost: ActivationCost | None = None  # of the first rows
+        self._measured: ActivationCost | None = None
         self.max_tokens = args.max_tokens_per_micro_batch
         self._room, self._proven = math.inf, math.inf  # tokens that have fitted, where more have not
 
@@ -64,7 +65,18 @@ class MicroBatcher:
         repeat = None
         if self.share:
             repeat = 0.0 if self.cost is None else self.cost.per_repeat / self.cost.of_token(self.is_checkpointing)
-        return micro_batches(rows, self._args.per_device_train_batch_size, self.max_tokens, repeat=repeat, **options)
+        # Once memory has been measured, it decides alone: each pass costs a GPU much the same, whatever it holds
+        is_free = self.joins_slices and self.max_tokens is not None
+        most = None if is_free else self._args.per_device_train_batch_size
+        return micro_batches(rows, most, self.max_tokens, repeat=repeat, **options)
+
+    @property
+    def joins_slices(self) -> bool:
+        """
+        `True` if rows of several slices go through the model together. In TRL's own passes each slice stays apart, so
+        that sums have TRL's order. So does each if only tokens of high entropy are trained, which TRL finds by slice.
+        """
+        return self._passes.give_positions and self._args.top_entropy_quantile >= 1.0
 
     @property
     def is_checkpointing(self) -> bool:
@@ -110,7 +122,9 @@ class MicroBatcher:
         return "gradients are checkpointed"
 
     def measure(self, length: int) -> ActivationCost:
-        """Cost of the tokens of rows of this length, measured on short rows."""
+        """Cost of the tokens of rows of this length, measured once on short rows."""
+        if self._measured is not None:
+            return self._measured.at(length)
         model, base, device = self._passes.model, self._passes.base, self._passes.device
         was_training = model.training
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
@@ -122,7 +136,8 @@ class MicroBatcher:
                 self._passes.autocast(),
                 torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
             ):
-                return measure_activations(base, length, self.share, free_memory(device))
+                self._measured = measure_activations(base, self.share)
+                return self._measured.at(length)
         finally:
             base.train(was_training)
 

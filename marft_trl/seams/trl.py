@@ -198,6 +198,11 @@ class TrlState:
         return self._trainer.current_gradient_accumulation_steps if self.is_training else 1
 
     @property
+    def is_update(self) -> bool:
+        """`True` in the last micro-step of an optimizer step."""
+        return self._trainer.accelerator.sync_gradients
+
+    @property
     def slices(self) -> list | None:
         """Training data of the present generation batch; `None` before the first one."""
         return self._trainer._buffered_inputs

@@ -1,0 +1,308 @@
+"""How much a GPU has to launch: passes of a step, kernels of a token, and graphs that are used again."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+from marft_trl import AgentSpec
+from marft_trl.config.sampling import Sampling
+from marft_trl.learning.micro_batcher import MicroBatcher
+from marft_trl.seams.decoding_layers import DecodingLayers
+from marft_trl.seams.generation import TrlEngine
+from marft_trl.shared_prefix import steps
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .families import FAMILIES, family_model
+from .helpers import calling, team_trainer, weights
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import launches
+
+
+# ---- Passes ----
+
+
+@pytest.mark.parametrize("split", [(8, 4), (4, 8)], ids=str)
+def test_passes_do_not_depend_on_how_a_batch_is_split(split):
+    whole = launches.passes_of_a_step(launches.make("duo", 32, 1))
+    assert launches.passes_of_a_step(launches.make("duo", *split)) == whole
+    assert whole["backward"] == 2  # one for each agent
+
+
+GAE = {"advantage": "gae", "critic": "shared", "level": "token"}
+CASES = [
+    {},
+    {"loss_type": "bnpo", "beta": 0.1, "num_iterations": 2},
+    {"loss_type": "grpo", "num_iterations": 2, "target_kl": 0.02},
+    {"loss_type": "dr_grpo", "steps_per_generation": 1, "num_iterations": 2},  # a step has the same rows twice
+    {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # and rows of several batches
+    {"update_order": "sequential", "steps_per_generation": 4, "loss_type": "dapo"},
+    {"top_entropy_quantile": 0.5},
+    {**GAE},
+    {**GAE, "steps_per_generation": 1, "num_iterations": 2},
+    {**GAE, "steps_per_generation": 1, "critic": "per_agent", "beta": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_slices_that_go_through_together_teach_the_same(settings, model_folder, tmp_path, monkeypatch):
+    """Weights and logs of training, up to rounding."""
+    found = []
+    for joins in (False, True):
+        if not joins:
+            monkeypatch.setattr(MicroBatcher, "joins_slices", False)
+        common = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "optim": "sgd"}
+        common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "max_steps": 3, "lr_scheduler_type": "constant"}
+        rate = {"critic_learning_rate": 0.05} if "critic" in settings else {}
+        trainer = team_trainer(model_folder, tmp_path, settings={**common, **rate, **settings})
+        before = weights(trainer)
+        trainer.train()
+        change = {name: its - before[name] for name, its in weights(trainer).items()}
+        found.append((change, [entry for entry in trainer.state.log_history if "loss" in entry]))
+        monkeypatch.undo()
+    (apart, logs), (together, others) = found
+    assert max(its.abs().max() for its in apart.values()) > 1e-3
+    for name, its in apart.items():
+        torch.testing.assert_close(together[name], its, atol=2e-5, rtol=1e-3, msg=lambda text, name=name: name + text)
+    assert len(logs) == len(others) == 3
+    for one, other in zip(logs, others, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"step_time"}:
+            if "time" not in name and "per_second" not in name and "seconds" not in name:
+                assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5, nan_ok=True), name
+
+
+# ---- Kernels ----
+
+
+def test_a_layer_launches_few_kernels_for_a_token():
+    assert len(launches.kernels_of_a_layer()) <= 45
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_for_decoding_compute_what_the_layers_do(family):
+    model = family_model(family)
+    ids = torch.arange(3, 39).view(4, 9)
+    layers = DecodingLayers(lambda: model)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with layers.on() as key:
+            found = model(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, expected)  # nothing is left behind
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert key is not None
+
+
+def bfloat16_model(tokens=300):
+    """With three adapters that do something, and logits of a trained model's size."""
+    torch.manual_seed(0)
+    base = launches.tiny_model(tokens, num_hidden_layers=3).to(torch.bfloat16)
+    base.model.norm.weight.data *= 4
+    # As PEFT does it, adapters stay in float32
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=12, target_modules="all-linear"), adapter_name="one")
+    for name in ("two", "dora"):
+        kind = {"use_dora": True} if name == "dora" else {}
+        model.add_adapter(name, LoraConfig(r=4, lora_alpha=20, target_modules=["q_proj", "v_proj", "up_proj"], **kind))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.02)
+    return model.eval()
+
+
+@pytest.mark.parametrize("adapter", ["one", "two"])
+def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter):
+    """Against a scoring pass: the ordinary layers are as far from it as those for decoding."""
+    model = bfloat16_model()
+    model.set_adapter(adapter)
+    ids = torch.randint(300, (32, 40), generator=torch.Generator().manual_seed(0))
+    layers, found = DecodingLayers(lambda: model), {}
+
+    def logps(model):
+        logits = model(input_ids=ids[:, :-1]).logits.float()
+        return logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+
+    with torch.no_grad():
+        found["ordinary"] = logps(model)
+        with layers.on():
+            found["decoding"] = logps(model)
+        exact = logps(model.float())
+    assert exact.std() > 0.1
+    gaps = {name: its - exact for name, its in found.items()}
+    assert gaps["decoding"].std() < 1.2 * gaps["ordinary"].std() < 0.02
+    assert (found["decoding"] - found["ordinary"]).std() < 0.015
+    for gap in gaps.values():
+        assert gap.mean().abs() < 4 * gap.std() / gap.numel() ** 0.5
+
+
+def test_layers_that_cannot_be_computed_otherwise_stay(tmp_path):
+    model = bfloat16_model()
+    ids, layers = torch.arange(20).view(2, 10), DecodingLayers(lambda: model)
+    model.set_adapter("dora")
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with layers.on() as key:
+            assert key is None
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=0.05, rtol=0.05)
+        with model.disable_adapter(), layers.on() as without:
+            assert without is not None and without[0] == ""
+
+
+# ---- Graphs ----
+
+
+class Tape(TorchDispatchMode):
+    """In place of a graph of CUDA: the operations of a function, on the memory that it was captured with."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_local_scalar_dense" in str(function):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = function(*args, **(kwargs or {}))
+        self.taken.append((function, args, kwargs or {}, result))
+        return result
+
+
+def on_tape(run, pool=None):
+    with Tape() as tape:
+        result = run()
+
+    def replay():
+        for function, args, kwargs, then in tape.taken:
+            if function.is_view:
+                continue
+            for old, new in zip(tree_leaves(then), tree_leaves(function(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+        return result
+
+    TAPES.append(replay)
+    return replay
+
+
+TAPES = []
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    TAPES.clear()
+    monkeypatch.setattr(steps, "why_not_captured", lambda device: None)
+    monkeypatch.setattr(steps, "captured", on_tape)
+    return TAPES
+
+
+def static_team(model, folder, **arguments):
+    settings = {"cache_implementation": "static", "max_completion_length": 20, "num_iterations": 2}
+    agents = [AgentSpec("ann"), AgentSpec("ben")]
+    return team_trainer(model, folder, agents=agents, settings=settings, **arguments)
+
+
+def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp_path, tapes):
+    """Each agent says what it says without graphs, by its present weights, its reference, and with fewer rows."""
+    trainer = static_team(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    generator = trainer.parts.runner.generator
+    answers = calling(lambda *args, **kwargs: generator.generate(*args, greedy=True, **kwargs))
+    prompts, counts, seen = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(20)], [], set()
+    for turn in range(6):
+        for parameter in (p for name, p in trainer.model.named_parameters() if "lora_" in name):
+            parameter.data.normal_(std=0.2)
+        for agent in ("ann", "ben"):
+            for options in ({}, {"by_reference": True}):
+                with without_graphs(generator):
+                    expected = answers([agent] * 20, prompts, **options)
+                found = answers([agent] * 20, prompts, **options)
+                assert [one.ids for one in found] == [one.ids for one in expected], (turn, agent, options)
+                for one, other in zip(found, expected, strict=True):
+                    if one.logps is not None:
+                        assert one.logps == pytest.approx(other.logps, abs=1e-3)
+                seen.add(str([one.ids for one in found]))
+        counts.append(len(tapes))
+    # The two agents and the base, with all rows and with two smaller numbers of rows
+    assert len(seen) > 12 and counts[0] >= 3 and counts[-1] <= 9
+    generator.drop_cache()
+    answers(["ann"] * 20, prompts)
+    assert len(tapes) > counts[-1]
+
+
+@contextlib.contextmanager
+def without_graphs(generator):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "keeps_shapes", lambda *args: False)
+        yield
+
+
+def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
+    """Whatever moves weights: the first step of a call is compared with one that was not captured."""
+    model = family_model("qwen3")
+    store, taken = steps.StepStore(), []
+    for _ in range(2):
+        fixed = store.take(model, 4, 30, torch.device("cpu"))
+        fixed.start(torch.ones(4, 30, dtype=torch.long), torch.full((4,), 1), key="the same")
+        fixed.begin(0)
+        with torch.no_grad():
+            taken.append([fixed.logits(torch.full((4, 1), 7)).clone() for _ in range(8)])
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.5  # at another address
+    assert len(tapes) == 1 and taken
+    assert "without a captured graph: ValueError: its logits are others" in caplog.text
+    assert not torch.equal(taken[0][0], taken[1][0])
+
+
+def test_room_is_kept_for_two_numbers_of_rows_and_not_for_ever():
+    model, store, device = family_model("qwen3"), steps.StepStore(), torch.device("cpu")
+    first = store.take(model, 4, 200, device)
+    assert store.take(model, 4, 190, device) is first and first.size == 256
+    assert store.take(model, 4, 20, device) is not first  # several times the room that is needed
+    second = store.take(model, 8, 100, device)
+    store.take(model, 16, 100, device)
+    assert store.take(model, 8, 100, device) is second
+    store.clear()
+    assert store.take(model, 8, 100, device) is not second
+
+
+def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
+    """They are looked for every eighth step, and what follows them is cut off, with its log-probabilities."""
+    found = []
+    for kind in ("dynamic", "static"):
+        agents = [AgentSpec("ann", stop=["1", "+", "3"])]
+        settings = {"cache_implementation": kind, "max_completion_length": 30, "num_iterations": 2}
+        trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+        generator = trainer.parts.runner.generator
+        prompts = [tokenizer(f"{row} + {row + 3}")["input_ids"] for row in range(12)]
+        answers = calling(lambda *args, g=generator, **kwargs: g.generate(*args, greedy=True, **kwargs))
+        found.append(answers(["ann"] * 12, prompts))
+    assert [one.ids for one in found[0]] == [one.ids for one in found[1]]
+    assert any("1" in tokenizer.decode(one.ids) for one in found[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(None, "replays captured graphs"), ("dynamic", "launches each kernel: `cache_")]
+)
+def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, kind, line):
+    """On a GPU by default, and a line says so, or why not."""
+    trainer = static_team(model_folder, tmp_path)
+    generator, sampling = trainer.parts.runner.generator, Sampling.of(AgentSpec("ann"), trainer.args)
+    settings = {"cache_implementation": kind}
+    assert not generator.keeps_shapes(settings, sampling, None)
+    monkeypatch.setattr(TrlEngine, "model", Device(trainer.model, "cuda"))
+    with caplog.at_level("INFO", logger="marft_trl"):
+        assert generator.keeps_shapes(settings, sampling, None) == (kind is None)
+    assert line in caplog.text
+
+
+class Device:
+    """A model that says that it is on another device."""
+
+    def __init__(self, model, kind):
+        self._model, self.device = model, torch.device(kind)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
