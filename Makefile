@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 20
+DEVICE ?= cpu
 READY := $(VENV)/.ready
 
 export HF_HUB_OFFLINE := 1
@@ -10,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real site test test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
@@ -19,14 +20,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,quality,docs]"
 	touch $(READY)
 
-quickstart: $(READY)  ## train the embedded team and show that it improved
-	$(BIN)/python -W ignore examples/quickstart.py
+quickstart: $(READY)  ## train the embedded team and show that it improved; on the CPU, or with DEVICE=cuda
+	$(BIN)/python -W ignore examples/quickstart.py --device $(DEVICE)
 
 real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
 	$(BIN)/python -W ignore examples/real.py
 
-test: $(READY)  ## the tests: four minutes on two cores
+test: $(READY)  ## the tests, on the CPU: six minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
+
+test-gpu: $(READY)  ## what means something on a GPU alone; three minutes
+	MARFT_TEST_CUDA=1 $(BIN)/python -m pytest -q -rs -m "gpu and not exhaustive" tests/test_gpu.py
 
 test-slow: $(READY)  ## longer checks; `make test-slow SLOW="tests/test_kills.py"` for some
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "slow and not exhaustive" $(SLOW)
@@ -108,7 +112,7 @@ benchmark-import: $(READY)  ## import times beside TRL's
 	$(BIN)/python benchmarks/import_time.py
 
 gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
-	$(BIN)/python -W ignore benchmarks/gpu.py
+	$(BIN)/python -W ignore benchmarks/gpu.py --page benchmark-output/gpu.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output warm-up-output scaling-output staleness-output choose-output site-output

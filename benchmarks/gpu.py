@@ -1,13 +1,14 @@
 """
 What has to be so on a GPU, and the figures that only one can give.
 
-    make gpu                                                    # the tiny model
+    make gpu                                                    # random weights in the shape of Qwen2.5-1.5B
     python benchmarks/gpu.py --model Qwen/Qwen2.5-1.5B-Instruct --page gpu.md
     python benchmarks/gpu.py --model smollm2                    # a real model without a hub
     python benchmarks/gpu.py --device pretend                   # tries this script where there is no GPU
 
 Every check says what it expects and what it found. One that a device cannot show says why it was left out: a pretended
-device has no memory, no kernels and no speed. Figures of rollouts on vLLM servers are those of `gpu_servers.py`.
+device has no memory, no kernels and no speed. The step next to TRL's comes first, and every row is printed and written
+to the page as soon as it is known. Figures of rollouts on vLLM servers are those of `gpu_servers.py`.
 """
 
 import argparse
@@ -34,12 +35,13 @@ LEFT_OUT = "left out"
 class Checks:
     """Rows of the page: what is checked, what is expected, what was found, and whether that is right."""
 
-    def __init__(self):
-        self.rows = []
+    def __init__(self, write=lambda checks: None):
+        self.rows, self.write = [], write
 
     def add(self, what, expected, found, right):
         verdict = right if isinstance(right, str) else "as expected" if right else "**NOT**"
         self.rows.append((what, expected, found, verdict))
+        self.write(self)
         print(f"{verdict:12} {what}: expected {expected}; found {found}", flush=True)
 
     @contextlib.contextmanager
@@ -154,8 +156,8 @@ def trainer_of(options, folder, agents=2, **settings):
     )
 
 
-def trl_trainer(options, folder):
-    """TRL's trainer with one agent, as it comes."""
+def trl_trainer(options, folder, **settings):
+    """TRL's trainer with one agent."""
     from marft_trl.tiny import tiny_dataset
 
     from peft import LoraConfig
@@ -166,17 +168,20 @@ def trl_trainer(options, folder):
         reward_funcs=reward,
         args=GRPOConfig(
             f"{folder}/trl",
-            per_device_train_batch_size=options.episodes,
-            num_generations=4,
-            max_completion_length=options.tokens,
-            max_steps=1,
-            report_to="none",
-            save_strategy="no",
-            optim="adamw_torch",
-            bf16=True,
-            dataloader_pin_memory=not options.is_pretended,
-            gradient_checkpointing=False,
-            model_init_kwargs={"device_map": None},
+            **{
+                "per_device_train_batch_size": options.episodes,
+                "num_generations": 4,
+                "max_completion_length": options.tokens,
+                "max_steps": 1,
+                "report_to": "none",
+                "save_strategy": "no",
+                "optim": "adamw_torch",
+                "bf16": True,
+                "dataloader_pin_memory": not options.is_pretended,
+                "gradient_checkpointing": False,
+                "model_init_kwargs": {"device_map": None},
+                **settings,
+            },
         ),
         train_dataset=tiny_dataset(64),
         peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -202,6 +207,60 @@ def around(owner, name, make):
 
 
 # ---- Checks ----
+
+
+def step(checks, device, options, folder):
+    """Seconds of a step, as it comes: two agents and one against `GRPOTrainer`, whole and split, and in 4 bits."""
+    small = options.is_pretended
+    splits = [(options.episodes, 1), (options.episodes // 4, 4)]
+    for bits in ("bfloat16",) if small else ("bfloat16", "4 bits"):
+        for rows, accumulation in splits if bits == "bfloat16" else splits[1:]:
+            seconds = {}
+            for who in ("GRPOTrainer", "one agent", "two agents"):
+                expected = {"one agent": "at most 0.5 of GRPOTrainer", "two agents": "at most 0.5 of two GRPOTrainers"}
+                what = f"step of {who}, {rows} x {accumulation} rows, {options.tokens} new tokens, {bits}"
+                with checks.row(what, expected.get(who, "a figure")) as say:
+                    seconds[who], start, most = _seconds_of_a_step(
+                        device, options, folder, who, rows, accumulation, bits
+                    )
+                    share = seconds[who] / seconds["GRPOTrainer"] / (2 if who == "two agents" else 1)
+                    found = f"{seconds[who]:.2f} s ({share:.2f}); the first {start:.1f} s; {most:.1f} GiB"
+                    say(found, "a figure" if small or who == "GRPOTrainer" else share <= 0.5)
+
+
+def _seconds_of_a_step(device, options, folder, who, rows, accumulation, bits):
+    """Median seconds of the steps after the first, those of the first, and peak memory in GiB."""
+    from transformers import BitsAndBytesConfig, TrainerCallback
+
+    times = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            device.synchronize()
+            times.append(-time.perf_counter())
+
+        def on_step_end(self, *args, **kwargs):
+            device.synchronize()
+            times[-1] += time.perf_counter()
+
+    kwargs = {"device_map": None, "dtype": "bfloat16"}
+    if bits == "4 bits":
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        kwargs |= {"device_map": {"": 0}, "quantization_config": BitsAndBytesConfig(**four)}
+    settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    settings |= {"max_steps": 2 if device.is_pretended else 4, "model_init_kwargs": kwargs, "num_generations": 4}
+    settings |= {"gradient_checkpointing": False, "generation_kwargs": {"min_new_tokens": options.tokens}}
+    if not device.is_pretended:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if who == "GRPOTrainer":
+        trainer = trl_trainer(options, folder, **settings)
+    else:
+        trainer = trainer_of(options, folder, agents=1 if who == "one agent" else 2, **settings)
+    trainer.add_callback(Clock())
+    trainer.train()
+    most = 0.0 if device.is_pretended else torch.cuda.max_memory_allocated() / 2**30
+    return statistics.median(times[1:]), times[0], most
 
 
 def types(checks, device, options, folder):
@@ -415,7 +474,35 @@ def nccl(checks, device, options, folder):
         say(f"{found} after {time.monotonic() - begin:.0f} s", found)
 
 
-CHECKS = [types, waits, switching, memory, out_of_memory, decoding, drawing, spread, nccl]
+CHECKS = [step, decoding, memory, types, waits, switching, out_of_memory, drawing, spread, nccl]
+
+
+def random_base(folder):
+    """Random weights in the shape of Qwen2.5-1.5B, with a small vocabulary: speed and memory do not depend on them."""
+    from marft_trl.tiny import tiny_tokenizer
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    config = Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=49152,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def page(checks, device, options):
@@ -435,7 +522,7 @@ def page(checks, device, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "pretend"), default="cuda")
-    parser.add_argument("--model", default="tiny", help="name or folder of the base, `tiny` or `smollm2`")
+    parser.add_argument("--model", default="1.5b", help="name or folder of the base, `1.5b`, `tiny` or `smollm2`")
     parser.add_argument("--only", nargs="*", choices=[one.__name__ for one in CHECKS])
     parser.add_argument("--tokens", type=int, help="of a turn")
     parser.add_argument("--rows", type=int, nargs="*", help="that are decoded together")
@@ -448,13 +535,22 @@ def main():
     options.rows = options.rows or ([8] if options.is_pretended else [8, 32, 128])
     options.rounds = 1 if options.is_pretended else 3
     options.episodes = 8 if options.is_pretended else 32
-    device, checks = Device(options.device), Checks()
+    device = Device(options.device)
+    options.model = "tiny" if options.is_pretended and options.model == "1.5b" else options.model
+
+    def write(checks):
+        if options.page:
+            options.page.write_text(page(checks, device, options), encoding="utf-8")
+
+    checks = Checks(write)
     with tempfile.TemporaryDirectory() as folder:
         options.base = options.model
         if options.model == "tiny":
             from vllm_server import tiny_base
 
             options.base = tiny_base(f"{folder}/base")
+        elif options.model == "1.5b":
+            options.base = random_base(f"{folder}/base")
         elif options.model == "smollm2":
             from marft_trl.tasks.smollm2 import smollm2
 
@@ -463,8 +559,6 @@ def main():
             for check in CHECKS:
                 if not options.only or check.__name__ in options.only:
                     check(checks, device, options, f"{folder}/{check.__name__}")
-    if options.page:
-        options.page.write_text(page(checks, device, options), encoding="utf-8")
     raise SystemExit(any(row[-1] == "**NOT**" for row in checks.rows))
 
 

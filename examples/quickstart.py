@@ -1,7 +1,8 @@
 """
-Train a team of two tiny agents on a CPU, offline and in minutes, and show its accuracy before and after.
+Train a team of two tiny agents, offline and in minutes, and show its accuracy before and after.
 
-    make quickstart                                   # sets everything up first
+    make quickstart                                   # sets everything up first; on the CPU
+    make quickstart DEVICE=cuda                       # the same on a GPU
     python examples/quickstart.py --seed 1            # in an environment that has marft_trl
 
 The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both agents start from one
@@ -20,6 +21,7 @@ from marft_trl.reporting.transcripts import format_turns
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
+import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -100,10 +102,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if options.device == "cpu" and torch.cuda.is_available():
+        print("This trains on the CPU, where the figures of the README are from. --device cuda uses the GPU.")
     base = tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),
@@ -118,6 +123,8 @@ def main():
         save_strategy="no",
         disable_tqdm=False,
         seed=options.seed,
+        use_cpu=options.device == "cpu",
+        bf16=False,  # a model this small gains nothing
     )
     transcripts = Transcripts()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")

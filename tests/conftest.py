@@ -125,7 +125,9 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The memory of the largest worker, and the number of resumes that were exact."""
+    """The memory of the largest worker, the number of resumes that were exact, and whether a GPU was left alone."""
+    if not os.environ.get("MARFT_TEST_CUDA") and Path("/dev/nvidia0").exists():
+        terminalreporter.write_line("This machine has a GPU, and these tests ran on the CPU: `make test-gpu` uses it.")
     if any(MEMORY):
         terminalreporter.write_line(f"Memory of the largest worker: {max(MEMORY) / 1e6:.2f} GB.")
     passed = [item for report in terminalreporter.stats.get("passed", []) for item in report.user_properties]

@@ -244,8 +244,7 @@ def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
     model = family_model("qwen3")
     store, taken = steps.StepStore(), []
     for _ in range(2):
-        fixed = store.take(model, 4, 30, torch.device("cpu"))
-        fixed.start(torch.ones(4, 30, dtype=torch.long), torch.full((4,), 1), key="the same")
+        fixed = store.start(model, torch.ones(4, 30, dtype=torch.long), torch.full((4,), 1), key="the same")
         fixed.begin(0)
         with torch.no_grad():
             taken.append([fixed.logits(torch.full((4, 1), 7)).clone() for _ in range(8)])
@@ -256,16 +255,21 @@ def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
     assert not torch.equal(taken[0][0], taken[1][0])
 
 
-def test_room_is_kept_for_two_numbers_of_rows_and_not_for_ever():
-    model, store, device = family_model("qwen3"), steps.StepStore(), torch.device("cpu")
-    first = store.take(model, 4, 200, device)
-    assert store.take(model, 4, 190, device) is first and first.size == 256
-    assert store.take(model, 4, 20, device) is not first  # several times the room that is needed
-    second = store.take(model, 8, 100, device)
-    store.take(model, 16, 100, device)
-    assert store.take(model, 8, 100, device) is second
+def test_memory_is_kept_for_all_that_fits_and_not_for_ever():
+    model, store = family_model("qwen3"), steps.StepStore()
+
+    def started(rows, size):
+        return store.start(model, torch.ones(rows, size, dtype=torch.long), torch.ones(rows, dtype=torch.long), "key")
+
+    first = started(4, 200)
+    assert (first.rows, first.size) == (4, 256)
+    assert started(4, 190) is first and started(2, 130) is first  # fewer rows take the first places
+    second = started(8, 150)
+    assert (second.rows, second.size) == (8, 256) and started(4, 200) is second
+    third = started(4, 20)
+    assert (third.rows, third.size) == (4, 64)  # a room several times as large costs time
     store.clear()
-    assert store.take(model, 8, 100, device) is not second
+    assert started(4, 20) is not third
 
 
 def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):

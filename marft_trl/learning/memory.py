@@ -34,7 +34,9 @@ class MemoryPlan:
         activations (`int`): activations of the largest micro-batch, including the LM head. Estimated from a
             measurement on short rows.
         cache (`int`): keys and values of one generation batch of an agent, with turns of maximum length.
-        prefill (`int`): what a layer computes of prompts while their keys and values are filled in.
+        prefill (`int`): what a layer computes of prompts while their keys and values are filled in, or the
+            distributions that tokens are drawn from, whichever is larger.
+        kept (`int`): of keys, values and graphs, what stays while training runs, because decoding is captured.
     """
 
     base: int
@@ -45,11 +47,12 @@ class MemoryPlan:
     activations: int
     cache: int
     prefill: int
+    kept: int = 0
 
     @property
     def total(self) -> int:
         """Peak memory. Generation and training never run at the same time, so only the larger of the two counts."""
-        lasting = self.base + self.adapters + self.critic + self.optimizer
+        lasting = self.base + self.adapters + self.critic + self.optimizer + self.kept
         return lasting + max(self.gradients + self.activations, self.cache + self.prefill)
 
     def __str__(self) -> str:
@@ -232,6 +235,23 @@ def cache_size(config, rows: int, tokens: int, width: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * rows * tokens * heads * head_dim * width
+
+
+# Bytes of a possible token while one is drawn: its logit, scores, log-probabilities and probabilities in float32, and
+# probabilities and their sums in double precision
+_DRAWN = 4 * 4 + 2 * 8
+# Bytes of the workspaces of graphs and products on CUDA
+_WORKSPACES = 96 * 2**20
+
+
+def decoding_size(rows: int, vocabulary: int) -> int:
+    """Bytes of the distributions that the next tokens are drawn from."""
+    return rows * vocabulary * _DRAWN
+
+
+def kept_size(cache: int, rows: int, vocabulary: int) -> int:
+    """Bytes that captured decoding keeps: the cache, workspaces, and the logits of a graph."""
+    return cache + _WORKSPACES + 4 * rows * vocabulary
 
 
 def readable(size: float) -> str:

@@ -19,7 +19,17 @@ from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..learning.critic_learner import CriticLearner
-from ..learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, readable, size_of
+from ..learning.memory import (
+    ActivationCost,
+    MemoryPlan,
+    cache_size,
+    decoding_size,
+    head_size,
+    kept_size,
+    optimizer_size,
+    readable,
+    size_of,
+)
 from ..learning.micro_batcher import MicroBatcher
 from ..rollout.prompts import Observation, Query
 from ..rollout.runner import EpisodeRunner
@@ -28,6 +38,7 @@ from ..rules.credit_rules import CREDITS
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.prefixes import clusters
 from ..shared_prefix.room import PREFILL_TOKENS
+from ..shared_prefix.steps import ROOM
 from ..weights.copies import PastCopies
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
@@ -54,6 +65,10 @@ class Rehearsal:
     shown: dict[str, Observation]
     prompts: list[tuple[str, int, int]]
     waves: list[list[str]]
+
+
+# Activations are this much larger than what is kept for a backward pass: what lives for a moment, and fragmentation
+_SHORT_LIVED = 1.1
 
 
 class Planner:
@@ -150,6 +165,8 @@ class Planner:
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
         at_once = self._turns_at_once([one[0] for one in prompts], rehearsal.waves)
+        keeps = self._runner.generator.keeps_cache
+        cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
             adapters=size_of(adapters) + (self._copies.size() if self._copies is not None else 0),
@@ -158,8 +175,12 @@ class Planner:
             gradients=size_of(trained) * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
-            cache=cache_size(config, at_once, turn, width),
-            prefill=round(cost.per_token * min(at_once * turn, PREFILL_TOKENS) / config.num_hidden_layers),
+            cache=0 if keeps else cache,
+            prefill=max(
+                round(cost.per_token * min(at_once * turn, PREFILL_TOKENS) / config.num_hidden_layers),
+                decoding_size(at_once, config.vocab_size),
+            ),
+            kept=kept_size(cache, at_once, config.vocab_size) if keeps else 0,
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
@@ -173,8 +194,14 @@ class Planner:
             cost ([`ActivationCost`]): of a token.
         """
         config, needed, limits = self._model.config.get_text_config(), [], []
-        for prompt in prompts:
-            tokens, repeated, scored = self._work_of(*prompt)
+        work = [self._work_of(*prompt) for prompt in prompts]
+        if self._batcher.joins_slices:  # all turns of an agent
+            agents = dict.fromkeys(agent for agent, *_ in prompts)
+            turns = {name: [its for one, its in zip(prompts, work, strict=True) if one[0] == name] for name in agents}
+            work = [
+                (sum(t for t, *_ in its), sum(r for _, r, _ in its), sum(s for *_, s in its)) for its in turns.values()
+            ]
+        for tokens, repeated, scored in work:
             limit, checkpointing = self._batcher.limits(
                 longest, cost, self._batcher.free_for_activations(scored, cost.fixed)
             )
@@ -184,11 +211,12 @@ class Planner:
             limits.append(0 if checkpointing else limit)
         if self._learner is not None and self._learner.may_keep_passes:
             needed.append(self._kept_by_critic(prompts, min(limits), cost))
-        return max(needed)
+        return round(_SHORT_LIVED * max(needed))
 
     def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
         """Numbers of tokens that the turns of an agent compute, repeat and score."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
+        rows *= self._args.gradient_accumulation_steps if self._batcher.joins_slices else 1
         same = same if self._batcher.share else 0
         tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
         return tokens, rows * same, rows * new

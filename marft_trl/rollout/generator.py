@@ -108,6 +108,11 @@ class Generator:
 
     batches: bool = True
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the keys and values of a call of [`~Generator.generate`] keep their memory for the next."""
+        return False
+
     async def generate(
         self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[Sampled]:

@@ -172,19 +172,20 @@ class TransformersGenerator(Generator):
         turns = [self._stops[own.stop].cut(ids) for ids in sampled]
         return [Sampled(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
 
+    @property
+    def keeps_cache(self) -> bool:
+        return (
+            self._engine.model.device.type == "cuda"
+            and self._why_not_fixed(self._engine.settings(next(iter(self._samplings.values())))) is None
+        )
+
     def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
         """
         Whether steps of decoding keep their shapes, so that a GPU can replay them: there by default, elsewhere if it
         is set.
         """
-        wanted, model = settings.get("cache_implementation"), self._engine.model
-        why_not, is_gpu = None, model.device.type == "cuda"
-        if wanted == "dynamic":
-            why_not = '`cache_implementation="dynamic"`'
-        elif not self._captures:
-            why_not = "the base is in shards"
-        elif not masks_what_comes_later(model):
-            why_not = "`attn_implementation` is neither sdpa nor eager"
+        wanted, is_gpu = settings.get("cache_implementation"), self._engine.model.device.type == "cuda"
+        why_not = self._why_not_fixed(settings)
         if is_gpu and not self._is_noted:
             self._is_noted = True
             log = logger.info if why_not is None or wanted == "dynamic" else logger.warning
@@ -192,6 +193,15 @@ class TransformersGenerator(Generator):
         if live is not None and sampling.stop:  # who listens would hear what comes after a stop text
             return False
         return why_not is None and (wanted == "static" or is_gpu)
+
+    def _why_not_fixed(self, settings: Mapping[str, Any]) -> str | None:
+        if settings.get("cache_implementation") == "dynamic":
+            return '`cache_implementation="dynamic"`'
+        if not self._captures:
+            return "the base is in shards"
+        if not masks_what_comes_later(self._engine.model):
+            return "`attn_implementation` is neither sdpa nor eager"
+        return None if self._share else "`share_prefixes=False`, or the base cannot share prefixes"
 
     def _live_rows(self, observed: Sequence[Observed], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [one.live for one in observed if one.live is not None]

@@ -94,18 +94,18 @@ class FixedLayer(RoomyLayer):
         self.values.index_copy_(2, place, value_states)
         return self.keys, self.values
 
-    def restart(self) -> None:
-        """Take all rows back, with nothing in memory."""
-        self.rows = self._most
+    def restart(self, rows: int) -> None:
+        """Begin with new rows, as many as there were or fewer, with nothing in memory."""
+        self.rows = rows
         if self.is_initialized:
-            self.keys, self.values = self._whole
-            self.keys.zero_()
-            self.values.zero_()
+            self.keys, self.values = (states[:rows].zero_() for states in self._whole)
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
+            rows, self.rows = self.rows, self._most
             super()._begin(keys, values)
             self._whole = self.keys, self.values
+            self.rows, self.keys, self.values = rows, self.keys[:rows], self.values[:rows]
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         return self.place[0]

@@ -20,7 +20,7 @@ SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # Steps with the same rows before they are captured: a graph costs about as much as so many
 _BEFORE_CAPTURE = 4
 # Rooms of steps that are kept are multiples of this many tokens, and at most this many times as large as is needed
-_ROOM, _WIDEST = 64, 2
+ROOM, _WIDEST = 64, 2
 
 
 class GrowingSteps:
@@ -90,7 +90,7 @@ class FixedSteps(GrowingSteps):
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model with its head.
-        rows (`int`): number of rows.
+        rows (`int`): largest number of rows.
         size (`int`): tokens of a row that the cache has room for.
         device (`torch.device`): device of the tokens.
     """
@@ -98,7 +98,7 @@ class FixedSteps(GrowingSteps):
     every = 8
 
     def __init__(self, model: PreTrainedModel, rows: int, size: int, device: torch.device):
-        self._model, self.size = model, size
+        self._model, self.rows, self.size = model, rows, size
         self._place = torch.zeros(1, dtype=torch.long, device=device)
         # The first rows of these are those of a step
         self._all_tokens, self._all_positions = torch.zeros(2, rows, 1, dtype=torch.long, device=device)
@@ -114,16 +114,16 @@ class FixedSteps(GrowingSteps):
         Begin with new rows.
 
         Args:
-            mask (`torch.Tensor` of shape `(B, W)`): 0 for padding, of the columns that will be used.
+            mask (`torch.Tensor` of shape `(B, W)`): 0 for padding. There may be more room than for these.
             lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
             key (`Hashable`, *optional*): what graphs depend on besides the number of rows. If `None`, those of earlier
                 rows are forgotten.
         """
         self._all_masks.zero_()
-        self._all_masks[:, : mask.size(1)] = mask
-        self._all_positions.copy_((lengths - 1).unsqueeze(1))
+        self._all_masks[: mask.size(0), : mask.size(1)] = mask
+        self._all_positions[: mask.size(0)] = (lengths - 1).unsqueeze(1)
         for layer in self.cache.layers:
-            layer.restart()
+            layer.restart(mask.size(0))
         if key is None:
             self._graphs.clear()
         self._key, self._kept = key, frozenset(self._graphs)
@@ -192,42 +192,30 @@ class FixedSteps(GrowingSteps):
 
 
 class StepStore:
-    """Fixed steps that are kept from one call of `generate` to the next, with their memory and their graphs."""
-
-    # Rows and room that differ from call to call would fill the memory
-    _MOST = 2
+    """Keeps fixed steps from one call of `generate` to the next, with their memory and their graphs."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, FixedSteps] = {}  # by number of rows
-        self._why_not: str | None = None  # why steps could not be captured
+        self._kept: FixedSteps | None = None
+        self._why_not: str | None = None  # why steps could not be captured: what has failed is not tried again
 
     def start(
         self, model: PreTrainedModel, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None
     ) -> FixedSteps:
         """Steps that have begun with new rows, see [`~FixedSteps.start`]."""
-        steps = self.take(model, mask.size(0), mask.size(1), mask.device)
-        steps.start(mask, lengths, key)
-        return steps
-
-    def take(self, model: PreTrainedModel, rows: int, size: int, device: torch.device) -> FixedSteps:
-        """Steps for a number of rows, with room for `size` tokens or more."""
-        self._note_failures()
-        kept, size = self._kept.pop(rows, None), -(-size // _ROOM) * _ROOM
-        if kept is None or not size <= kept.size <= _WIDEST * size:
-            while len(self._kept) >= self._MOST:
-                del self._kept[next(iter(self._kept))]
-            kept = None  # its memory is free before new one is taken
-            kept = FixedSteps(model, rows, size, device)
-        self._kept[rows] = kept
-        kept.why_not = kept.why_not or self._why_not
+        (rows, size), kept = mask.shape, self._kept
+        size = -(-size // ROOM) * ROOM
+        if kept is None or rows > kept.rows or not size <= kept.size <= _WIDEST * size:
+            if kept is not None and kept.size <= _WIDEST * size:  # for agents that take turns
+                rows, size = max(rows, kept.rows), max(size, kept.size)
+            self.clear()  # before new memory is taken
+            kept = None
+            self._kept = kept = FixedSteps(model, rows, size, mask.device)
+            kept.why_not = kept.why_not or self._why_not
+        kept.start(mask, lengths, key)
         return kept
 
     def clear(self) -> None:
         """Give the memory back."""
-        self._note_failures()
-        self._kept.clear()
-
-    def _note_failures(self) -> None:
-        """What failed once is not tried again."""
-        for kept in self._kept.values():
-            self._why_not = self._why_not or kept.why_not
+        if self._kept is not None:
+            self._why_not = self._why_not or self._kept.why_not
+        self._kept = None
