@@ -195,10 +195,10 @@ def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, 
         if isinstance(one, torch.nn.Linear) and "lora" not in name and "base_layer" not in name
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        once, twice = (measure_activations(base, 64, share).fixed for share in (False, True))
+        once, twice = (measure_activations(base, share).fixed for share in (False, True))
     assert once == pytest.approx(2 * linear, rel=0.2) and twice == pytest.approx(4 * linear, rel=0.2)
-    assert measure_activations(base, 64, True).fixed < 0.2 * linear
-    cost = measure_activations(base, 64)
+    assert measure_activations(base, True).fixed < 0.2 * linear
+    cost = measure_activations(base)
     assert memory.ActivationCost(1.0, 0.0, 1.0, fixed=5.0).size(3, 0, False) == 8
     trainer = team_trainer(model_folder, tmp_path)
     monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)

@@ -203,7 +203,7 @@ def trainer(hidden, layers, episodes, tokens):
 
 trainer(32, 2, 4, 4).train()  # whatever libraries load on their first use
 before = status("VmRSS")
-team = trainer(256, 4, 64, 32)
+team = trainer(*json.loads(sys.argv[4]))
 plan = team.memory_plan()
 team.train()
 print(json.dumps({"planned": plan.total, "measured": status("VmHWM") - before, "plan": str(plan)}))
@@ -211,17 +211,27 @@ print(json.dumps({"planned": plan.total, "measured": status("VmHWM") - before, "
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [[256, 4, 64, 32], [512, 6, 32, 48], [128, 3, 128, 96]], ids=str)
 @pytest.mark.parametrize(
     "settings", [{}, {"advantage": "gae", "level": "token", "critic": "shared"}], ids=["group", "critic"]
 )
-def test_the_plan_is_a_close_bound_of_what_training_takes(tmp_path, settings):
+def test_the_plan_is_a_close_bound_of_what_training_takes(tmp_path, settings, size):
+    """Of models (width, layers) with episodes and tokens of a turn."""
     script, root = tmp_path / "measure.py", os.getcwd()
     script.write_text(MEASURED)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "out"), root, json.dumps(settings)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(script),
+        str(tmp_path / "out"),
+        root,
+        json.dumps(settings),
+        json.dumps(size),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    # Rows of a micro-batch are reckoned as long as the longest: the plan is a bound, 1.21 and 1.24 of what is taken
-    assert found["measured"] < found["planned"] < 1.35 * found["measured"], found["plan"]
+    assert found["measured"] < found["planned"] < 1.25 * found["measured"], found["plan"]

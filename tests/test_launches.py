@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig
 
 from .families import FAMILIES, family_model
 from .helpers import calling, team_trainer, weights
@@ -94,7 +95,10 @@ def test_layers_for_decoding_compute_what_the_layers_do(family):
         expected = model(input_ids=ids).logits
         with layers.on() as key:
             found = model(input_ids=ids).logits
+            with torch.enable_grad():  # as another thread that trains
+                trained = model(input_ids=ids).logits
         assert torch.equal(model(input_ids=ids).logits, expected)  # nothing is left behind
+        assert torch.equal(trained, expected) and trained.requires_grad
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert key is not None
 
@@ -115,8 +119,13 @@ def bfloat16_model(tokens=300):
     return model.eval()
 
 
+def norms_of(model):
+    return [module for name, module in model.named_modules() if name.endswith("input_layernorm")]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter", ["one", "two"])
-def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter):
+def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autocast):
     """Against a scoring pass: the ordinary layers are as far from it as those for decoding."""
     model = bfloat16_model()
     model.set_adapter(adapter)
@@ -128,9 +137,12 @@ def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter):
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
 
     with torch.no_grad():
-        found["ordinary"] = logps(model)
-        with layers.on():
-            found["decoding"] = logps(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found["ordinary"] = logps(model)
+            with layers.on():
+                found["decoding"] = logps(model)
+                dtypes = {module(torch.ones(1, 128, dtype=torch.bfloat16)).dtype for module in norms_of(model)}
+        assert dtypes == {torch.bfloat16}
         exact = logps(model.float())
     assert exact.std() > 0.1
     gaps = {name: its - exact for name, its in found.items()}
@@ -310,3 +322,21 @@ class Device:
 
     def __getattr__(self, name):
         return getattr(self._model, name)
+
+
+def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, caplog):
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    found = []
+    for kind in ("dynamic", "static"):
+        settings = {"cache_implementation": kind, "model_init_kwargs": {"quantization_config": four}}
+        trainer = team_trainer(model_folder, tmp_path, settings=settings | {"max_completion_length": 20})
+        torch.manual_seed(0)
+        for parameter in (p for name, p in trainer.model.named_parameters() if "lora_B" in name):
+            parameter.data.normal_(std=0.2)
+        answers = calling(lambda *args, g=trainer.parts.runner.generator: g.generate(*args, greedy=True))
+        prompts = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(10)]
+        found.append(
+            [[one.ids for one in answers([name] * 10, prompts)] for name in ("reasoner", "actor", "reasoner")]
+        )
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+    assert tapes and "without a captured graph" not in caplog.text

@@ -151,6 +151,9 @@ class TeamLoss:
         if self._batcher.joins_slices and not self._state.is_update:
             return torch.zeros((), device=self._processes.device, requires_grad=True)
         waiting, self._waiting = self._waiting, []
+        rows = [row for one in waiting for row in one.slice.rows]
+        if self._batcher.cost is None:  # the rows are those of a checkpoint
+            self._batcher.fit(rows)
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
@@ -167,7 +170,6 @@ class TeamLoss:
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
         alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        rows = [row for one in waiting for row in one.slice.rows]
         return self.out_of_memory.guard(learn, rows, snapshots, alone)
 
     @torch.no_grad()

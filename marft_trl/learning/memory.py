@@ -112,8 +112,8 @@ class ActivationCost:
 # Lengths of a shared prefix and of what follows it. They, and half of their sum, are primes, so that the size of a
 # tensor tells which of them it grows with, unless a dimension of the model is a multiple of one
 _LENGTHS = ((61, 73), (47, 59), (41, 53), (31, 43), (17, 29), (11, 23))
-# Share of what is kept that may grow with none of them, such as the tokens of an expert. If it is more, rows of two
-# lengths are compared
+# Share of what is kept that may seem to grow with none of them. If it is more, as with copies of weights and with the
+# tokens of experts, a second pass tells whether it grows
 _FIXED = 0.1
 
 
@@ -127,18 +127,19 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
         share (`bool`, *optional*, defaults to `True`): `True` if rows will share common prefixes.
     """
     config = model.config.get_text_config()
-    prefix, rest = _lengths_for(model)
+    (prefix, rest), *others = _lengths_for(model)
     middle = (prefix + rest) // 2
     sizes = _kept_sizes(model, prefix, rest, share)
     whole = prefix + rest if share else rest
     joined = _of(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
     linear = _of(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
     squared = _of(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
-    fixed: float = sum(size for numel, size in sizes if all(numel % length for length in (prefix, middle, rest)))
-    if fixed > _FIXED * sum(size for _, size in sizes):
-        shorter, longer = (sum(size for _, size in _kept_sizes(model, 0, n, False)) for n in (rest, 2 * rest))
-        mean = (longer - shorter) / (2 * rest)
-        linear, fixed = max(mean - 3 * rest * squared, 0.0), max(2 * shorter - longer + 4 * rest**2 * squared, 0.0)
+    fixed = _without(sizes, prefix, rest)
+    if others and fixed > _FIXED * sum(size for _, size in sizes):
+        shorter = others[0]
+        tokens, fewer = (share * one + 2 * other for one, other in ((prefix, rest), shorter))
+        growth = (fixed - _without(_kept_sizes(model, *shorter, share), *shorter)) / (tokens - fewer)
+        linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
     # During the backward pass of a layer, the gradients of its kept tensors take the same memory again
@@ -146,14 +147,20 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, squared * more)
 
 
-def _lengths_for(model: PreTrainedModel) -> tuple[int, int]:
+def _lengths_for(model: PreTrainedModel) -> list[tuple[int, int]]:
     dimensions = {size for tensor in model.parameters() for size in tensor.shape if size > 1}
     window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    for prefix, rest in _LENGTHS:
-        primes = (prefix, rest, (prefix + rest) // 2)
-        if prefix + rest <= window and all(size % prime for size in dimensions for prime in primes):
-            return prefix, rest
-    return _LENGTHS[-1]
+    return [
+        (prefix, rest)
+        for prefix, rest in _LENGTHS
+        if prefix + rest <= window
+        and all(size % prime for size in dimensions for prime in (prefix, rest, (prefix + rest) // 2))
+    ] or [_LENGTHS[-1]]
+
+
+def _without(sizes: Sequence[tuple[int, int]], prefix: int, rest: int) -> float:
+    """Bytes of the tensors that grow with none of the lengths."""
+    return sum(size for numel, size in sizes if all(numel % one for one in (prefix, rest, (prefix + rest) // 2)))
 
 
 def _of(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:

@@ -117,7 +117,7 @@ class _Pack:
             for name, (down, up) in zip(names, pairs, strict=True):
                 end, copied = start + len(down), up.new_empty(up.size(1), up.size(0), dtype=dtype)
                 self._targets += [group.down[start:end], copied]
-                self.forwards[name] = functools.partial(group.forward, layers[name].base_layer, copied, start, end)
+                self.forwards[name] = functools.partial(group.forward, layers[name], copied, start, end)
                 start = end
 
     def _weights(self) -> list[torch.Tensor]:
@@ -151,9 +151,11 @@ class _Group:
         self.product: torch.Tensor | None = None  # `(N, R)`
 
     def forward(
-        self, base_layer: nn.Module, up: torch.Tensor, start: int, end: int, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, layer: Any, up: torch.Tensor, start: int, end: int, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        result = base_layer(x, *args, **kwargs)
+        if torch.is_grad_enabled():  # somebody else trains meanwhile
+            return type(layer).forward(layer, x, *args, **kwargs)
+        result = layer.base_layer(x, *args, **kwargs)
         if self.source is not x:
             self.source, self.product = x, F.linear(x.flatten(0, -2).to(self.down.dtype), self.down)
         product = self.product[:, start:end]  # type: ignore[index]
@@ -185,9 +187,10 @@ def _why_not(layer: Any, adapter: str) -> str | None:
 
 
 def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    if x.dtype != norm.weight.dtype:
+    if x.dtype != norm.weight.dtype or torch.is_grad_enabled():
         return type(norm).forward(norm, x)
-    return F.rms_norm(x, norm.weight.shape, norm.weight, _epsilon(norm))
+    with torch.autocast(x.device.type, enabled=False):  # which may compute norms in float32
+        return F.rms_norm(x, norm.weight.shape, norm.weight, _epsilon(norm))
 
 
 def _epsilon(norm: Any) -> Any:
