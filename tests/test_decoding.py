@@ -3,9 +3,10 @@
 import functools
 import random
 import weakref
+from types import SimpleNamespace
 
 from marft_trl.seams.generation import masks_what_comes_later
-from marft_trl.seams.graphs import captured, new_pool, why_not_captured
+from marft_trl.seams.graphs import GraphMemory, captured, why_not_captured
 from marft_trl.shared_prefix import decoding, forward, room, steps
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
 from marft_trl.shared_prefix.room import RoomyLayer
@@ -183,7 +184,7 @@ class Graph:
 
 
 def with_graphs(monkeypatch, capture):
-    monkeypatch.setattr(steps, "why_not_captured", lambda device: None)
+    monkeypatch.setattr(steps, "why_not_captured", lambda model: None)
     monkeypatch.setattr(steps, "captured", capture)
 
 
@@ -215,19 +216,22 @@ def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, 
     assert len(said) == 1 and why in said[0]
 
 
-def test_new_pool():
+def test_GraphMemory():
     """Graphs of CUDA share memory; elsewhere there are none. `test_captured` runs on a GPU."""
-    assert new_pool(torch.device("cpu")) is None
+    assert GraphMemory.of(torch.device("cpu")) is None
 
 
 def test_why_not_captured():
-    assert "only CUDA" in why_not_captured(torch.device("cpu")) and why_not_captured(torch.device("cuda")) is None
+    assert "only CUDA" in why_not_captured(family_model("qwen3"))
+    devices = [SimpleNamespace(device=torch.device("cuda", index)) for index in (0, 0, 1)]
+    assert why_not_captured(SimpleNamespace(parameters=lambda: devices[:2])) is None
+    assert "over several devices" in why_not_captured(SimpleNamespace(parameters=lambda: devices))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured():
     value = torch.zeros(3, device="cuda")
-    run = captured(lambda: value * 2 + 1, new_pool(value.device))
+    run = captured(lambda: value * 2 + 1, GraphMemory.of(value.device))
     for number in (1.0, 5.0):
         value.fill_(number)
         assert run().tolist() == [2 * number + 1] * 3

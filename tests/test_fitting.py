@@ -187,7 +187,7 @@ def status(field):
 
 sys.path.insert(0, sys.argv[2])
 from tests.helpers import lora, team_trainer
-from marft_trl import AgentSpec
+from marft_trl import AgentSpec, Parallel
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -199,7 +199,9 @@ def trainer(hidden, layers, episodes, tokens):
     agents = [AgentSpec("left", system_prompt="a"), AgentSpec("right", system_prompt="b")]
     settings = {"per_device_train_batch_size": episodes, "num_generations": 4, "max_completion_length": tokens}
     settings |= {"generation_kwargs": {"min_new_tokens": tokens}, "max_steps": 2, **json.loads(sys.argv[3])}
-    return team_trainer(model, sys.argv[1], agents=agents, settings=settings, processing_class=tokenizer)
+    # Nobody reads another's words, which are tokenized to fewer tokens than the plan reckons with
+    given = {"processing_class": tokenizer, "workflow": Parallel()}
+    return team_trainer(model, sys.argv[1], agents=agents, settings=settings, **given)
 
 trainer(32, 2, 4, 4).train()  # whatever libraries load on their first use
 before = status("VmRSS")

@@ -10,6 +10,7 @@ from marft_trl.learning.micro_batcher import MicroBatcher
 from marft_trl.seams.decoding_layers import DecodingLayers
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.shared_prefix import steps
+from marft_trl.shared_prefix.room import FixedLayer
 
 import pytest
 import torch
@@ -163,6 +164,64 @@ def test_layers_that_cannot_be_computed_otherwise_stay(tmp_path):
             torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=0.05, rtol=0.05)
         with model.disable_adapter(), layers.on() as without:
             assert without is not None and without[0] == ""
+            model.get_base_model().model.layers[0].mlp.up_proj.weight.data = torch.ones(384, 128).bfloat16()
+        with model.disable_adapter(), layers.on() as other:
+            assert other != without  # a graph of weights that are elsewhere is not used again
+
+
+def test_an_adapter_of_embeddings_has_no_graph_that_another_could_replay():
+    model = bfloat16_model()
+    model.add_adapter("three", LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    model.set_adapter("three")
+    with torch.no_grad(), DecodingLayers(lambda: model).on() as key:
+        assert key is None
+
+
+def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_one(model_folder, tmp_path, monkeypatch):
+    generator = static_team(model_folder, tmp_path).parts.runner.generator
+    answers = calling(lambda *args: generator.generate(*args, greedy=True))
+    update = FixedLayer.update
+
+    def full(layer, keys, values, *args):
+        if layer.rows > 4:
+            raise torch.OutOfMemoryError("out of memory.")
+        return update(layer, keys, values, *args)
+
+    monkeypatch.setattr(FixedLayer, "update", full)
+    monkeypatch.setattr(FixedLayer, "put", lambda *args: full(args[0], None, None) if args[0].rows > 4 else PUT(*args))
+    with pytest.raises(torch.OutOfMemoryError):
+        answers(["ann"] * 8, [[5, 6, 7]] * 8)
+    assert len(answers(["ann"] * 4, [[5, 6, 7]] * 4)) == 4
+
+
+PUT = FixedLayer.put
+
+
+@pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "critic": "shared"}], ids=str)
+def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
+    """Its slices would be trained on in the next one."""
+    calls, slices = [], []
+
+    def reward(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:  # in the second half of the second step
+            raise KeyboardInterrupt
+        return [float(index % 3) for index in range(len(completions))]
+
+    common = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3}
+    trainer = team_trainer(model_folder, tmp_path, settings=common | settings, reward_funcs=reward)
+    guard = trainer.parts.loss.out_of_memory.guard
+
+    def noting(work, rows, *args):
+        slices.append(len(rows))
+        return guard(work, rows, *args)
+
+    trainer.parts.loss.out_of_memory.guard = noting
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    # Two slices of eight episodes with a row of each agent; without a critic, those with a signal
+    assert len(slices) == 4 and max(slices) <= 32 and (not settings or set(slices) == {32})
 
 
 # ---- Graphs ----
@@ -206,7 +265,7 @@ TAPES = []
 @pytest.fixture
 def tapes(monkeypatch):
     TAPES.clear()
-    monkeypatch.setattr(steps, "why_not_captured", lambda device: None)
+    monkeypatch.setattr(steps, "why_not_captured", lambda model: None)
     monkeypatch.setattr(steps, "captured", on_tape)
     return TAPES
 

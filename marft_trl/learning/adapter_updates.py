@@ -155,6 +155,13 @@ class AdapterUpdates:
         """Take note of adapters that have rows in the optimizer step, on any process."""
         self._spoke |= set(adapters)
 
+    def forget(self) -> None:
+        """Forget an optimizer step that training has left before its end."""
+        self._spoke.clear()
+        self.divergence.clear()
+        self.shares.clear()
+        self._is_open = False
+
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from ..config.team_setup import RunContext, TeamSetup
 from ..rules.rows import MicroBatch, Row, Slice
@@ -86,7 +87,7 @@ class _Piece(NamedTuple):
         return tensor if whole else tensor[self.places]
 
 
-class TeamLoss:
+class TeamLoss(TrainerCallback):
     """
     The losses of slices. Where it can be, the slices of an optimizer step go through the model together, so that the
     number of passes does not depend on how many slices there are. Each still has its own call of TRL's loss, with its
@@ -148,12 +149,10 @@ class TeamLoss:
         """
         self._updates.note_adapters(slice_.adapters & learning)
         self._waiting.append(_Waiting(slice_, learning, Notes(self._agents, self._updates.divergence)))
-        if self._batcher.joins_slices and not self._state.is_update:
+        self._policies.rows_wait = self._batcher.joins_slices and not self._state.is_update
+        if self._policies.rows_wait:
             return torch.zeros((), device=self._processes.device, requires_grad=True)
         waiting, self._waiting = self._waiting, []
-        rows = [row for one in waiting for row in one.slice.rows]
-        if self._batcher.cost is None:  # the rows are those of a checkpoint
-            self._batcher.fit(rows)
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
@@ -170,7 +169,18 @@ class TeamLoss:
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
         alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        return self.out_of_memory.guard(learn, rows, snapshots, alone)
+        rows = dict.fromkeys(row for one in waiting for row in one.slice.rows)
+        if self._critic is None:  # else it has passes over all of them
+            rows = dict.fromkeys(self._signal.split([row for row in rows if row.is_trained])[0])
+        return self.out_of_memory.guard(learn, list(rows), snapshots, alone)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # An optimizer step that an earlier call of `train` has left before its end is forgotten
+        self._waiting, self._unlogged, self._policies.rows_wait = [], [], False
+        self._updates.forget()
+        if self._state.slices is not None:  # of a checkpoint: rows that are sampled are fitted into memory then
+            self._batcher.fit([row for slice_ in self._state.slices for row in slice_.rows])
+            self._processes.wait()
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:

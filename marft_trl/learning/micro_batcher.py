@@ -74,9 +74,13 @@ class MicroBatcher:
     def joins_slices(self) -> bool:
         """
         `True` if rows of several slices go through the model together. In TRL's own passes each slice stays apart, so
-        that sums have TRL's order. So does each if only tokens of high entropy are trained, which TRL finds by slice.
+        that sums have TRL's order. So does each if only tokens of high entropy are trained, which TRL finds by slice,
+        and if the scale of values moves from one slice to the next.
         """
-        return self._passes.give_positions and self._args.top_entropy_quantile >= 1.0
+        args = self._args
+        several = args.steps_per_generation * args.num_iterations < args.gradient_accumulation_steps
+        is_apart = args.top_entropy_quantile < 1.0 or (args.normalize_values and several)
+        return self._passes.give_positions and not is_apart
 
     @property
     def is_checkpointing(self) -> bool:

@@ -75,11 +75,11 @@ class OutOfMemory:
         except torch.OutOfMemoryError as error:
             problem = _first_line(error)
         # Here, and not where it was caught: until then the error holds the tensors of the passes
+        if self.release is not None:
+            self.release()
         if why_not is None and not self._smaller(rows, problem):
             why_not = "a single row is too long, with gradient checkpointing as it is set"
         elif why_not is None:
-            if self.release is not None:
-                self.release()
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
             for parameter, gradient in gradients:

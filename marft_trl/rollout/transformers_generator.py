@@ -10,6 +10,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..config.sampling import GREEDY, Sampling
@@ -165,7 +166,11 @@ class TransformersGenerator(Generator):
         with speaker, layers as key, generating_by(self._engine.model, settings):
             if loop is not None:
                 loop.keywords["key"] = key
-            sampled = self._engine.generate([one.ids for one in observed], settings, options)
+            try:
+                sampled = self._engine.generate([one.ids for one in observed], settings, options)
+            except torch.OutOfMemoryError:
+                self.drop_cache()  # a smaller batch is tried with less room
+                raise
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
         if live is not None:
             sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]

@@ -73,6 +73,8 @@ class DecodingLayers:
         adapters: set[str] = set()
         for name, module in self._model().named_modules():
             if isinstance(module, LoraLayer) and not module.disable_adapters:
+                if any(adapter in module.lora_embedding_A for adapter in module.active_adapters):
+                    return None
                 active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
                 adapters.update(active)
                 if len(adapters) > 1 or any(_why_not(module, adapter) is not None for adapter in active):
@@ -81,10 +83,12 @@ class DecodingLayers:
                     layers[name] = module
             elif isinstance(module, (AuxiliaryTrainingWrapper, BaseTunerLayer)) and not isinstance(module, LoraLayer):
                 return None
-        # A model that was moved has its weights elsewhere
         embeddings = self._model().get_input_embeddings().weight
+        # Other weights, and those of a model that was moved, are elsewhere. Those of adapters are copied
+        others = [its.data_ptr() for name, its in self._model().named_parameters() if "lora_" not in name]
+        place = (*others, self._model().training)
         if not adapters:
-            return "", embeddings.data_ptr()
+            return "", place
         (adapter,) = adapters
         pack = self._packs.get(adapter)
         if pack is None or not pack.fits(layers, embeddings.dtype):
@@ -93,7 +97,7 @@ class DecodingLayers:
         for name, layer in layers.items():
             layer.forward = pack.forwards[name]
             patched.append(layer)
-        return pack, embeddings.data_ptr()
+        return pack, place
 
 
 class _Pack:
@@ -202,6 +206,8 @@ def _is_plain_norm(module: nn.Module) -> bool:
     """Whether a module is a norm of transformers that `rms_norm` computes within rounding. It is tried."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not _epsilon(module):
+        return False
+    if weight.is_meta or "forward" in vars(module):  # it is elsewhere until it is called
         return False
     x = torch.linspace(-3, 3, 2 * len(weight), device=weight.device, dtype=torch.float32).sin().view(2, -1)
     x = x.to(weight.dtype)

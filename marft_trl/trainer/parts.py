@@ -467,6 +467,7 @@ def _learning_parts(
     randomness = RandomStates(processes.device, others=other_devices(model, processes.device))
     again = OutOfMemory(run, batcher, updates, randomness)
     loss = TeamLoss(team, run, TrlLoss(trainer), scores, batcher, collate, learner, updates, mixing, again)
+    trainer.add_callback(loss)
     is_sequential = args.update_order == "sequential"
     sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
     correction = None

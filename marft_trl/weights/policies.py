@@ -60,6 +60,7 @@ class Policies:
         self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
+        self.rows_wait = False  # set by the loss, which trains on slices of an optimizer step together
         self.release()
 
     def adapter_of(self, agent: str) -> str:
@@ -188,8 +189,10 @@ class Policies:
 
     @property
     def have_gradients(self) -> bool:
-        """`True` between the micro-steps of an optimizer step, while gradients add up."""
-        return any(p.grad is not None for name in self.trained for p in self.parameters(name).values())
+        """`True` between the micro-steps of an optimizer step, while gradients add up or rows wait."""
+        return self.rows_wait or any(
+            p.grad is not None for name in self.trained for p in self.parameters(name).values()
+        )
 
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
