@@ -2,12 +2,13 @@
 Which slow tests a change runs: those of the rooms that it touches, a fixed core, and a quarter of the rest by the day.
 
 ```bash
-python tests/selection.py            # files, one a line; on the standard error, what is left out
+python tests/selection.py --bounded  # files, one a line; on the standard error, what is left out
 python tests/selection.py --vllm     # exit status 0 if tests on a real server are due, 3 if not
 ```
 
 What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
-last one. All files run where that is not known, and after changes that may break any test. `make test-slow` runs all.
+last one. All files run where that is not known, and after changes that may break any test. All of them take an hour:
+with `--bounded`, the core and every second of them run, others each day. `make test-slow` runs all.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ ROOMS |= {
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
 )
+# Files that take about half an hour
+MOST = 30
 # Whose changes are tried on a real server
 SERVED = re.compile(r"marft_trl/(servers|rollout|weights|config/engine)|tests/(scripts/)?(test_)?vllm")
 NOT_DUE = 3  # exit status; that of an error is 1
@@ -104,11 +107,20 @@ def chosen(paths: list[str] | None, day: int) -> set[str]:
     return (names & every) | set(rest[day % 4 :: 4])
 
 
+def bounded(names: set[str], day: int) -> set[str]:
+    """The core and every second of the other names, if there are many."""
+    others = sorted(names - set(CORE))
+    return names if len(names) <= MOST else names & {*CORE, *others[day % 2 :: 2]}
+
+
 def main() -> None:
     paths = changed()
     if "--vllm" in sys.argv:
         sys.exit(0 if paths is None or any(map(SERVED.match, paths)) else NOT_DUE)
-    names = chosen(paths, datetime.date.today().timetuple().tm_yday)
+    day = datetime.date.today().timetuple().tm_yday
+    names = chosen(paths, day)
+    if "--bounded" in sys.argv:
+        names = bounded(names, day)
     left_out = sorted(slow_files() - names)
     print("slow tests left out:", ", ".join(left_out) or "none", file=sys.stderr)
     print("\n".join(f"tests/test_{name}.py" for name in sorted(names)))

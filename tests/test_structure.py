@@ -419,6 +419,9 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
         assert selection.chosen([path], 0) == every, path
     assert selection.chosen(None, 0) == every
+    halves = [selection.bounded(every, day) for day in range(2)]
+    assert halves[0] | halves[1] == every and all(set(selection.CORE) & every <= half < every for half in halves)
+    assert selection.bounded(one, 0) == one
     due = ("marft_trl/rollout/runner.py", "tests/test_vllm.py", "tests/scripts/vllm_cpu.sh", "tests/vllm_server.py")
     assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match("marft_trl/tasks/seeds.py")
 
