@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart real site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real notebooks site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
@@ -80,6 +80,9 @@ quality: $(READY)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+notebooks: $(READY)  ## run the notebooks and keep what they show
+	$(BIN)/python -W ignore tests/scripts/notebooks.py
 
 site: $(READY)  ## the documentation as a site, in site-output; links and anchors are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,7 +1,8 @@
-"""The notebooks run from the first to the last cell, and are kept without outputs."""
+"""The notebooks run from the first to the last cell, and show what their cells print."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,11 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_no_outputs_and_its_links_lead_somewhere(notebook):
-    for cell in json.loads(notebook.read_text())["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+def test_a_notebook_shows_what_it_prints_and_its_links_lead_somewhere(notebook):
+    text = notebook.read_text()
+    assert not re.search(r"/(work|tmp|home|root)/|stderr", text) and len(text) < 100_000
+    for cell in json.loads(text)["cells"]:
+        assert "print(" not in "".join(cell["source"]) or cell["cell_type"] == "markdown" or cell["outputs"]
         for target in "".join(cell["source"]).split("](")[1:] if cell["cell_type"] == "markdown" else ():
             assert (notebook.parent / target.partition(")")[0]).exists(), target
 
