@@ -22,7 +22,8 @@ def reward(completions, **kwargs):
 def main(model, folder):
     collapse.WINDOW, collapse.DROP = 2, 0.2
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
-    settings |= {"on_collapse": "restore", "max_steps": 6, "use_cpu": True}
+    # Slices that have passes of their own, whose gradients add up from the first on
+    settings |= {"on_collapse": "restore", "max_steps": 6, "use_cpu": True, "share_prefixes": False}
     trainer = team_trainer(
         model, folder, agents=tiny_agents(), reward_funcs=reward, settings=settings, train_dataset=tiny_dataset(64)
     )
