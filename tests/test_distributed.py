@@ -1,6 +1,7 @@
 """Two gloo processes with half the batch each equal one process with all of it."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -80,10 +81,10 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
 
 @pytest.mark.slow
 def test_processes_agree_on_when_adapters_are_restored(model_folder, tmp_path):
-    """Between micro-steps, a process whose rows had no signal has no gradient, and waits with the others."""
+    """Also those whose rows have no signal: not between the micro-steps of an optimizer step, of which there are four."""
     done = launch(2, "tests/scripts/fall.py", model_folder, str(tmp_path))
     one, two = (line for line in done.stdout.splitlines() if line.startswith("TRIALS"))
-    assert one == two and "False)]" in one and "True)" not in one and one.endswith(" True")
+    assert one == two and ", 0)" in one and not re.search(r", [123]\)", one)
 
 
 @pytest.mark.slow
