@@ -81,7 +81,7 @@ def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
 
 @pytest.mark.slow
 def test_processes_agree_on_when_adapters_are_restored(model_folder, tmp_path):
-    """Also those whose rows have no signal: not between the micro-steps of an optimizer step, of which there are four."""
+    """Also those whose rows have no signal: not between the four micro-steps of an optimizer step."""
     done = launch(2, "tests/scripts/fall.py", model_folder, str(tmp_path))
     one, two = (line for line in done.stdout.splitlines() if line.startswith("TRIALS"))
     assert one == two and ", 0)" in one and not re.search(r", [123]\)", one)
