@@ -68,7 +68,7 @@ class Rehearsal:
 
 
 # Activations are this much larger than what is kept for a backward pass: what lives for a moment, and fragmentation
-_SHORT_LIVED = 1.1
+_SHORT_LIVED = 1.05
 
 
 class Planner:
