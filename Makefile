@@ -21,6 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 quickstart: $(READY)  ## train the embedded team and show that it improved; on the CPU, or with DEVICE=cuda
+	@test "$(DEVICE)" = cuda || test ! -e /dev/nvidia0 || echo "On the CPU, as the README's figures. DEVICE=cuda uses the GPU."
 	$(BIN)/python -W ignore examples/quickstart.py --device $(DEVICE)
 
 real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores

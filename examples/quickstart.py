@@ -1,13 +1,11 @@
 """
 Train a team of two tiny agents, offline and in minutes, and show its accuracy before and after.
 
-    make quickstart                                   # sets everything up first; on the CPU
-    make quickstart DEVICE=cuda                       # the same on a GPU
+    make quickstart                                   # sets everything up first; DEVICE=cuda for a GPU
     python examples/quickstart.py --seed 1            # in an environment that has marft_trl
 
-The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both agents start from one
-model, which was trained on demonstrations with errors. Reinforcement learning has to remove these errors. Its reward
-is 1 for a right answer and 0 for a wrong one.
+The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both start from one model,
+which has learned from demonstrations with errors. The reward is 1 for a right answer and 0 for a wrong one.
 """
 
 import argparse
@@ -21,7 +19,6 @@ from marft_trl.reporting.transcripts import format_turns
 from marft_trl.rollout.views import team_view
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
-import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -107,8 +104,6 @@ def main():
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if options.device == "cpu" and torch.cuda.is_available():
-        print("This trains on the CPU, where the figures of the README are from. --device cuda uses the GPU.")
     base = tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),
@@ -118,7 +113,6 @@ def main():
         per_device_eval_batch_size=200,
         max_steps=options.max_steps,
         learning_rate=1.5e-3,
-        gradient_checkpointing=False,
         logging_steps=2,
         save_strategy="no",
         disable_tqdm=False,
@@ -133,7 +127,6 @@ def main():
     trainer.train()
     after, told_after = evaluate(trainer), transcripts.latest
     trainer.save_model()
-
     model = load_adapters(AutoModelForCausalLM.from_pretrained(base), options.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
     again = evaluate(make_trainer(model, transcripts, args, processing_class=tokenizer))

@@ -56,7 +56,6 @@ class MicroBatcher:
         self._passes, self._policies, self._args, self.share = passes, policies, args, passes.share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
         self.cost: ActivationCost | None = None  # of the first rows
-        self._measured: ActivationCost | None = None
         self.max_tokens = args.max_tokens_per_micro_batch
         self._room, self._proven = math.inf, math.inf  # tokens that have fitted, where more have not
 
@@ -126,9 +125,7 @@ class MicroBatcher:
         return "gradients are checkpointed"
 
     def measure(self, length: int) -> ActivationCost:
-        """Cost of the tokens of rows of this length, measured once on short rows."""
-        if self._measured is not None:
-            return self._measured.at(length)
+        """Cost of the tokens of rows of this length, measured on short rows, on all processes with a sharded base."""
         model, base, device = self._passes.model, self._passes.base, self._passes.device
         was_training = model.training
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
@@ -140,8 +137,7 @@ class MicroBatcher:
                 self._passes.autocast(),
                 torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
             ):
-                self._measured = measure_activations(base, self.share)
-                return self._measured.at(length)
+                return measure_activations(base, self.share).at(length)
         finally:
             base.train(was_training)
 
