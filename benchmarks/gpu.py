@@ -369,7 +369,7 @@ def decoding(checks, device, options, folder):
     trainer.policies.activate("a0")
     captured = []
     make = steps.captured
-    steps.captured = lambda run: captured.append(1) or make(run)
+    steps.captured = lambda *given: captured.append(1) or make(*given)
     loops = {
         "transformers": {},
         "growing": {"custom_generate": decode},
@@ -416,7 +416,7 @@ def decoding(checks, device, options, folder):
             say(fast, right and (device.is_pretended or max(speeds, key=speeds.get) == "captured"))
     steps.captured = make
     with checks.row("steps of decoding", "captured as graphs") as say:
-        why = why_not_captured(device.device)
+        why = why_not_captured(model)
         say(why or f"{len(captured)} graphs", LEFT_OUT if why else bool(captured))
 
 
