@@ -540,6 +540,7 @@ def main():
 
     def write(checks):
         if options.page:
+            options.page.parent.mkdir(parents=True, exist_ok=True)
             options.page.write_text(page(checks, device, options), encoding="utf-8")
 
     checks = Checks(write)

@@ -362,7 +362,7 @@ def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
     ("kind", "line"), [(None, "replays captured graphs"), ("dynamic", "launches each kernel: `cache_")]
 )
 def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, kind, line):
-    """On a GPU by default, and a line says so, or why not."""
+    """On a GPU by default; the log has the loop that runs and the reason."""
     trainer = static_team(model_folder, tmp_path)
     generator, sampling = trainer.parts.runner.generator, Sampling.of(AgentSpec("ann"), trainer.args)
     settings = {"cache_implementation": kind}

@@ -15,9 +15,9 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn import functional as F
 
+from .mixing import PLAIN_LORAS
 
-# Names of the classes of PEFT (0.21) whose forward pass is that of their base layer plus B(A(dropout(x))) * scaling
-PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
+
 # Layers that read the same input, by their names in a parent
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Largest error of a norm, in units of its last place: transformers rounds twice, and a fused kernel once

@@ -16,7 +16,7 @@ from torch import nn
 
 
 # Names of the classes of PEFT (0.21) whose forward pass is that of their base layer plus B(A(dropout(x))) * scaling
-_PLAIN = ("Linear", "Linear4bit", "Linear8bitLt")
+PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
 
 
 class MixedLora:
@@ -52,7 +52,7 @@ class MixedLora:
                 return "adapters have modules that are trained as a whole"
             if not isinstance(module, LoraLayer):
                 continue
-            if type(module).__name__ not in _PLAIN:
+            if type(module).__name__ not in PLAIN_LORAS:
                 return f"layers of the class {type(module).__name__} have LoRAs"
             if "forward" in vars(module):
                 return "their layers have hooks of others"
