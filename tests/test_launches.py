@@ -343,6 +343,30 @@ def test_memory_is_kept_for_all_that_fits_and_not_for_ever():
     assert started(4, 20) is not third
 
 
+def test_stop_texts_end_generation_at_the_next_look(model_folder, tmp_path, tokenizer, monkeypatch):
+    """Not at the largest length: a stop text that the first token completes ends all rows after eight steps."""
+    taken, logits = [], steps.FixedSteps.logits
+    monkeypatch.setattr(steps.FixedSteps, "logits", lambda its, tokens: (taken.append(1), logits(its, tokens))[1])
+    settings = {"cache_implementation": "static", "max_completion_length": 30}
+    settings["generation_kwargs"] = {"min_new_tokens": 30}
+    everything = [chr(code) for code in range(32, 127)]
+    trainer = team_trainer(model_folder, tmp_path, agents=[AgentSpec("ann", stop=everything)], settings=settings)
+    generator = trainer.parts.runner.generator
+    calling(lambda *args: generator.generate(*args, greedy=True))(["ann"] * 3, [tokenizer("1 + 2")["input_ids"]] * 3)
+    assert len(taken) in (8, 16)
+
+
+def test_a_plan_has_what_captured_decoding_keeps(model_folder, tmp_path, monkeypatch):
+    trainer = team_trainer(model_folder, tmp_path)
+    plain = trainer.memory_plan()
+    monkeypatch.setattr(type(trainer.parts.runner.generator), "keeps_cache", True)
+    plan = trainer.memory_plan()
+    assert plan.cache == plain.kept == 0 and plan.kept > plain.cache > 0
+    assert plan.total == plan.base + plan.adapters + plan.optimizer + plan.kept + max(
+        plan.gradients + plan.activations, plan.prefill
+    )
+
+
 def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
     """They are looked for every eighth step, and what follows them is cut off, with its log-probabilities."""
     found = []
