@@ -180,21 +180,17 @@ def test_an_adapter_of_embeddings_has_no_graph_that_another_could_replay():
 def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_one(model_folder, tmp_path, monkeypatch):
     generator = static_team(model_folder, tmp_path).parts.runner.generator
     answers = calling(lambda *args: generator.generate(*args, greedy=True))
-    update = FixedLayer.update
+    begin = FixedLayer._begin
 
-    def full(layer, keys, values, *args):
-        if layer.rows > 4:
+    def full(layer, keys, values):
+        if layer._most > 4:
             raise torch.OutOfMemoryError("out of memory.")
-        return update(layer, keys, values, *args)
+        begin(layer, keys, values)
 
-    monkeypatch.setattr(FixedLayer, "update", full)
-    monkeypatch.setattr(FixedLayer, "put", lambda *args: full(args[0], None, None) if args[0].rows > 4 else PUT(*args))
+    monkeypatch.setattr(FixedLayer, "_begin", full)
     with pytest.raises(torch.OutOfMemoryError):
         answers(["ann"] * 8, [[5, 6, 7]] * 8)
     assert len(answers(["ann"] * 4, [[5, 6, 7]] * 4)) == 4
-
-
-PUT = FixedLayer.put
 
 
 @pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "critic": "shared"}], ids=str)
