@@ -56,7 +56,7 @@ test-vllm-slow: $(READY) .venv-vllm/.ready .venv-vllm/smollm2/config.json  ## se
 	touch .venv-vllm/.ready
 
 .venv-vllm/smollm2/config.json: $(READY) .venv-vllm/.ready
-	$(BIN)/python -W ignore -m marft_trl.tasks.smollm2 .venv-vllm/smollm2
+	$(BIN)/python -W ignore -m marft_trl.extras.tasks.smollm2 .venv-vllm/smollm2
 
 test-wheel:  ## the wheel in empty environments: each extra and none, each Python that is installed
 	PYTHON=$(PYTHON) bash tests/scripts/wheel.sh

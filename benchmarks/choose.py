@@ -5,7 +5,7 @@ The grids behind the page "Choose": presets, learning rates, adapters, and wheth
     python benchmarks/choose.py presets --tables         # the table, from docs/reports/data/presets.json
     python benchmarks/choose.py rates --check "no preset/r=8, 1e-3/0"    # one run once more: are its answers the same?
 
-Every setting of a grid is a report of `marft_trl.report`: its arms are trained until they have generated as many
+Every setting of a grid is a report of `marft_trl.extras.report`: arms are trained until they have generated as many
 tokens as the setting's first one, the team, with the same seed, and are evaluated on the same questions. A run that is
 done is not repeated, and one that was interrupted goes on from its last checkpoint. What came of the runs is kept in
 `docs/reports/data/<grid>.json`, from which the tables of `docs/reports/choices.md` are made.
@@ -16,12 +16,12 @@ import json
 import statistics
 from pathlib import Path
 
-from marft_trl.metrics import interval, paired_difference
-from marft_trl.metrics.at_k import scores
-from marft_trl.report import report
-from marft_trl.report.arms import arms_of
-from marft_trl.report.cells import Cell, run_cell
-from marft_trl.report.comparison import shown
+from marft_trl.extras.report import report
+from marft_trl.extras.report.arms import arms_of
+from marft_trl.extras.report.cells import Cell, run_cell
+from marft_trl.extras.report.comparison import shown
+from marft_trl.reporting.evaluation import scores
+from marft_trl.reporting.metrics import interval, paired_difference
 
 import numpy as np
 from choose_grids import GRIDS

@@ -20,7 +20,7 @@ import statistics
 import types
 
 from marft_trl.runs import collapse
-from marft_trl.runs.falls import Falls
+from marft_trl.runs.collapse import Falls
 
 import numpy as np
 import torch

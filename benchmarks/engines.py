@@ -35,10 +35,10 @@ import warnings
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
-from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.collector import collect, collecting
-from marft_trl.servers.replicas import Replicas
-from marft_trl.servers.server import Order, VLLMServer
+from marft_trl.episodes.records import Setting
+from marft_trl.extras.engines.replicas import Replicas
+from marft_trl.extras.engines.server import Order, VLLMServer
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
 

@@ -64,7 +64,7 @@ class Device:
 
             self._pretended = pretend_device
             self.device = pretend_device.install()
-            from marft_trl.learning import micro_batcher
+            from marft_trl.learning import batching as micro_batcher
             from marft_trl.learning.memory import ActivationCost
 
             micro_batcher.measure_activations = lambda *args, **kwargs: ActivationCost(1e4, 1e3, 1e3)
@@ -360,8 +360,8 @@ def out_of_memory(checks, device, options, folder):
 
 def decoding(checks, device, options, folder):
     """Loops of transformers, own with growing and with fixed steps: the same greedy tokens, tokens a second."""
-    from marft_trl.seams.graphs import why_not_captured
-    from marft_trl.shared_prefix import steps
+    from marft_trl.seams.generation import why_not_captured
+    from marft_trl.shared_prefix import decoding as steps
     from marft_trl.shared_prefix.decoding import decode
 
     trainer = trainer_of(options, folder)
@@ -553,7 +553,7 @@ def main():
         elif options.model == "1.5b":
             options.base = random_base(f"{folder}/base")
         elif options.model == "smollm2":
-            from marft_trl.tasks.smollm2 import smollm2
+            from marft_trl.extras.tasks.smollm2 import smollm2
 
             options.base = smollm2()
         with device.mode():

@@ -17,8 +17,8 @@ import warnings
 from collections import Counter
 
 from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.seams.decoding_layers import DecodingLayers
-from marft_trl.shared_prefix.steps import FixedSteps, GrowingSteps
+from marft_trl.seams.lora_layers import DecodingLayers
+from marft_trl.shared_prefix.decoding import FixedSteps, GrowingSteps
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
 import torch

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
 from marft_trl.episodes.records import Turn
-from marft_trl.rollout.chat_template import ChatTemplate
-from marft_trl.rollout.preparing import prepare_tools
-from marft_trl.rollout.prompts import PromptBuilder
-from marft_trl.rollout.reasoning import EarlierReasoning
+from marft_trl.prompts.builder import PromptBuilder
+from marft_trl.prompts.chat_template import ChatTemplate, EarlierReasoning
+from marft_trl.prompts.preparing import prepare_tools
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Sequential
 

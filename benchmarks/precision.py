@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from marft_trl.metrics.at_k import scores
-from marft_trl.report.cells import Cell, run_cell
+from marft_trl.extras.report.cells import Cell, run_cell
+from marft_trl.reporting.evaluation import scores
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

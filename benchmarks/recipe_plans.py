@@ -24,9 +24,9 @@ import warnings
 from pathlib import Path
 
 from marft_trl.config.checks import uses_candidates
+from marft_trl.extras.tasks import smollm2
 from marft_trl.learning.memory import ActivationCost, head_size, readable
 from marft_trl.reporting import plan
-from marft_trl.tasks import smollm2
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

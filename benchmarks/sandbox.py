@@ -14,7 +14,7 @@ import sys
 import time
 from unittest import mock
 
-from marft_trl.rewards import jail
+from marft_trl.extras.sandbox import jail
 
 
 PROGRAM = "print(sum(map(int, input().split())))"

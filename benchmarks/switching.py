@@ -9,8 +9,8 @@ import statistics
 import time
 
 from marft_trl import AgentSpec
-from marft_trl.weights.adapters import add_adapters
-from marft_trl.weights.policies import Policies
+from marft_trl.adapters.lora import add_adapters
+from marft_trl.adapters.policies import Policies
 
 import torch
 from peft import LoraConfig

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from marft_trl.rollout import vllm_command
+from marft_trl.extras.engines import vllm_command
 from marft_trl.tiny import tiny_agents, tiny_model, tiny_tokenizer
 
 

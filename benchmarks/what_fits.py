@@ -17,8 +17,8 @@ import warnings
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.extras.tasks import smollm2
 from marft_trl.learning.memory import cache_size, head_size
-from marft_trl.tasks import smollm2
 
 import torch
 from datasets import Dataset

@@ -117,7 +117,9 @@ def entries(module):
 
 def public_names(module):
     """What a module lists in `__all__`."""
-    source = ROOT.joinpath(*module.split("."), "__init__.py").read_text(encoding="utf-8")
+    place = ROOT.joinpath(*module.split("."))
+    place = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    source = place.read_text(encoding="utf-8")
     lists = [
         node for node in ast.parse(source).body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
     ]

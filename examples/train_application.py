@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.metrics import team_exact_match
+from marft_trl.extras.apps import ExternalApp
+from marft_trl.reporting.metrics import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
-from marft_trl.workflows import ExternalApp
 
 from openai import AsyncOpenAI
 from peft import LoraConfig

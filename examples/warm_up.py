@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
-from marft_trl.tasks import smollm2
+from marft_trl.extras.tasks import smollm2
 
 import torch
 from datasets import Dataset

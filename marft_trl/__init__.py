@@ -15,13 +15,13 @@ from .seams.bitsandbytes import load_bitsandbytes_when_used
 
 
 if TYPE_CHECKING:
+    from .adapters.manifest import TeamManifest
     from .agents import AgentSpec
-    from .applications.client import endpoint_reply
     from .config.marft_config import MARFTConfig
     from .episodes import Episode, LiveEpisode, Turn
+    from .rewards.endpoint import endpoint_reply
     from .team import Team
     from .trainer import MARFTTrainer, load_adapters
-    from .weights.manifest import TeamManifest
     from .workflows import Sequential, Workflow
 
 
@@ -32,10 +32,10 @@ _MODULES = {
     "LiveEpisode": "episodes",
     "MARFTConfig": "configs",
     "MARFTTrainer": "trainer",
-    "endpoint_reply": "applications.client",
+    "endpoint_reply": "rewards.endpoint",
     "Sequential": "workflows",
     "Team": "team",
-    "TeamManifest": "weights.manifest",
+    "TeamManifest": "adapters.manifest",
     "Turn": "episodes",
     "Workflow": "workflows",
     "load_adapters": "trainer",

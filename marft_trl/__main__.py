@@ -3,7 +3,7 @@
 
 import sys
 
-from .commands import main
+from .extras.commands import main
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
-from .episodes.asks import Setting
 from .episodes.collector import Request, collect
 from .episodes.live import LiveEpisode
-from .episodes.records import Completion, Seen, Turn
-from .rollout.prompts import PromptBuilder
+from .episodes.records import Completion, Seen, Setting, Turn
+from .prompts.builder import PromptBuilder
 from .workflows import Workflow
 
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.learning.schedules import Schedule
+from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_model
 

@@ -34,12 +34,12 @@ LIBRARIES = [
 ]
 with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl import AgentSpec, MARFTConfig
-    from marft_trl.rollout.encoding import PlainEncoder
-    from marft_trl.rollout.speakers import quoted
-    from marft_trl.rollout.tool_calls import call_pattern, parse_calls
-    from marft_trl.runs.commit import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
-    from marft_trl.weights.adapter_files import check_adapter
-    from marft_trl.weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
+    from marft_trl.adapters.files import check_adapter
+    from marft_trl.adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
+    from marft_trl.prompts.encoding import PlainEncoder
+    from marft_trl.prompts.tool_calls import call_pattern, parse_calls
+    from marft_trl.prompts.views import quoted
+    from marft_trl.runs.run_folder import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
     from marft_trl.workflows import Orchestrated, Sequential, rebuild
     from marft_trl.workflows.orchestrated import parse_route
 
@@ -92,7 +92,7 @@ class Calls:
     """Any tokens of an agent are calls with a name, or none."""
 
     def __init__(self):
-        from marft_trl.rollout.tool_calls import prepare_template
+        from marft_trl.prompts.tool_calls import prepare_template
 
         self.tokenizers = [tokenizer_of("byte_level", family) for family in ("qwen2_5", "qwen3", "glm4moe")]
         for tokenizer in self.tokenizers:

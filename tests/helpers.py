@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
-from marft_trl.episodes.asks import Setting
+from marft_trl.episodes.records import Setting
 from marft_trl.episodes.tools import ToolLimits
 from marft_trl.rollout.generator import Observed
 from marft_trl.system.event_loop import finished

@@ -370,7 +370,7 @@ def main() -> None:
     sys.modules["marft_trl"].__path__ = [package]
     sys.modules["marft_trl.rewards"] = types.ModuleType("marft_trl.rewards")
     sys.modules["marft_trl.rewards"].__path__ = [f"{package}/rewards"]
-    from marft_trl.rewards import jail
+    from marft_trl.extras.sandbox import jail
 
     if not walls:
         jail._working_bubblewrap = lambda: ()

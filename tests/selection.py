@@ -26,31 +26,27 @@ ROOT = Path(__file__).parent.parent
 CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
 # A room of the package, and the slow tests that guard it beside the core
 ROOMS = {
-    "advantages": ["unbiased", "small_teams", "game_gradients", "own_returns", "dynamic_sampling", "signal"],
-    "commands": ["command"],
+    "adapters": ["opponents", "strangers", "secrets"],
+    "algorithms": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
     "config": ["settings"],
-    "applications": ["applications", "examples"],
-    "dialects": ["applications", "gateway"],
     "episodes": ["failures", "tools", "orchestrated"],
-    "functional": ["unbiased", "central_critic"],
-    "gateway": ["gateway", "page", "command"],
-    "learning": ["devices", "signal", "forward", "mixing", "critics", "agent_weight", "fitting", "central_critic"],
-    "metrics": ["report", "evaluation"],
-    "report": ["report", "recipes", "examples"],
+    "extras/apps": ["applications", "gateway", "page", "examples"],
+    "extras/commands": ["command"],
+    "extras/engines": ["served", "sharding"],
+    "extras/report": ["report", "recipes", "examples"],
+    "extras/sandbox": ["jail", "rewards"],
+    "extras/tasks": ["task_families", "tasks"],
+    "learning": ["devices", "forward", "mixing", "critics", "agent_weight", "fitting", "unbiased", "game_gradients"],
+    "prompts": ["tools", "speakers"],
     "reporting": ["evaluation", "report", "transcripts"],
-    "rewards": ["jail", "rewards"],
-    "rollout": ["tools", "speakers", "served", "dynamic_sampling", "opponents"],
-    "rules": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
+    "rewards": ["rewards"],
+    "rollout": ["tools", "served", "dynamic_sampling", "opponents", "own_returns"],
     "runs": ["checkpoints", "collapse", "failures", "settings"],
     "seams": ["forward", "mixing", "sharding", "critics"],
-    "servers": ["served"],
-    "sharding": ["sharding"],
     "shared_prefix": ["devices", "forward", "fitting"],
     "system": ["devices", "failures", "examples", "secrets", "sharding"],
-    "tasks": ["task_families", "tasks"],
     "team": ["tools", "secrets", "strangers", "gateway", "members"],
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
-    "weights": ["opponents", "strangers", "secrets"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
@@ -66,7 +62,7 @@ ALL_OF_THEM = re.compile(
 # Files that take about half an hour
 MOST = 30
 # Whose changes are tried on a real server
-SERVED = re.compile(r"marft_trl/(servers|rollout|weights|config/engine)|tests/(scripts/)?(test_)?vllm")
+SERVED = re.compile(r"marft_trl/(extras/engines|prompts|rollout|adapters)|tests/(scripts/)?(test_)?vllm")
 NOT_DUE = 3  # exit status; that of an error is 1
 
 
@@ -93,7 +89,8 @@ def slow_files() -> set[str]:
 
 
 def rooms_of(paths: list[str]) -> set[str]:
-    return {path.split("/")[1].removesuffix(".py") for path in paths if path.startswith("marft_trl/")}
+    inside = [path.removeprefix("marft_trl/").removesuffix(".py") for path in paths if path.startswith("marft_trl/")]
+    return {"/".join(path.split("/")[: 2 if path.startswith("extras/") else 1]) for path in inside}
 
 
 def chosen(paths: list[str] | None, day: int) -> set[str]:

@@ -18,17 +18,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
-from marft_trl.applications import AppEndpoint
 from marft_trl.episodes import collector
-from marft_trl.episodes.asks import Given, Setting
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode
+from marft_trl.episodes.records import EndOfEpisode, Given, Setting
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
+from marft_trl.extras.apps import AppEndpoint, ExternalApp
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
-from marft_trl.workflows import ExternalApp, together
+from marft_trl.workflows import together
 
 import agents as agents_sdk
 import aiohttp
@@ -1117,7 +1116,7 @@ time.sleep(600)
 """
 RUN = """
 import os, signal, subprocess, sys
-from marft_trl.episodes.asks import Setting
+from marft_trl.episodes.records import Setting
 from marft_trl.episodes.collector import collect
 from marft_trl.workflows import ExternalApp
 
@@ -1154,8 +1153,8 @@ def test_programs_end_with_their_run_in_whatever_way_it_ends(kind, by, tmp_path)
 FEW_FILES = """
 import asyncio, json, resource, sys
 import aiohttp
-from marft_trl.applications.server import Endpoint
-from marft_trl.episodes.asks import Setting
+from marft_trl.extras.apps.server import Endpoint
+from marft_trl.episodes.records import Setting
 from marft_trl.episodes.collector import collect
 from marft_trl.workflows import ExternalApp
 

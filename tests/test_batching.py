@@ -1,5 +1,6 @@
 """No row is lost, none is mixed with another agent's, and the weights add up."""
 
+from marft_trl.algorithms.levels import TokenLevel
 from marft_trl.learning.batching import (
     MicroBatch,
     Pools,
@@ -11,7 +12,6 @@ from marft_trl.learning.batching import (
     micro_batches,
     weigh,
 )
-from marft_trl.rules.levels import TokenLevel
 
 import pytest
 import torch

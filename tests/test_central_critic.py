@@ -3,10 +3,11 @@
 import math
 
 from marft_trl import AgentSpec
-from marft_trl.learning.value_scale import ValueScale
+from marft_trl.algorithms.rows import Row
+from marft_trl.extras.apps import ExternalApp
+from marft_trl.learning.critic_learner import ValueScale
 from marft_trl.rollout.generator import Sampled
-from marft_trl.rules.rows import Row
-from marft_trl.workflows import EnvironmentLoop, ExternalApp
+from marft_trl.workflows import EnvironmentLoop
 
 import pytest
 import torch

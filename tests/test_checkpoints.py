@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from marft_trl.runs import commit as commits
-from marft_trl.runs.changes import ResumeChanges, check_structure, tunables
-from marft_trl.runs.commit import CheckpointError, DamagedCheckpoint
-from marft_trl.runs.run_folder import LOCK_NAME, RunFolder
+from marft_trl.runs import run_folder as commits
+from marft_trl.runs.resume import ResumeChanges, check_structure, tunables
+from marft_trl.runs.run_folder import LOCK_NAME, CheckpointError, DamagedCheckpoint, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
 from marft_trl.system.processes import Processes
 from marft_trl.workflows import Sequential

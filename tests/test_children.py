@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from marft_trl.report import runner as reports
-from marft_trl.report.cells import Cell
-from marft_trl.system.children import Children
+from marft_trl.extras.report import runner as reports
+from marft_trl.extras.report.cells import Cell
+from marft_trl.system.child_processes import Children
 
 import pytest
 
@@ -29,7 +29,7 @@ time.sleep(60)
 PARENT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from marft_trl.system.children import Children
+from marft_trl.system.child_processes import Children
 with ThreadPoolExecutor(2) as pool, Children() as children:
     list(pool.map(lambda name: children.run([sys.executable, "-c", sys.argv[1], name]), sys.argv[2:]))
 """
@@ -58,7 +58,8 @@ def test_children_are_told_to_end(by, status, tmp_path):
 def test_an_owner_that_is_killed_at_once_ends_what_it_kept(by):
     """Before the process that does it has started, and also what it knows by its key alone."""
     kept = subprocess.Popen(["sleep", "60"], env={**os.environ, "MARFT_CHILD": f"key-{os.getpid()}"})
-    code = "import os, sys; from marft_trl.system.keeper import keep; keep(sys.argv[1], int(sys.argv[2]), gently=True)"
+    code = "import os, sys; from marft_trl.system.child_processes import keep; "
+    code += "keep(sys.argv[1], int(sys.argv[2]), gently=True)"
     arguments = [f"key-{os.getpid()}", str(kept.pid if by == "number" else 0)]
     owner = subprocess.run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)", *arguments])
     assert owner.returncode == -signal.SIGKILL and kept.wait(60) == -signal.SIGTERM

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from marft_trl import AgentSpec
 from marft_trl.config.team_setup import RunContext
 from marft_trl.runs import collapse
-from marft_trl.runs.falls import Falls
+from marft_trl.runs.collapse import Falls
 from marft_trl.seams.trl import TrlState
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model

@@ -14,12 +14,12 @@ import urllib.request
 from pathlib import Path
 
 from marft_trl import MARFTConfig, Team, TeamManifest
-from marft_trl.commands import COMMANDS, main
-from marft_trl.commands.command import as_tokens, config_of
-from marft_trl.commands.init import KINDS
-from marft_trl.commands.launching import Launcher
-from marft_trl.commands.scripts import Recipe
-from marft_trl.seams.arguments import options_of
+from marft_trl.extras.commands import COMMANDS, main
+from marft_trl.extras.commands.command import as_tokens, config_of
+from marft_trl.extras.commands.others import KINDS
+from marft_trl.extras.commands.scripts import Recipe
+from marft_trl.extras.commands.training import Launcher
+from marft_trl.seams.libraries import options_of
 
 import pytest
 import yaml
@@ -168,7 +168,7 @@ def test_options_of_the_launcher_are_told_from_those_of_the_run():
 
 EXPERIMENT = """
 from marft_trl import MARFTConfig
-from marft_trl.report import Experiment
+from marft_trl.extras.report import Experiment
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 
 def make():

@@ -2,8 +2,7 @@
 
 import math
 
-from marft_trl.episodes import Turn, joint_steps
-from marft_trl.functional import (
+from marft_trl.algorithms.functional import (
     action_log_ratios,
     adapted_entropy_coef,
     approximate_kl,
@@ -21,6 +20,7 @@ from marft_trl.functional import (
     token_gae,
     value_losses,
 )
+from marft_trl.episodes import Turn, joint_steps
 
 import pytest
 import torch

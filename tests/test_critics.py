@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from marft_trl import MARFTConfig
-from marft_trl.learning import micro_batcher
+from marft_trl.learning import batching as micro_batcher
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 

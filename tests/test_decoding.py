@@ -5,11 +5,12 @@ import random
 import weakref
 from types import SimpleNamespace
 
-from marft_trl.seams.generation import masks_what_comes_later
-from marft_trl.seams.graphs import GraphMemory, captured, why_not_captured
-from marft_trl.shared_prefix import decoding, forward, room, steps
+from marft_trl.seams.generation import GraphMemory, captured, masks_what_comes_later, why_not_captured
+from marft_trl.shared_prefix import decoding, forward
+from marft_trl.shared_prefix import decoding as steps
+from marft_trl.shared_prefix import kv_cache as room
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
-from marft_trl.shared_prefix.room import RoomyLayer
+from marft_trl.shared_prefix.kv_cache import RoomyLayer
 
 import pytest
 import torch

@@ -7,22 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.learning import memory, micro_batcher
+from marft_trl.extras.engines import vllm_generator
+from marft_trl.extras.engines.vllm_generator import VLLMGenerator
+from marft_trl.learning import batching as micro_batcher
+from marft_trl.learning import memory
 from marft_trl.learning.memory import measure_activations, memory_of_server
 from marft_trl.seams import runs
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
 from marft_trl.seams.trl import constructing_parent
-from marft_trl.servers import vllm_generator
-from marft_trl.servers.vllm_generator import VLLMGenerator
-from marft_trl.sharding.setup import check_launcher
 from marft_trl.shared_prefix import forward
 from marft_trl.shared_prefix.forward import why_not
-from marft_trl.system.devices import is_spread, other_devices, placement
 from marft_trl.system.event_loop import run_coroutine
+from marft_trl.system.processes import is_spread, other_devices, placement
 from marft_trl.system.randomness import RandomStates, UserRandomness
 from marft_trl.trainer import base_model
 from marft_trl.trainer.base_model import computing_in, dtype_of, stays_frozen
+from marft_trl.trainer.setup import check_launcher
 
 import pytest
 import torch

@@ -10,10 +10,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from marft_trl import AgentSpec, Sequential, endpoint_reply
-from marft_trl.applications.client import EndpointError
+from marft_trl.adapters.manifest import TeamManifest
 from marft_trl.rewards import judge_reward
+from marft_trl.rewards.endpoint import EndpointError
 from marft_trl.rewards.judge import check_judges, score_in
-from marft_trl.weights.manifest import TeamManifest
 
 import pytest
 

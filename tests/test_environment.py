@@ -2,10 +2,10 @@
 
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import EndOfEpisode, LiveEpisode, joint_steps
-from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.records import Setting
+from marft_trl.prompts.views import said_by
 from marft_trl.rewards import environment_reward
-from marft_trl.rollout.views import said_by
 from marft_trl.workflows import EnvironmentLoop, rehearse
 
 import pytest

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from marft_trl import TeamManifest, Turn
+from marft_trl.extras.apps import ExternalApp
 from marft_trl.reporting.transcripts import format_turns
 from marft_trl.tiny import _demonstrations, questions
-from marft_trl.workflows import ExternalApp
 
 import pandas as pd
 import pytest
@@ -320,7 +320,7 @@ def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
 def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setattr("marft_trl.tasks.smollm2", lambda: "a folder")
+    monkeypatch.setattr("marft_trl.extras.tasks.smollm2", lambda: "a folder")
     real = importlib.import_module("real")
     assert real.letters([{"content": "3 + 5"}]) == real.letters([{"content": "5 + 3"}])
     for family in real.FAMILIES:

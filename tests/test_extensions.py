@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.algorithms.baselines import BASELINES, CREDITS, Baseline, CreditRule
+from marft_trl.algorithms.critics import CRITICS, Critic
+from marft_trl.algorithms.levels import LEVELS, ActionLevel
 from marft_trl.rollout.generator import Generator, Sampled
-from marft_trl.rules.baselines import BASELINES, Baseline
-from marft_trl.rules.credit_rules import CREDITS, CreditRule
-from marft_trl.rules.critic import CRITICS, Critic
-from marft_trl.rules.levels import LEVELS, ActionLevel
 
 import pytest
 import torch

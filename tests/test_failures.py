@@ -13,18 +13,17 @@ from pathlib import Path
 from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
-from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode
+from marft_trl.episodes.records import EndOfEpisode, Setting
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
-from marft_trl.rollout.reward_checks import check_scores, checked_reward
+from marft_trl.rollout.reward_scorer import check_scores, checked_reward
 from marft_trl.runs.run import RunInterrupted, Signals
 from marft_trl.runs.run_folder import RunFolder
 from marft_trl.seams.runs import timeout_also_on_cpu
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.system.processes import _described
-from marft_trl.system.user_state import UserState
+from marft_trl.system.randomness import UserState
 from marft_trl.system.watchdog import TookTooLong, time_limit
 from marft_trl.workflows import EnvironmentLoop, Workflow
 
@@ -320,7 +319,7 @@ def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
     """Within the limits of a trainer, in a process without another timer."""
     code = (
         "import re, time\nfrom marft_trl.rollout.failures import OnFailure\n"
-        "from marft_trl.rollout.reward_checks import checked_reward\n"
+        "from marft_trl.rollout.reward_scorer import checked_reward\n"
         "from marft_trl.system.watchdog import time_limit\n"
         "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
         "judge = checked_reward(match, OnFailure(timeout=0.5))\n"

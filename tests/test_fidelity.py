@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from marft_trl import AgentSpec
-from marft_trl.rules.baselines import BASELINES, Baseline
+from marft_trl.algorithms.baselines import BASELINES, Baseline
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 

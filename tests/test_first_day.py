@@ -5,15 +5,15 @@ import re
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load_adapters
-from marft_trl.metrics import Interval
-from marft_trl.metrics.at_k import scores
-from marft_trl.report import Experiment
-from marft_trl.report.comparison import ArmResult, verdicts
-from marft_trl.report.runner import Arm
-from marft_trl.rollout.reward_checks import numbered
-from marft_trl.runs.commit import DamagedCheckpoint
-from marft_trl.servers import replicas
-from marft_trl.servers.replicas import addresses
+from marft_trl.extras.engines import replicas
+from marft_trl.extras.engines.replicas import addresses
+from marft_trl.extras.report import Experiment
+from marft_trl.extras.report.comparison import ArmResult, verdicts
+from marft_trl.extras.report.runner import Arm
+from marft_trl.reporting.evaluation import scores
+from marft_trl.reporting.metrics import Interval
+from marft_trl.rollout.reward_scorer import numbered
+from marft_trl.runs.run_folder import DamagedCheckpoint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 

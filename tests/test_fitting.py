@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from marft_trl.learning import micro_batcher
+from marft_trl.learning import batching as micro_batcher
 from marft_trl.learning.batching import Row, micro_batches
 from marft_trl.learning.memory import _kept_bytes, free_memory, measure_activations
 from marft_trl.shared_prefix import forward

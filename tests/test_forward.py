@@ -10,7 +10,7 @@ from marft_trl import AgentSpec
 from marft_trl.learning.batching import together
 from marft_trl.seams.models import keep_4bit_weights
 from marft_trl.shared_prefix import decoding, forward
-from marft_trl.shared_prefix.prefixes import Cluster, clusters, plan_passes
+from marft_trl.shared_prefix.forward import Cluster, clusters, plan_passes
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 import pytest

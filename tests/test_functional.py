@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from marft_trl.functional import (
+from marft_trl.algorithms.functional import (
     STD_EPS,
     cell_advantages,
     group_advantages,

@@ -2,10 +2,11 @@
 
 import functools
 
-from marft_trl.rewards import get_code_reward, math_answer
+from marft_trl.extras.sandbox import get_code_reward
+from marft_trl.extras.tasks import get_reasoning_gym_reward
+from marft_trl.rewards import math_answer
 from marft_trl.rewards.answers import boxed
-from marft_trl.runs.run_settings import code_of
-from marft_trl.tasks import get_reasoning_gym_reward
+from marft_trl.runs.resume import code_of
 
 
 def made(bonus, *, scale=1.0, read=len):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
-from marft_trl.metrics.at_k import write_samples
+from marft_trl.reporting.evaluation import write_samples
 
 import pytest
 from datasets import Dataset

@@ -5,12 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential
+from marft_trl.algorithms.functional import moments, standardized
+from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.episodes.live import LiveEpisode
-from marft_trl.functional import moments, standardized
 from marft_trl.reporting.health import PATIENCE, Health
 from marft_trl.rollout.generator import Sampled, check_sampled
-from marft_trl.rules.rows import Row
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import check_finite
 from marft_trl.workflows import Workflow

@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from marft_trl.rewards import JailError, Limits, run_python
-from marft_trl.rewards import code as code_module
-from marft_trl.rewards import jail as jail_module
-from marft_trl.rewards.code import pass_rate
+from marft_trl.extras.sandbox import JailError, Limits, run_python
+from marft_trl.extras.sandbox import code as code_module
+from marft_trl.extras.sandbox import jail as jail_module
+from marft_trl.extras.sandbox.code import pass_rate
 
 import pytest
 

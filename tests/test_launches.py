@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 from marft_trl import AgentSpec
-from marft_trl.config.sampling import Sampling
-from marft_trl.learning.micro_batcher import MicroBatcher
-from marft_trl.seams.decoding_layers import DecodingLayers
+from marft_trl.config.team_setup import Sampling
+from marft_trl.learning.batching import MicroBatcher
 from marft_trl.seams.generation import TrlEngine
-from marft_trl.shared_prefix import steps
-from marft_trl.shared_prefix.room import FixedLayer
+from marft_trl.seams.lora_layers import DecodingLayers
+from marft_trl.shared_prefix import decoding as steps
+from marft_trl.shared_prefix.kv_cache import FixedLayer
 
 import pytest
 import torch

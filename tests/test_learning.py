@@ -4,8 +4,8 @@ import math
 from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.algorithms.baselines import BASELINES, Samples
 from marft_trl.rollout.generator import Sampled
-from marft_trl.rules.baselines import BASELINES, Samples
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 

@@ -9,11 +9,11 @@ import threading
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.rollout import transformers_generator
-from marft_trl.rollout.generator import LiveTurn
-from marft_trl.rollout.live_rows import LiveRows
-from marft_trl.rollout.stopping import EndAtStopText, StopTexts
+from marft_trl.rollout.generator import LiveRows, LiveTurn
+from marft_trl.rollout.turn_reader import EndAtStopText, StopTexts
 from marft_trl.shared_prefix.decoding import decode
-from marft_trl.team import Answer, TextDelta, TurnEnded, TurnStarted, room
+from marft_trl.team import Answer, TextDelta, TurnEnded, TurnStarted
+from marft_trl.team import saved_team as room
 from marft_trl.team.events import GrowingText
 from marft_trl.tiny import questions
 

@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from marft_trl.system import lookout
-from marft_trl.system.lookout import Lookout, Place
+from marft_trl.system import processes as lookout
+from marft_trl.system.processes import Lookout, Place
 
 import pytest
 from torch.distributed import HashStore

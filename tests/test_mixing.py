@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 
 from marft_trl import AgentSpec, Sequential
-from marft_trl.learning.mixing import MixedPasses
-from marft_trl.rules.rows import MicroBatch, Row
-from marft_trl.seams.mixing import MixedLora
+from marft_trl.algorithms.rows import MicroBatch, Row
+from marft_trl.learning.losses import MixedPasses
+from marft_trl.seams.lora_layers import MixedLora
 from marft_trl.tiny import tiny_model
 from marft_trl.workflows import Debate
 

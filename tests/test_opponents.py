@@ -8,13 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Team
+from marft_trl.adapters.copies import COPIES_NAME
 from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.rerun import Rerun
-from marft_trl.reporting.games import GameMetrics, Played
+from marft_trl.reporting.reporter import GameMetrics, Played
 from marft_trl.tiny import tiny_dataset
-from marft_trl.weights.copies import COPIES_NAME
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
 
 import pytest

@@ -1,6 +1,6 @@
 """Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
 
-from marft_trl.learning import out_of_memory
+from marft_trl.learning import losses as out_of_memory
 from marft_trl.learning.losses import TeamLoss
 from marft_trl.system.run_metrics import StepMetrics
 

@@ -11,20 +11,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-from marft_trl import functional
+from marft_trl.algorithms import functional
+from marft_trl.algorithms.rows import Row, Slice
 from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
-from marft_trl.learning.schedules import Schedule
+from marft_trl.extras.engines.library import AdapterLibrary, Entry, MismatchError, Probe
+from marft_trl.extras.engines.prefetch import LookAhead, Overlap
+from marft_trl.extras.engines.replicas import ServerSettings
+from marft_trl.extras.engines.server import RefusedError
+from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
+from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.failures import Failures
-from marft_trl.rules.rows import Row, Slice
-from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
-from marft_trl.servers.library import AdapterLibrary, Entry, MismatchError, Probe
-from marft_trl.servers.look_ahead import LookAhead
-from marft_trl.servers.overlap import Overlap
-from marft_trl.servers.replicas import ServerSettings
-from marft_trl.servers.sampling_correction import FidelityError, SamplingCorrection
-from marft_trl.servers.server import RefusedError
+from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
 from marft_trl.system.run_metrics import Metrics
 
 import pytest

@@ -1,7 +1,7 @@
 """Own returns under every rule of credit: discounts over own turns, scored turns, re-runs, candidates, tools."""
 
 from marft_trl import AgentSpec
-from marft_trl.rules.baselines import BASELINES, Samples
+from marft_trl.algorithms.baselines import BASELINES, Samples
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest

@@ -4,8 +4,8 @@ import math
 import statistics
 
 from marft_trl import AgentSpec
-from marft_trl.functional import gae, own_steps, returns_to_go
-from marft_trl.rules.running import RunningBaselines
+from marft_trl.algorithms.baselines import RunningBaselines
+from marft_trl.algorithms.functional import gae, own_steps, returns_to_go
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest

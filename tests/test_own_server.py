@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from marft_trl.servers.own_server import OwnServer
-from marft_trl.servers.server import EngineDownError
+from marft_trl.extras.engines.own_server import OwnServer
+from marft_trl.extras.engines.server import EngineDownError
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_a_server_ends_with_all_its_processes(python, tmp_path, monkeypatch):
 
 def test_a_server_ends_when_its_owner_is_killed(python, tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from marft_trl.servers.own_server import OwnServer\n"
+        "import sys, time; from pathlib import Path; from marft_trl.extras.engines.own_server import OwnServer\n"
         f"server = OwnServer(lambda port: ['--port', str(port)], {python!r}, Path({str(tmp_path / 'log')!r}))\n"
         "server.wait(60); print('up', flush=True); time.sleep(600)"
     )

@@ -5,21 +5,18 @@ import math
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
-from marft_trl.advantages.credit import CreditAssigner, OwnReward, own_reward_metrics
-from marft_trl.advantages.estimators import BaselineEstimator
+from marft_trl.algorithms.baselines import RunningBaselines
+from marft_trl.algorithms.levels import ActionLevel, TokenLevel
+from marft_trl.algorithms.rows import Row, Slice
 from marft_trl.config.team_setup import RunContext, TeamSetup
-from marft_trl.learning.adapter_updates import AdapterUpdates
-from marft_trl.learning.sequential import SequentialFactors
+from marft_trl.learning.adapter_updates import AdapterUpdates, SequentialFactors
+from marft_trl.learning.advantages import BaselineEstimator
+from marft_trl.learning.credit import CreditAssigner, OwnReward, own_reward_metrics
 from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.generator import Generator
-from marft_trl.rollout.own_returns import OwnReturns
-from marft_trl.rollout.reach import RewardReach
-from marft_trl.rollout.reward_scorer import TurnRewards
+from marft_trl.rollout.reward_scorer import OwnReturns, RewardReach, TurnRewards
 from marft_trl.rollout.rollouts import Rollout, Rollouts
-from marft_trl.rules.levels import ActionLevel, TokenLevel
-from marft_trl.rules.rows import Row, Slice
-from marft_trl.rules.running import RunningBaselines
 from marft_trl.system.processes import Processes
 from marft_trl.system.randomness import UserRandomness
 from marft_trl.system.run_metrics import Metrics

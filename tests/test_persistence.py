@@ -12,14 +12,14 @@ from pathlib import Path
 
 import marft_trl
 from marft_trl import AgentSpec, Sequential, TeamManifest
-from marft_trl.rules.rows import Row, Slice
-from marft_trl.runs import commit as commits
-from marft_trl.runs.commit import CheckpointError
-from marft_trl.runs.stored_rows import load_rollouts, save_rollouts
-from marft_trl.seams import versions
+from marft_trl.adapters.lora import load_adapter_weights
+from marft_trl.adapters.policies import Policies
+from marft_trl.algorithms.rows import Row, Slice
+from marft_trl.runs import run_folder as commits
+from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
+from marft_trl.runs.run_folder import CheckpointError
+from marft_trl.seams import libraries as versions
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
-from marft_trl.weights.adapters import load_adapter_weights
-from marft_trl.weights.policies import Policies
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_agents
 from marft_trl.workflows import Debate, Graph, Orchestrated
-from marft_trl.workflows.anonymity import alias_names, anonymity, anonymize
+from marft_trl.workflows.base import alias_names, anonymity, anonymize
 
 import pytest
 import torch

@@ -7,9 +7,9 @@ from dataclasses import replace
 from marft_trl import AgentSpec, Turn, Workflow
 from marft_trl.episodes import Feedback
 from marft_trl.episodes.tools import ToolCall
+from marft_trl.prompts.builder import PromptBuilder, Query
+from marft_trl.prompts.tool_calls import prepare_template
 from marft_trl.reporting.transcripts import Transcript
-from marft_trl.rollout.prompts import PromptBuilder, Query
-from marft_trl.rollout.tool_calls import prepare_template
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import (
     Debate,

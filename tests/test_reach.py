@@ -1,7 +1,7 @@
 """Rewards that cancel, and agents that no reward reaches, are never silent."""
 
 from marft_trl import AgentSpec
-from marft_trl.rollout.reach import PATIENCE, RewardReach
+from marft_trl.rollout.reward_scorer import PATIENCE, RewardReach
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest

@@ -1,9 +1,8 @@
 """Reasoning of earlier turns: agents are shown what the chat template of their model would show."""
 
 from marft_trl import AgentSpec, Team, TeamManifest, Turn
-from marft_trl.rollout.chat_template import ChatTemplate
-from marft_trl.rollout.prompts import PromptBuilder
-from marft_trl.rollout.reasoning import EarlierReasoning
+from marft_trl.prompts.builder import PromptBuilder
+from marft_trl.prompts.chat_template import ChatTemplate, EarlierReasoning
 from marft_trl.tiny import tiny_tokenizer
 
 import pytest

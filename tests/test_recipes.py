@@ -12,8 +12,9 @@ from pathlib import Path
 
 from marft_trl import TeamManifest
 from marft_trl.config.presets import PRESETS
-from marft_trl.rewards import code_reward, math_reward
-from marft_trl.rewards.jail import JailError
+from marft_trl.extras.sandbox import code_reward
+from marft_trl.extras.sandbox.jail import JailError
+from marft_trl.rewards import math_reward
 
 import pytest
 import yaml
@@ -504,7 +505,7 @@ def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_pat
     assert grid.given_in([*further, "--max_steps", "3"]) == given
     assert grid.lacks_a_fence() is None or sys.platform != "linux"
     grid.lacks_a_fence.cache_clear()
-    monkeypatch.setattr("marft_trl.rewards.code_reward", lacks)
+    monkeypatch.setattr("marft_trl.extras.sandbox.code_reward", lacks)
     assert runner.left_out({"recipe": "deepcoder"}) == "programs cannot be fenced in: the machine lacks seccomp"
 
 

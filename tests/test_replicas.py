@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from marft_trl.servers.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
-from marft_trl.servers.server import AnswerError, Order, RefusedError
+from marft_trl.extras.engines.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
+from marft_trl.extras.engines.server import AnswerError, Order, RefusedError
 from marft_trl.system.event_loop import run_coroutine
 
 import pytest

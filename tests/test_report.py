@@ -9,16 +9,15 @@ import sys
 
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
-from marft_trl.metrics import Interval
-from marft_trl.metrics.at_k import read_samples, write_samples
-from marft_trl.report import Experiment, cells, load_experiment, report
-from marft_trl.report.arms import arms_of, check_arms
-from marft_trl.report.comparison import ArmResult, compare, judged, verdicts
-from marft_trl.report.pages import write_pages
-from marft_trl.report.settings import differences, settings_of
-from marft_trl.rollout.views import team_view
-from marft_trl.runs.run_settings import code_of
-from marft_trl.tasks import game_seeds
+from marft_trl.extras.report import Experiment, cells, load_experiment, report
+from marft_trl.extras.report.arms import arms_of, check_arms
+from marft_trl.extras.report.comparison import ArmResult, compare, judged, verdicts, write_pages
+from marft_trl.extras.report.experiment import differences, settings_of
+from marft_trl.extras.tasks import game_seeds
+from marft_trl.prompts.views import team_view
+from marft_trl.reporting.evaluation import read_samples, write_samples
+from marft_trl.reporting.metrics import Interval
+from marft_trl.runs.resume import code_of
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
 
@@ -363,7 +362,7 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
 
 def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path, monkeypatch):
     """Also where training would not notice, and what a run from the beginning finds of one before is gone."""
-    from marft_trl.report.cells import Cell
+    from marft_trl.extras.report.cells import Cell
 
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
@@ -388,7 +387,7 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
 @pytest.mark.slow
 def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder, tmp_path, monkeypatch):
     """Killed in the last evaluation, after a checkpoint of the last step: the budget is not spent twice."""
-    from marft_trl.report import cells
+    from marft_trl.extras.report import cells
 
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
@@ -424,7 +423,7 @@ def test_an_incomplete_checkpoint_is_passed_over(model_folder, tmp_path, monkeyp
 
 
 def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monkeypatch):
-    from marft_trl.report import runner
+    from marft_trl.extras.report import runner
 
     run = runner.run_cell
 
@@ -469,7 +468,7 @@ def test_questions_of_both_sets_are_told(model_folder, tmp_path, caplog):
 
 
 def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
-    from marft_trl.report import cells
+    from marft_trl.extras.report import cells
 
     for warmup, steps in ((3, 3), (0.25, 8), (0, 0)):
         made = experiment(model_folder, tmp_path, settings={"warmup_steps": warmup, "max_steps": -1})
@@ -507,7 +506,7 @@ def test_a_rate_that_decays_cannot_be_compared_at_equal_tokens(model_folder, tmp
 
 TASK = """
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
-from marft_trl.report import Experiment
+from marft_trl.extras.report import Experiment
 from tests.helpers import config, lora
 
 def make(model, folder):
@@ -531,7 +530,7 @@ def test_the_command_with_runs_side_by_side(model_folder, tmp_path):
     )
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "marft_trl.report", "--config", str(tmp_path / "report.yaml")],
+        [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--config", str(tmp_path / "report.yaml")],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

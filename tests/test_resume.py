@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.runs import commit as commits
+from marft_trl.runs import run_folder as commits
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 

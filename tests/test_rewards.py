@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from marft_trl import Turn
+from marft_trl.extras.sandbox import code as code_module
+from marft_trl.extras.sandbox import code_reward, get_code_reward, run_python
+from marft_trl.extras.sandbox.code import _equals, pass_rate, same_output
 from marft_trl.rewards import answers as answers_module
 from marft_trl.rewards import (
     boxed,
-    code_reward,
-    get_code_reward,
     get_coder_reward,
     get_outcome_reward,
     get_planner_reward,
@@ -24,11 +25,8 @@ from marft_trl.rewards import (
     last_python_block,
     math_answer,
     math_reward,
-    run_python,
 )
-from marft_trl.rewards import code as code_module
-from marft_trl.rewards import math as math_module
-from marft_trl.rewards.code import _equals, pass_rate, same_output
+from marft_trl.rewards import functions as math_module
 
 import pytest
 from hypothesis import given, settings

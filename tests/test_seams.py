@@ -17,17 +17,21 @@ from types import SimpleNamespace
 
 import marft_trl
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
-from marft_trl.config.sampling import Sampling
+from marft_trl.algorithms.rows import Row
+from marft_trl.config.team_setup import Sampling
 from marft_trl.learning.batching import collate
-from marft_trl.rules.rows import Row
-from marft_trl.seams import logs, versions
-from marft_trl.seams.generation import (
-    TrlEngine,
-    forward_in_precision,
-    generating_by,
-    pad_token_of,
+from marft_trl.seams import libraries as logs
+from marft_trl.seams import libraries as versions
+from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, pad_token_of
+from marft_trl.seams.libraries import (
+    TESTED,
+    checkpointing_fields,
+    installed_version,
+    is_checkpointing,
+    newer_than_tested,
+    release,
+    warn_of_newer_versions,
 )
-from marft_trl.seams.losses import LOSSES
 from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
@@ -53,6 +57,7 @@ from marft_trl.seams.runs import (
 )
 from marft_trl.seams.swapping import swapped, swapped_in_module
 from marft_trl.seams.trl import (
+    LOSSES,
     LocalAccelerator,
     TrlLoss,
     TrlPrompts,
@@ -66,15 +71,6 @@ from marft_trl.seams.trl import (
     without_printed_table,
     without_reference,
     without_vllm,
-)
-from marft_trl.seams.versions import (
-    TESTED,
-    checkpointing_fields,
-    installed_version,
-    is_checkpointing,
-    newer_than_tested,
-    release,
-    warn_of_newer_versions,
 )
 from marft_trl.shared_prefix.forward import hidden_states
 

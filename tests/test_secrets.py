@@ -17,11 +17,10 @@ from collections import OrderedDict
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team, Workflow, endpoint_reply
-from marft_trl.report.experiment import Experiment
-from marft_trl.report.settings import settings_of
+from marft_trl.extras.apps import ExternalApp
+from marft_trl.extras.report.experiment import Experiment, settings_of
 from marft_trl.system.redaction import for_log, published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
-from marft_trl.workflows import ExternalApp
 
 import pytest
 from transformers import TrainerCallback

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.servers.replicas import EngineDownError
+from marft_trl.extras.engines.replicas import EngineDownError
 from marft_trl.tiny import tiny_dataset
 
 import pytest

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from marft_trl.extras.engines.fsdp2 import check_team, keep_adapters_whole
 from marft_trl.seams.sharding import (
     ShardSizes,
     WholeAdapters,
@@ -19,7 +20,7 @@ from marft_trl.seams.sharding import (
     shard_sizes,
     storage_of_4bit,
 )
-from marft_trl.sharding.setup import check_launcher, check_team, keep_adapters_whole
+from marft_trl.trainer.setup import check_launcher
 
 import pytest
 import torch
@@ -445,9 +446,9 @@ def test_stages_of_deepspeed_are_refused_with_what_to_use(tmp_path, monkeypatch,
 def test_fsdp2_on_gpus_is_accepted_for_teams_with_adapters(tmp_path, monkeypatch):
     args = on_gpus(tmp_path, monkeypatch, {})
     check_launcher(args)
-    check_team(args, has_adapters=True)
+    check_team(has_adapters=True)
     with pytest.raises(ValueError, match="This team has none: pass `peft_config="):
-        check_team(args, has_adapters=False)
+        check_team(has_adapters=False)
 
 
 def test_fsdp_on_a_cpu_is_refused(tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_clip_ratios_of_turns_are_shares_of_all_turns_also_of_those_that_take_no
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_returns_have_an_advantage_of_exactly_0(name, value, scale):
     """A mean of equal numbers differs from them by rounding, and Adam makes a full step of whatever is left."""
-    from marft_trl.rules.baselines import BASELINES, Samples
+    from marft_trl.algorithms.baselines import BASELINES, Samples
 
     episodes = torch.arange(14).repeat_interleave(3)  # of which the first seven earn the same
     returns = torch.full((42,), value)

@@ -8,10 +8,10 @@ import unicodedata
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
-from marft_trl.rollout import preparing
-from marft_trl.rollout.encoding import PlainEncoder
-from marft_trl.rollout.prompts import PromptBuilder
-from marft_trl.rollout.speakers import _OPENING, _folded, quoted
+from marft_trl.prompts import preparing
+from marft_trl.prompts.builder import PromptBuilder
+from marft_trl.prompts.encoding import PlainEncoder
+from marft_trl.prompts.views import _OPENING, _folded, quoted
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, Sequential
 

@@ -4,13 +4,13 @@ import copy
 import math
 
 from marft_trl import AgentSpec, Team
-from marft_trl.config.sampling import Sampling
-from marft_trl.rollout.stopping import EndAtStopText, StopTexts
+from marft_trl.adapters.manifest import Inference
+from marft_trl.config.team_setup import Sampling
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
+from marft_trl.rollout.turn_reader import EndAtStopText, StopTexts
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.team.saved_team import known_settings
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.weights.manifest import Inference
 
 import pytest
 import torch

@@ -8,11 +8,10 @@ import socket
 import subprocess
 
 from marft_trl import Team, load_adapters
+from marft_trl.adapters.manifest import BaseModel, TeamManifest
 from marft_trl.reporting.model_card import team_card
-from marft_trl.reporting.transcripts import Entry, Transcript
-from marft_trl.reporting.transcripts_page import html_page
+from marft_trl.reporting.transcripts import Entry, Transcript, html_page
 from marft_trl.tiny import tiny_agents
-from marft_trl.weights.manifest import BaseModel, TeamManifest
 from marft_trl.workflows import Sequential
 
 import pytest

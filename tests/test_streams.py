@@ -7,9 +7,8 @@ import time
 
 from marft_trl import Workflow
 from marft_trl.episodes import collector
-from marft_trl.episodes.asks import Setting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode
+from marft_trl.episodes.records import EndOfEpisode, Setting
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system.event_loop import run_coroutine

@@ -19,23 +19,13 @@ SEAMS = sorted((PACKAGE / "seams").glob("*.py"))
 
 # Each package, or module at the top, may import from those before it. The seams import nothing else of the package.
 PACKAGES = [
-    *(
-        "seams",
-        "functional",
-        "system",
-        "episodes",
-        "agents",
-        "dialects",
-        "applications",
-        "workflows",
-        "weights",
-        "shared_prefix",
-        "rewards",
-    ),
+    *("seams", "algorithms.functional", "system", "episodes", "agents", "workflows", "adapters", "shared_prefix"),
     # What a user chooses by name, and the configuration, which checks it
-    *("rules", "config", "configs"),
-    *("sharding", "metrics", "rollout", "advantages", "learning", "servers", "reporting", "runs", "tiny"),
-    *("team", "trainer", "gateway", "report", "tasks", "commands", "__main__"),
+    *("algorithms", "config", "configs"),
+    *("prompts", "rewards", "rollout", "learning", "reporting", "runs", "tiny", "team", "trainer"),
+    # What stands on the core, which imports none of it but within a function, when a user asks for it
+    *("extras.sandbox", "extras.engines", "extras.apps", "extras.report", "extras.tasks", "extras.commands"),
+    *("extras", "__main__"),
 ]
 # What the trainer has because users call it; all else is there because TRL or transformers calls it.
 PUBLIC = {"__init__", "plan", "memory_plan", "manifest", "team", "view", "workflow"}
@@ -46,11 +36,12 @@ def module_name(path: Path) -> str:
     return name.removesuffix("__init__").removesuffix(".")
 
 
-def imports(path: Path) -> set[str]:
+def imports(path: Path, when_it_is_imported: bool = False) -> set[str]:
     """Modules of the package that a file imports, and top-level names of others behind a `!`."""
     found = set()
     package = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if when_it_is_imported else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {"!" + alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -87,16 +78,22 @@ def functions(tree: ast.AST) -> list:
 def test_imports_run_one_way_between_rooms():
     for path in FILES:
         mine = module_name(path)
-        if mine in ("", "trainer", "rollout"):  # doors, whose names are imported when they are used
+        if mine in ("", "trainer"):  # doors, whose names are imported when they are used
             continue
+        at_once = imports(path, when_it_is_imported=True)
         for other in imports(path):
-            if not other.startswith("!"):
+            # Nothing in the core imports an extra but in a function, when a user asks for it, and for its types
+            by_name = other.startswith("extras.") and not mine.startswith("extras.") and other not in at_once
+            if not other.startswith("!") and not by_name:
                 own, theirs = PACKAGES.index(room(mine)), PACKAGES.index(room(other))
                 assert theirs < own or room(mine) == room(other), f"{mine} imports {other}"
 
 
 def test_no_circle_among_modules():
-    graph = {module_name(path): {one for one in imports(path) if not one.startswith("!")} for path in FILES}
+    graph = {module_name(path): {name for name in imports(path) if not name.startswith("!")} for path in FILES}
+    # What a user asks for by name may import what asks for it
+    core = {module for module in graph if not module.startswith("extras")}
+    graph |= {module: {name for name in graph[module] if not name.startswith("extras")} for module in core}
     done, open_ = set(), []
 
     def visit(module):
@@ -115,26 +112,23 @@ def test_no_circle_among_modules():
 @pytest.mark.parametrize("package", ["episodes", "workflows"])
 def test_leaves_need_no_torch(package):
     heavy = {"!torch", "!trl", "!transformers", "!datasets", "!accelerate"}
-    modules = ["agents.py", "system/hints.py", "system/event_loop.py", "rewards/environment.py"]
+    modules = ["agents.py", "system/hints.py", "system/event_loop.py", "rewards/functions.py"]
     for path in [*(PACKAGE / package).glob("*.py"), *(PACKAGE / one for one in modules)]:
-        assert not heavy & imports(path), path
-    for path in (PACKAGE / "functional").glob("*.py"):
-        assert {one for one in imports(path) if one.startswith("!")} <= {
-            "!__future__",
-            "!torch",
-            "!collections",
-            "!typing",
-        }, path
+        assert not heavy & imports(path, when_it_is_imported=True), path
+    path = PACKAGE / "algorithms" / "functional.py"
+    assert imports(path) <= {"!__future__", "!torch", "!collections", "!typing"}, path
     for seams in SEAMS:
         assert all(name.startswith(("!", "seams.")) for name in imports(seams)), seams
 
 
 def test_public_doors_stay_where_they_are():
     from marft_trl import MARFTConfig, TeamManifest, configs
-    from marft_trl.rollout import generator, views, vllm_command
+    from marft_trl.extras.engines import vllm_command
+    from marft_trl.prompts import views
+    from marft_trl.rollout import generator
 
     assert configs.MARFTConfig is MARFTConfig and generator.Generator and views.team_view and callable(vllm_command)
-    assert TeamManifest.load and TeamManifest.__module__ == "marft_trl.weights.manifest"
+    assert TeamManifest.load and TeamManifest.__module__ == "marft_trl.adapters.manifest"
 
 
 def test_a_workflow_can_be_written_without_loading_a_model_library():
@@ -318,7 +312,7 @@ def test_the_page_of_the_design_equals_the_tree():
     page = text.split("## The design in one page")[1].split("```")[1]
     named, folder = set(), ""
     for line in page.splitlines()[2:]:
-        opened = re.match(r"  (\w+)/", line)
+        opened = re.match(r"  ([\w/]+)/ ", line)
         if opened or re.match(r"  \S", line):
             folder = f"{opened[1]}/" if opened else ""
         named |= {folder + name for name in re.findall(r"\b\w+\.py\b", line)}
@@ -338,7 +332,7 @@ def test_the_rooms_of_ten_changes_are_where_the_page_says():
 
 def test_adapters_are_switched_in_one_place():
     for path in FILES:
-        if path.parent.name != "weights" and path != PACKAGE / "seams" / "models.py":  # which `weights` calls
+        if path.parent.name != "adapters" and path != PACKAGE / "seams" / "models.py":  # which `adapters` calls
             assert not re.search(r"\bset_adapter\(|\.disable_adapter\(", path.read_text()), path
             assert path.name == "__init__.py" or "AdapterLayers" not in path.read_text(), path
 
@@ -355,10 +349,10 @@ def test_nothing_is_reported_to_anybody():
     """No telemetry of ours, no connection but those to the Hub that a user asks for."""
     for path in FILES:
         mine = {name.lstrip("!") for name in imports(path)}
-        allowed = {"socket"} if path.name in ("lookout.py", "run_folder.py") else set()  # the name of the host
+        allowed = {"socket"} if path.name in ("processes.py", "run_folder.py") else set()  # the name of the host
         allowed |= {"socket"} if path.name == "own_server.py" else set()  # a free port
-        allowed |= {"socket"} if path == PACKAGE / "applications" / "server.py" else set()  # it listens at 127.0.0.1
-        allowed |= {"socket"} if path.parent.name == "rewards" else set()  # which the fence closes
+        allowed |= {"socket"} if path == PACKAGE / "extras/apps/server.py" else set()  # it listens at 127.0.0.1
+        allowed |= {"socket"} if path.parent.name == "sandbox" else set()  # which the fence closes
         assert not (mine & {"socket", "urllib", "requests", "httpx", "http"}) - allowed, path
         assert "telemetry" not in path.read_text().lower() or path.name in ("__init__.py",), path
 
@@ -367,7 +361,7 @@ def test_sizes_stay_readable():
     sizes = []
     for path in FILES:
         text = path.read_text()
-        assert text.count("\n") <= 600, path
+        assert text.count("\n") <= 750, path
         for node in functions(ast.parse(text)):
             sizes.append(node.end_lineno - node.lineno + 1)
             assert sizes[-1] <= 90, f"{path.name}:{node.name}"
@@ -392,7 +386,7 @@ def test_nothing_that_is_ignored_is_kept():
 
 def test_the_ranges_of_versions_are_those_of_the_package():
     """`pyproject.toml` asks for the lowest version that works, and for less than the next major one."""
-    from marft_trl.seams.versions import TESTED
+    from marft_trl.seams.libraries import TESTED
 
     from packaging.version import Version
 
@@ -407,14 +401,17 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     """And nothing that the table of `selection.py` names is missing."""
     from . import selection
 
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
+    rooms = folders - {".", "extras"}
     modules = {path.stem for path in PACKAGE.glob("*.py") if not selection.ALL_OF_THEM.match(f"marft_trl/{path.name}")}
     assert rooms | modules == set(selection.ROOMS)
     every = selection.slow_files()
     assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= every
     nothing = [selection.chosen([], day) for day in range(4)]
     assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
-    one = selection.chosen(["marft_trl/tasks/seeds.py", "tests/test_health.py", "docs/reference/tasks.md"], 0)
+    one = selection.chosen(
+        ["marft_trl/extras/tasks/environments.py", "tests/test_health.py", "docs/reference/tasks.md"], 0
+    )
     assert {"task_families", *selection.CORE} & every <= one
     for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
         assert selection.chosen([path], 0) == every, path
@@ -423,7 +420,9 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     assert halves[0] | halves[1] == every and all(set(selection.CORE) & every <= half < every for half in halves)
     assert selection.bounded(one, 0) == one
     due = ("marft_trl/rollout/runner.py", "tests/test_vllm.py", "tests/scripts/vllm_cpu.sh", "tests/vllm_server.py")
-    assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match("marft_trl/tasks/seeds.py")
+    assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match(
+        "marft_trl/extras/tasks/environments.py"
+    )
 
 
 def test_an_unknown_change_leaves_nothing_out():

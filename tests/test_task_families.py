@@ -5,8 +5,8 @@ import io
 import random
 
 from marft_trl import AgentSpec, Team
-from marft_trl.tasks import TextArena, game_seeds, reasoning_gym, reasoning_gym_reward
-from marft_trl.tasks.textarena import _Game
+from marft_trl.extras.tasks import TextArena, game_seeds, reasoning_gym, reasoning_gym_reward
+from marft_trl.extras.tasks.textarena import _Game
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM

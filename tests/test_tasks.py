@@ -7,18 +7,18 @@ import sys
 
 from marft_trl import AgentSpec
 from marft_trl.episodes.records import Feedback
-from marft_trl.tasks import (
+from marft_trl.extras.tasks import (
     TextArena,
     game_seeds,
-    gymnasium_text,
     human_eval,
     human_eval_reward,
-    open_env,
     reasoning_gym,
     reasoning_gym_answer,
     reasoning_gym_exact,
     reasoning_gym_reward,
 )
+from marft_trl.extras.tasks import environments as gymnasium_text
+from marft_trl.extras.tasks import environments as open_env
 from marft_trl.workflows import ByColumn, EnvironmentLoop, rebuild, rehearse
 
 import pytest
@@ -126,7 +126,7 @@ def test_rows_hold_what_scores_need_in_another_process(tmp_path):
     data = reasoning_gym("word_ladder", size=2)
     data.to_json(tmp_path / "rows.jsonl")
     code = (
-        "import json, sys; from marft_trl.tasks import reasoning_gym_exact as score\n"
+        "import json, sys; from marft_trl.extras.tasks import reasoning_gym_exact as score\n"
         f"rows = [json.loads(line) for line in open({str(tmp_path / 'rows.jsonl')!r})]\n"
         "answers = [[{'content': row['answer']}] for row in rows]\n"
         "print(json.dumps(score(answers, [r['family'] for r in rows], [r['entry'] for r in rows])))"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.learning.schedules import Schedule
+from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 import pytest

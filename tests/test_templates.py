@@ -6,15 +6,14 @@ import re
 from importlib.resources import files
 
 from marft_trl import AgentSpec, Turn
-from marft_trl.dialects import chat
 from marft_trl.episodes.records import TOOL, Feedback
-from marft_trl.rollout.chat_template import ChatTemplate
+from marft_trl.extras.apps import ExternalApp, chat
+from marft_trl.prompts.builder import PromptBuilder, Query
+from marft_trl.prompts.chat_template import ChatTemplate
+from marft_trl.prompts.tool_calls import prepare_template
 from marft_trl.rollout.generator import Sampled
-from marft_trl.rollout.prompts import PromptBuilder, Query
-from marft_trl.rollout.tool_calls import prepare_template
 from marft_trl.rollout.turn_reader import TurnReader
 from marft_trl.tiny import tiny_tokenizer
-from marft_trl.workflows import ExternalApp
 
 import pytest
 from tokenizers import AddedToken

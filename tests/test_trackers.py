@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from marft_trl import Sequential
-from marft_trl.reporting.traces import as_trace
-from marft_trl.reporting.transcripts import Transcript
+from marft_trl.reporting.transcripts import Transcript, as_trace
 from marft_trl.workflows import rehearse
 
 import pytest

@@ -7,10 +7,9 @@ import time
 from html.parser import HTMLParser
 
 from marft_trl import AgentSpec, Sequential, Workflow
-from marft_trl.commands import main
 from marft_trl.episodes.tools import ToolCall
-from marft_trl.reporting.transcripts import Entry, Transcript, format_episode
-from marft_trl.reporting.transcripts_page import html_page, write_index
+from marft_trl.extras.commands import main
+from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page, write_index
 from marft_trl.tiny import exact_answer
 from marft_trl.workflows import rehearse
 

@@ -10,12 +10,10 @@ from pathlib import Path
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.agents import check_team
 from marft_trl.config.dataset_checks import check_prompts
-from marft_trl.config.engine import EngineSettings
-from marft_trl.config.evaluation import EvaluationSettings
-from marft_trl.config.limits import LimitSettings
-from marft_trl.config.unused import UNUSED, table
+from marft_trl.config.inherited import UNUSED, table
+from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
 from marft_trl.rollout.generator import Sampled
-from marft_trl.rollout.reward_checks import check_scores
+from marft_trl.rollout.reward_scorer import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.setup import as_marft_config
 
@@ -343,7 +341,7 @@ def test_words_before_a_trainer_need_no_state_of_accelerate(tmp_path):
         "assert args.epsilon_high == 5.0\n"
         "from marft_trl.team import saved_team\n"
         "saved_team.without_inference('x')\n"
-        "import marft_trl.weights.adapters as adapters\n"
+        "import marft_trl.adapters.lora as adapters\n"
         "for module in (saved_team, adapters): module.logger.warning('said')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

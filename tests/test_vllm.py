@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
-from marft_trl.rollout import vllm_command
-from marft_trl.servers.library import MismatchError
-from marft_trl.servers.replicas import EngineDownError, Replicas
-from marft_trl.servers.sampling_correction import FidelityError
-from marft_trl.servers.server import AnswerError, Order, RefusedError
+from marft_trl.extras.apps import ExternalApp
+from marft_trl.extras.engines import vllm_command
+from marft_trl.extras.engines.library import MismatchError
+from marft_trl.extras.engines.replicas import EngineDownError, Replicas
+from marft_trl.extras.engines.server import AnswerError, Order, RefusedError
+from marft_trl.extras.engines.vllm_generator import FidelityError
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.team import TextDelta
 from marft_trl.tiny import exact_answer, questions, tiny_agents, tiny_dataset, tiny_team_model
-from marft_trl.workflows import ExternalApp
 
 import openai
 import pytest
@@ -42,7 +42,7 @@ from .test_gateway import serving
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
-SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by `python -m marft_trl.tasks.smollm2`
+SMOLLM2 = os.environ.get("MARFT_SMOLLM2")  # a folder made by `python -m marft_trl.extras.tasks.smollm2`
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="MARFT_VLLM_PYTHON names no interpreter with vLLM"),
@@ -499,7 +499,7 @@ def test_no_server_is_said_before_anything_is_loaded(model_folder, tmp_path):
 @contextmanager
 def disturbed(at, action):
     """`action()` in a thread when so many requests were answered."""
-    from marft_trl.servers.server import VLLMServer
+    from marft_trl.extras.engines.server import VLLMServer
 
     generate, count = VLLMServer.generate, [0]
 

@@ -343,7 +343,7 @@ def own_name(new, machines):
 
 @row("two machines train, a third one serves, is unplugged and comes back")
 def served(new, machines):
-    from marft_trl.servers.command import vllm_command
+    from marft_trl.extras.engines.own_server import vllm_command
 
     from train import LORA, TEAM
 

@@ -26,7 +26,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from marft_trl.system.children import Children
+from marft_trl.system.child_processes import Children
 
 import yaml
 from grids import GRIDS, name_of
@@ -220,7 +220,7 @@ def given_in(further):
 @functools.cache
 def lacks_a_fence():
     """Why programs cannot be run on this machine, or `None`."""
-    from marft_trl.rewards import code_reward
+    from marft_trl.extras.sandbox import code_reward
 
     if sys.platform != "linux":
         return "programs need Linux"

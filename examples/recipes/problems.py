@@ -220,7 +220,7 @@ def load_problems(source, files=None, split="train", gym_size=GYM_SIZE):
     """
     chosen = source_of(source)
     if chosen.kind == "gym":
-        from marft_trl.tasks import reasoning_gym
+        from marft_trl.extras.tasks import reasoning_gym
 
         made = reasoning_gym(source, size=gym_size)
         return made.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + TAG}]})

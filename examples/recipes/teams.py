@@ -97,7 +97,7 @@ def make_workflow(name, profile, count, kind="math"):
 def vote_of(kind):
     """What is compared of the answers to a kind of problems: the answer in its box or tag, or the whole text."""
     if kind == "gym":
-        from marft_trl.tasks import reasoning_gym_answer
+        from marft_trl.extras.tasks import reasoning_gym_answer
 
         return reasoning_gym_answer
     return math_answer if kind == "math" else None

@@ -17,7 +17,8 @@ import math
 from dataclasses import dataclass, field
 
 from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.rewards import get_code_reward, math_reward
+from marft_trl.extras.sandbox import get_code_reward
+from marft_trl.rewards import math_reward
 
 from peft import LoraConfig
 from problems import SOURCES, load_problems, source_of
@@ -160,7 +161,7 @@ def load_sets(recipe):
 def reward_of(kind, code_timeout):
     """The reward of answers to a kind of problems."""
     if kind == "gym":
-        from marft_trl.tasks import reasoning_gym_exact
+        from marft_trl.extras.tasks import reasoning_gym_exact
 
         return reasoning_gym_exact
     if kind == "code":

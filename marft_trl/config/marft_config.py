@@ -1,32 +1,367 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Training arguments."""
+"""Training arguments: every setting, declared once."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-from ..rules.baselines import BASELINES
-from ..rules.credit_rules import CREDITS
-from ..rules.critic import CRITICS
-from ..rules.levels import LEVELS
-from ..seams.losses import LOSSES
+from ..algorithms.baselines import BASELINES, CREDITS
+from ..algorithms.critics import CRITICS
+from ..algorithms.levels import LEVELS
+from ..seams.libraries import checkpointing_fields
 from ..seams.runs import timeout_also_on_cpu
-from ..seams.trl import accepting_one_generation
-from ..seams.versions import checkpointing_fields
-from ..system.redaction import without_secrets
-from .checks import check_combinations, check_engine, check_names, check_numbers, check_supported, check_values
-from .copies import Copies
-from .defaults import resolve
-from .engine import EngineSettings, check_vllm
-from .evaluation import EvaluationSettings, check_evaluation
-from .limits import LimitSettings
+from ..seams.trl import LOSSES, accepting_one_generation
+from ..system.hints import did_you_mean
+from ..system.redaction import is_published, without_paths, without_secrets
+from .checks import (
+    check_combinations,
+    check_engine,
+    check_names,
+    check_numbers,
+    check_supported,
+    check_values,
+    has_turn_ratio,
+    resolve,
+    uses_candidates,
+)
+from .inherited import say_unused
 from .options import ABOVE_0, AT_LEAST_0, SHARE, check_choice, documented, option
 from .presets import PRESETS
-from .unused import say_unused
+
+
+class Copies:
+    """Mixin: secrets are kept in copies of the config, and removed from files and logs."""
+
+    def __getstate__(self):
+        # The Trainer pickles its arguments into `training_args.bin`, which is uploaded, so secrets are removed.
+        state = {name: without_secrets(value) for name, value in self.__dict__.items()}
+        return {**(without_paths(state) if is_published.get() else state), "hub_token": None}
+
+    def to_dict(self):
+        # Trackers log this dictionary, so secrets are removed
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+
+    def __deepcopy__(self, memo):
+        # By default, `copy` uses `__getstate__`, which would remove the token from the copy.
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __copy__(self):
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
+
+
+@documented
+@dataclass
+class LimitSettings:
+    """
+    Limits of episodes, tools and users' code, and what happens where something fails.
+
+    Args:
+        context_overflow (`str`, *optional*, defaults to `"raise"`):
+            Behaviour if an observation plus the agent's `max_completion_length` is longer than the model's window.
+            `"raise"`: an error is raised. `"drop_oldest_turn"`: the oldest turns are left out (counted in
+            `context/dropped_turns`), and an error is raised only if the prompt alone does not fit. `"end_episode"`:
+            the episode ends with the turns it has (counted in `context/ended_episodes`).
+        show_reasoning (`bool`, *optional*, defaults to `False`):
+            Whether earlier turns, an agent's own and those of teammates, are shown with their reasoning where the chat
+            template of the model cuts it off earlier messages (Qwen3, DeepSeek-R1, GPT-OSS).
+        max_tool_calls (`int`, *optional*, defaults to `16`):
+            Maximum number of tool calls before an agent's final turn. The first call beyond it gets an error message;
+            further calls are ignored. If `max_tool_calling_iterations` is set, it also limits how often the agent
+            continues after tool results.
+        tool_timeout (`float`, *optional*, defaults to `30.0`):
+            Maximum time in seconds of one tool call. After it, the agent gets an error message as the result.
+        workflow_timeout (`float`, *optional*, defaults to `600.0`):
+            Maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool, such as
+            an environment. Training then stops with an error. As long as functions called by other episodes keep
+            returning, a workflow may queue to call its own; this wait is limited to `workflow_timeout` times the
+            number of episodes. `None` disables the limit. With several processes, set it below `ddp_timeout`, the time
+            after which the other processes fail.
+        reward_timeout (`float`, *optional*, defaults to `900.0`):
+            Maximum time in seconds of one call of a reward function. After it, the function has failed, see
+            `on_episode_error`. `None` disables the limit. With several processes, it must be below `ddp_timeout`.
+        on_episode_error (`str`, *optional*, defaults to `"raise"`):
+            What happens if a reward function, a workflow or an environment fails. `"raise"`: the last complete step is
+            saved, and training ends with the error. `"skip"`: the episode is left out, or the completion remains
+            unscored; both are counted (`episodes/skipped`, `rewards/<name>/skipped`). `"retry"`: it is tried again
+            twice, and training ends if it fails again. Errors of tools are results that the
+            agent is told, and never end a run.
+        max_skipped_share (`float`, *optional*, defaults to `0.5`):
+            Largest share of the episodes of a generation batch that may be skipped. Above it, training ends.
+        max_episode_turns (`int`, *optional*, defaults to `1000`):
+            Largest number of turns of an episode. A workflow that asks for more has failed, see `on_episode_error`.
+            `None` disables the limit.
+        max_unscored_batches (`int`, *optional*, defaults to `None`):
+            Number of consecutive generation batches without a single reward after which training stops with an error.
+            A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
+            continues, with TRL's warning.
+    """
+
+    context_overflow: str = option("raise", choices=("raise", "drop_oldest_turn", "end_episode"))
+    show_reasoning: bool = option(False)
+    max_tool_calls: int = option(16, ABOVE_0, integer=True)
+    tool_timeout: float = option(30.0, ABOVE_0)
+    workflow_timeout: float | None = option(600.0, ABOVE_0, none="no limit")
+    reward_timeout: float | None = option(900.0, ABOVE_0, none="no limit")
+    on_episode_error: str = option("raise", choices=("raise", "skip", "retry"))
+    max_skipped_share: float = option(0.5, SHARE)
+    max_episode_turns: int | None = option(1000, ABOVE_0, integer=True, none="no limit")
+    max_unscored_batches: int | None = option(None, ABOVE_0, integer=True, none="no limit")
+
+
+# Sampling settings of an evaluation, with their ranges
+_SAMPLING = {"temperature": (0, None), "top_p": (0, 1), "top_k": (0, None), "min_p": (0, 1)}
+
+
+@documented
+@dataclass
+class EvaluationSettings:
+    """
+    Settings of evaluations, in addition to those of [`~trl.GRPOConfig`]. `num_generations_eval` is the number of
+    episodes of each question.
+
+    Args:
+        eval_sampling (`dict`, *optional*, defaults to `None`):
+            Sampling settings of all agents in evaluations, in place of those of training: `temperature`, `top_p`,
+            `top_k`, `min_p`. `{"temperature": 0.0}` decodes greedily.
+        eval_k (`list[int]`, *optional*, defaults to `None`):
+            Values of k for which evaluations report `pass@<k>` and `maj@<k>`, at most the number of episodes of each
+            question; also reports `avg@<n>` of all `n` episodes, and writes `evaluations.jsonl`. If `None`, none of
+            these.
+        eval_right_at (`float`, *optional*, defaults to `1.0`):
+            Reward from which the answer of an episode counts as right, for `eval_k`.
+        eval_right_by (`str`, *optional*, defaults to `None`):
+            Name of the reward function that decides it. If `None`, the reward of the episode.
+        eval_reference_column (`str`, *optional*, defaults to `"solution"`):
+            Column of the dataset that metrics of the `evaluate` package get as `references`, see `eval_metrics` of the
+            trainer.
+    """
+
+    eval_sampling: dict | str | None = option(None, about="evaluations")
+    eval_k: list[int] | None = option(None, about="evaluations")
+    eval_right_at: float = option(1.0, about="evaluations")
+    eval_right_by: str | None = option(None, about="evaluations")
+    eval_reference_column: str = option("solution", about="evaluations")
+
+
+def check_evaluation(args: Any) -> None:
+    """
+    Check the settings of evaluations.
+
+    Raises:
+        ValueError, TypeError: a setting is not valid, or asks for more episodes than a question has.
+    """
+    check_sampling(args.eval_sampling)
+    check_k(args.eval_k, args.num_generations_eval or args.num_generations)
+    if args.eval_k is None:
+        for name, default in (("eval_right_at", 1.0), ("eval_right_by", None)):
+            if getattr(args, name) != default:
+                raise ValueError(
+                    f"`{name}={getattr(args, name)!r}` has no effect with `eval_k=None`. Set `eval_k`, or leave "
+                    f"`{name}` out."
+                )
+
+
+def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
+    """
+    Check sampling settings of an evaluation.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: a name is not known, or a value is out of its range.
+    """
+    if sampling is None:
+        return
+    if not isinstance(sampling, Mapping):
+        raise TypeError(f'`{what}` must be a mapping such as {{"temperature": 0.6}}, got {sampling!r}.')
+    for name, value in sampling.items():
+        if name not in _SAMPLING:
+            raise ValueError(f"`{what}` has {name!r}; it takes {', '.join(_SAMPLING)}.{did_you_mean(name, _SAMPLING)}")
+        least, most = _SAMPLING[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or value < least or (most is not None and value > most):
+            span = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"`{name}` of `{what}` must be a number {span}, got {value!r}.")
+
+
+def check_k(values: Any, samples: int, what: str = "eval_k") -> None:
+    """
+    Check the values of k of an evaluation with this number of episodes of each question.
+
+    Raises:
+        ValueError: a value is no integer of at least 1, or larger than `samples`.
+    """
+    if values is None:
+        return
+    if not isinstance(values, (list, tuple)) or not values:
+        raise ValueError(f"`{what}` must be a list of integers such as [1, 4], got {values!r}.")
+    for k in values:
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise ValueError(f"`{what}` must be a list of integers of at least 1, got {values!r}.")
+        if k > samples:
+            raise ValueError(
+                f"`{what}` ({k}) needs at least {k} episodes of each question, and evaluations have {samples}. Set "
+                f"`num_generations_eval={k}` (for one evaluation `num_samples={k}`) or more."
+            )
+
+
+@documented
+@dataclass
+class EngineSettings:
+    """
+    Settings of vLLM, in addition to those of [`~trl.GRPOConfig`]. They have an effect with `use_vllm=True`.
+
+    Args:
+        vllm_mode (`str`, *optional*, defaults to `"server"`):
+            Where vLLM runs with `use_vllm=True`. `"server"`: on servers that you start with the command that
+            `marft_trl.extras.engines.vllm_command` gives.
+            `"colocate"`: every training process starts a server of its own, on
+            the device that it trains on, with TRL's `vllm_gpu_memory_utilization`, `vllm_max_model_length`,
+            `vllm_model_impl` and `vllm_enable_sleep_mode`. The server ends when the process does.
+        vllm_python (`str`, *optional*, defaults to `None`):
+            Interpreter of an environment with vLLM, such as `"/opt/vllm/bin/python"`, for `vllm_mode="colocate"`. If
+            `None`, it is the environment variable `MARFT_VLLM_PYTHON`, or else the interpreter that trains.
+        vllm_server_base_url (`str` or `list[str]`, *optional*, defaults to `None`):
+            Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
+            of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
+        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Time in seconds that training waits while no server works. After it, training stops with an error.
+        vllm_request_timeout (`float`, *optional*, defaults to `600.0`):
+            Maximum time in seconds of the generation of one turn. After it, the server counts as one that does not
+            work, and the turn is requested again.
+        vllm_max_inflight (`int`, *optional*, defaults to `256`):
+            Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
+        vllm_adapter_dir (`str`, *optional*, defaults to `None`):
+            Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
+            `None`, it is `_adapters` in `output_dir`.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Number of generation batches that vLLM servers sample ahead of training. With `0`, rollouts and training
+            take turns, and every turn is sampled by the present weights. With `n`, training on a batch runs while the
+            next `n` are sampled, each from the weights of `n` publications ago; how long rollouts and training take
+            does not change which. The loss is corrected by `vllm_importance_sampling_mode`.
+        fidelity_tolerance (`float`, *optional*, defaults to `None`):
+            Largest mean difference between the log-probabilities of a server and those of the trainer, for the same
+            tokens under the same weights. Above it, training stops with an error. If `None`, it is `1e-3` if both
+            compute in float32, as far as the trainer knows, and `0.2` otherwise.
+    """
+
+    vllm_mode: str = option("server", choices=("server", "colocate"), about="machines")
+    vllm_python: str | None = option(None, about="machines")
+    vllm_server_base_url: list[str] | None = option(None, about="machines")
+    vllm_request_timeout: float = option(600.0, ABOVE_0, about="machines")
+    vllm_max_inflight: int = option(256, ABOVE_0, integer=True, about="machines")
+    vllm_adapter_dir: str | None = option(None, about="machines")
+    max_staleness: int = option(0, AT_LEAST_0, integer=True)
+    fidelity_tolerance: float | None = option(None, ABOVE_0, about="evaluations")
+
+
+def check_vllm(args: Any) -> None:
+    """
+    Check the settings of vLLM.
+
+    Raises:
+        ValueError: A setting is not supported, or does not go with another one.
+    """
+    if not args.use_vllm:
+        if args.max_staleness:
+            raise ValueError(
+                f"`max_staleness={args.max_staleness}` needs servers that generate while training runs. Set "
+                "`use_vllm=True`, or leave it out."
+            )
+        return
+    sequence = args.vllm_importance_sampling_mode.startswith("sequence")
+    corrects = args.vllm_importance_sampling_correction
+    refused = [
+        *(_colocate_conflicts(args) if args.vllm_mode == "colocate" else []),
+        (
+            args.vllm_structured_outputs_regex is not None,
+            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from another distribution than "
+            "the one that is scored. Leave it out.",
+        ),
+        (
+            corrects and not sequence and has_turn_ratio(args),
+            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weighs each token, but at "
+            "`level='action'` a turn is one action. Set 'sequence_mask' or 'sequence_truncate'.",
+        ),
+        (
+            corrects and sequence and args.loss_type == "vespo",
+            "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
+            f"{args.vllm_importance_sampling_mode!r}.",
+        ),
+        *(_staleness_conflicts(args) if args.max_staleness else []),
+    ]
+    for holds, message in refused:
+        if holds:
+            raise ValueError(message)
+
+
+def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with a server for each process."""
+    return [
+        (
+            args.vllm_server_base_url is not None,
+            "`vllm_server_base_url` names servers that run, and `vllm_mode='colocate'` starts its own. Leave it out, "
+            "or set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_tensor_parallel_size > 1,
+            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, and "
+            "with `vllm_mode='colocate'` each process has one. Start a server for them with "
+            "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.",
+        ),
+        (
+            args.vllm_enable_sleep_mode and args.max_staleness > 0,
+            f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
+            "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.",
+        ),
+    ]
+
+
+def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
+    """What does not go with turns that were sampled by earlier weights."""
+    stale = f"`max_staleness={args.max_staleness}`"
+    is_bounded = args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
+    return [
+        (
+            not is_bounded,
+            f"{stale} trains on turns of earlier weights, and without a bounded correction training collapses. Set "
+            "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.",
+        ),
+        (
+            not args.use_policy_ratio,
+            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` leaves out.",
+        ),
+        (
+            args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p),
+            f"{stale} weighs turns by the ratio of the present to the earlier weights, which is not known where "
+            "`top_p`, `top_k` or `min_p` cut the distribution. Leave them out, or set `max_staleness=0`.",
+        ),
+        (
+            uses_candidates(args) or CREDITS[args.credit].reruns,
+            f"{stale} does not go with candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+            "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
+        ),
+        (
+            args.on_collapse == "restore",
+            f"{stale} samples ahead from weights that `on_collapse='restore'` takes back. Set `on_collapse='warn'`, "
+            "or `max_staleness=0`.",
+        ),
+        (
+            args.update_order == "resampled",
+            f"{stale} does not go with `update_order='resampled'`, which asks for new episodes after every agent's "
+            "update. Set `max_staleness=0`.",
+        ),
+    ]
 
 
 # What settings have an effect with

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""One declaration for each setting: its default, what it may be, what it depends on, and what it is about."""
+"""How a setting is declared: default, limits, the settings it depends on, and what it is about."""
 
 from __future__ import annotations
 

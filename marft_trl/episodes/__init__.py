@@ -1,9 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """Episodes: the record of what happened, the handle that a workflow holds, and what runs many of them at once."""
 
-from .asks import Given
 from .live import LiveEpisode
-from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Seen, Turn, joint_actions, joint_steps
+from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Given, Seen, Turn, joint_actions, joint_steps
 
 
 __all__ = [

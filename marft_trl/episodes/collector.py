@@ -17,10 +17,9 @@ from typing import Any, cast
 
 from ..system.event_loop import Around, Result, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
-from .asks import Ask, Function, Given, Setting
 from .guard import EpisodeError, Guard, Runs, Watch, brief
 from .live import LiveEpisode
-from .records import Completion, EndOfEpisode, Episode, Seen, Turn
+from .records import Ask, Completion, EndOfEpisode, Episode, Function, Given, Seen, Setting, Turn
 from .rerun import Found, Rerun
 
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol, cast
 
 from ..system.event_loop import STARTED, Around, Stepped
 from ..system.watchdog import TimeLimit
-from .asks import Call
 from .live import LiveEpisode
-from .records import EndOfEpisode, Messages, Turn
+from .records import Call, EndOfEpisode, Messages, Turn
 
 
 class Runs(Protocol):

@@ -15,8 +15,21 @@ from typing import Any, Protocol
 
 from ..system.event_loop import Around, in_thread, one_at_a_time
 from ..system.hints import NearNames
-from .asks import Ask, Call, Given, Setting
-from .records import TOOL, Episode, Feedback, Horizon, Messages, Seen, Turn, TurnLimitError, unknown_agent
+from .records import (
+    TOOL,
+    Ask,
+    Call,
+    Episode,
+    Feedback,
+    Given,
+    Horizon,
+    Messages,
+    Seen,
+    Setting,
+    Turn,
+    TurnLimitError,
+    unknown_agent,
+)
 from .tools import call_tools, tool_name
 
 

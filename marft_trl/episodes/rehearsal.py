@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from .asks import Setting
 from .collector import Request, collect
 from .guard import EpisodeError, Runs
-from .records import Completion, EndOfEpisode, Episode, Messages, Seen
+from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Setting
 from .tools import ToolCall
 
 

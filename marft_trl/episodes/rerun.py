@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .asks import Ask, Given
-from .records import Completion, Episode, Feedback, Seen, Turn
+from .records import Ask, Completion, Episode, Feedback, Given, Seen, Turn
 
 
 class Found(NamedTuple):

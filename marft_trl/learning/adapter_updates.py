@@ -1,27 +1,264 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Optimizer steps of adapters: parameter groups, one reduction, clipping, and what stops or steers an update."""
+"""Optimizer steps: which adapters train in a step, sequential factors, parameter groups and clipping."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .. import functional
+from ..algorithms import functional
+from ..algorithms.rows import Row, Slice
+from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext, TeamSetup
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 from ..seams.runs import restart_schedule, schedule_of_any_length, step_without_gradients
 from . import gradients
-from .gradient_shares import GradientShares
+from .gradients import GradientShares
+from .log_probs import LogProbs
 
 
 logger = get_logger(__name__)
+
+# What a generation batch is. The data loader and the schedule are made for it.
+_OF_BATCHES = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+    "num_generations",
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    Schedule of the adapters that learn in a step, and of the steps that need new episodes.
+
+    A micro-step is one call of `training_step`. An optimizer step has `gradient_accumulation_steps` micro-steps. A
+    phase is the time in which one set of adapters uses a generation batch: `steps_per_generation * num_iterations`
+    micro-steps.
+
+    Args:
+        adapters (`tuple[str, ...]`): trained adapters, in team order.
+        phase (`int`): number of micro-steps in a phase.
+        interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter learns alone,
+            before the next one does. 0 disables taking turns by intervals.
+        order (`str`, *optional*, defaults to `"joint"`): `"joint"`, `"sequential"` or `"resampled"`.
+        warmup (`int`, *optional*, defaults to `0`): number of first optimizer steps in which no adapter learns.
+        seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
+        critics (`tuple[str, ...]`): parts of the critic.
+        batches (`tuple[int, ...]`): settings of a generation batch, which do not change during a run.
+    """
+
+    adapters: tuple[str, ...]
+    phase: int
+    interval: int = 0
+    order: str = "joint"
+    warmup: int = 0
+    seed: int = 0
+    critics: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
+        """
+        Make the schedule from the training arguments.
+
+        Raises:
+            ValueError: the arguments let adapters learn in turn, but there is only one trained adapter.
+        """
+        if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
+            name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
+            raise ValueError(
+                f"`{name}={getattr(args, name)!r}` lets agents learn in turn, but only the adapter {adapters[0]!r} is "
+                "trained. Give each agent an adapter of its own (`peft_config`), or leave the setting out."
+            )
+        return cls(
+            adapters=tuple(adapters),
+            phase=args.steps_per_generation * args.num_iterations,
+            interval=args.agent_iteration_interval,
+            order=args.update_order,
+            warmup=args.critic_warmup_steps,
+            seed=args.seed,
+            batches=tuple(getattr(args, name) for name in _OF_BATCHES),
+        )
+
+    def check(self, args: MARFTConfig) -> None:
+        """
+        Raises:
+            RuntimeError: a callback has changed what a generation batch is.
+        """
+        for name, value in zip(_OF_BATCHES, self.batches, strict=True):
+            if getattr(args, name) != value:
+                raise RuntimeError(
+                    f"`{name}` was changed from {value} to {getattr(args, name)} during training, where the data "
+                    "loader and the schedule keep the first value. Leave it as it is; for other batches, end the run "
+                    "and train on with another trainer (`MARFTTrainer(model=load_adapters(...))`)."
+                )
+
+    def with_critic(self, parts: Sequence[str]) -> Schedule:
+        """The schedule with a critic of these parts."""
+        return replace(self, critics=tuple(parts))
+
+    def is_due(self, micro_step: int) -> bool:
+        """`True` if new episodes are due."""
+        return micro_step % self.generate_every == 0
+
+    @property
+    def phases(self) -> int:
+        """Number of phases of a generation batch."""
+        return len(self.adapters) if self.order == "sequential" else 1
+
+    @property
+    def generate_every(self) -> int:
+        """Number of micro-steps from one generation batch to the next."""
+        return self.phase * self.phases
+
+    def learning(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
+        """The adapters, and the parts of the critic, that learn in a step."""
+        policies = self._policies(micro_step, optimizer_step)
+        return policies | frozenset(self.critics) if self.critic_learns(micro_step, optimizer_step) else policies
+
+    @property
+    def everyone(self) -> frozenset[str]:
+        """All trained adapters and parts of the critic."""
+        return frozenset([*self.adapters, *self.critics])
+
+    def _policies(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
+        if optimizer_step < self.warmup:
+            return frozenset()
+        if self.interval:
+            return frozenset([self.adapters[optimizer_step // self.interval % len(self.adapters)]])
+        if self.order == "resampled":
+            return frozenset([self.adapters[micro_step // self.phase % len(self.adapters)]])
+        if self.order == "sequential":
+            return frozenset([self.order_of(micro_step)[self._phase_of(micro_step)]])
+        return frozenset(self.adapters)
+
+    def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
+        """`True` if the critic learns: in the warm-up, and in the first phase of every generation batch."""
+        return optimizer_step < self.warmup or self._phase_of(micro_step) == 0
+
+    def just_updated(self, micro_step: int) -> str | None:
+        """The adapter whose phase on these episodes ended with the previous micro-step, or `None`."""
+        phase = self._phase_of(micro_step)
+        if phase == 0 or micro_step % self.phase:
+            return None
+        return self.order_of(micro_step)[phase - 1]
+
+    def order_of(self, micro_step: int) -> list[str]:
+        """The adapters in the order of their phases. The order is drawn again for each generation batch."""
+        generator = torch.Generator().manual_seed(self.seed + micro_step // self.generate_every)
+        return [self.adapters[index] for index in torch.randperm(len(self.adapters), generator=generator)]
+
+    def _phase_of(self, micro_step: int) -> int:
+        return micro_step % self.generate_every // self.phase
+
+
+# Share of joint actions, by effective sample size, below which factors of sequential updates are warned of
+_LOWEST_EFFECTIVE_SHARE = 0.5
+
+
+def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
+    """As [`SequentialFactors.after_update`], where updates are sequential; else the slices as they are."""
+    return list(slices) if factors is None else factors.after_update(slices, adapter)
+
+
+class SequentialFactors:
+    """
+    Multiplies advantages by the policy ratios of agents that were updated before, in the same joint action.
+
+    Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
+        log_probs ([`LogProbs`]): scores the turns of an updated agent again.
+
+    Source: HAPPO (2109.11251), the factor `M`.
+    """
+
+    def __init__(self, team: TeamSetup, run: RunContext, log_probs: LogProbs):
+        self._log_probs, self._level, self._clip = log_probs, team.level, run.args.sequential_clip
+        self._metrics, self._processes = run.metrics, run.processes
+        self._warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"warned": self._warned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._warned = state["warned"]
+
+    def after_update(self, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
+        """
+        The slices with factors that count the ratios of an adapter.
+
+        Args:
+            slices (`Sequence[Slice]`): slices of the present generation batch.
+            adapter (`str`, *optional*): the adapter that was just updated; `None` if none was, which changes nothing.
+        """
+        if adapter is None:
+            return list(slices)
+        rows = [row for slice_ in slices for row in slice_.rows]
+        keys = dict.fromkeys((row.episode, row.joint_action) for row in rows)
+        actions = {key: index for index, key in enumerate(keys)}
+        updated = [row for row in rows if row.adapter == adapter and row.is_trained and len(row.completion_ids)]
+        more = self._log_factors(updated, actions)
+        log_factors = torch.zeros(len(actions), dtype=torch.float64)
+        for row in rows:
+            log_factors[actions[row.episode, row.joint_action]] = (
+                row.log_factor + more[actions[row.episode, row.joint_action]].item()
+            )
+        factors = functional.clipped_factors(log_factors.float(), self._clip)
+        self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
+        places = {key: (log_factors[index].item(), factors[index].item()) for key, index in actions.items()}
+        return [
+            replace(slice_, rows=[_with(row, *places[row.episode, row.joint_action]) for row in slice_.rows])
+            for slice_ in slices
+        ]
+
+    def _log_factors(self, updated: Sequence[Row], actions: dict[tuple[int, int], int]) -> torch.Tensor:
+        """Logarithm of the ratios of an updated adapter's turns, by joint action `(J,)`."""
+        if not updated:
+            return torch.zeros(len(actions))
+        with self._log_probs.scoring():
+            new = self._log_probs.of_policy(updated)
+        pairs = [(row.old_per_token_logps, its) for row, its in zip(updated, new, strict=True)]
+        sums = torch.stack([(its - then).sum() for then, its in pairs if then is not None])
+        places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
+        return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
+
+    def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
+        """
+        Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary much
+        before they are clipped.
+        """
+        pair = [its.double() for its in (factors, unclipped)]
+        sums = torch.stack([torch.stack([torch.tensor(len(its)).double(), its.sum(), (its**2).sum()]) for its in pair])
+        totals = self._processes.sum(sums)
+        count, total, squares = totals[0].tolist()
+        mean, share = total / max(count, 1), functional.effective_share(totals[1])
+        self._metrics.add("sequential_factor/mean", mean)
+        self._metrics.add("sequential_factor/std", max(squares / max(count, 1) - mean**2, 0.0) ** 0.5)
+        self._metrics.add("sequential_factor/effective_share", share)
+        if share < _LOWEST_EFFECTIVE_SHARE and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"The factors of `update_order='sequential'` have an effective sample size of {share:.0%} behind the "
+                f"adapter {adapter!r}, so the next agents would learn from a few episodes. Lower the learning rate or "
+                "`num_iterations`, set a smaller `sequential_clip`, or set `level='action'` with "
+                "`action_logprob='token'`, whose ratios do not grow with length."
+            )
+
+
+def _with(row: Row, log_factor: float, factor: float) -> Row:
+    return replace(row, log_factor=log_factor, factor=factor)
+
 
 # Updates in a row that may be skipped for gradients that are not finite before training stops.
 MAX_SKIPPED_UPDATES = 5

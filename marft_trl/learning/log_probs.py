@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..algorithms.rows import MicroBatch, Row
 from ..config.team_setup import TeamSetup
-from ..rules.rows import MicroBatch, Row
-from ..seams.mixing import MixedLora
+from ..seams.lora_layers import MixedLora
 from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
 from ..system.processes import Processes
-from .batching import Collator
-from .micro_batcher import MicroBatcher
+from .batching import Collator, MicroBatcher
 from .passes import Passes
 
 

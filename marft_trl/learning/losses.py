@@ -1,31 +1,276 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The loss of an optimizer step: micro-batches of the critic and of the agents, by TRL's loss or the critic's."""
+"""The loss of an optimizer step: micro-batches of agents and critics, mixed passes, and retries in less memory."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import TrainerCallback
 
+from ..adapters.policies import Policies
+from ..algorithms.rows import MicroBatch, Row, Slice
+from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext, TeamSetup
-from ..rules.rows import MicroBatch, Row, Slice
-from ..seams.losses import LOSSES
-from ..seams.trl import OLD_LOGPS, TrlLoss, TrlSettings
+from ..seams.libraries import get_logger
+from ..seams.lora_layers import MixedLora
+from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
+from ..shared_prefix.forward import plan_passes
+from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from .adapter_updates import AdapterUpdates, Divergence
-from .batching import Collator, loss_weights
+from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, Signal, loss_weights
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
-from .micro_batcher import MicroBatcher
-from .mixing import MixedPasses
-from .out_of_memory import OutOfMemory
-from .signal import KNOWN_METRICS, WITHOUT_SIGNAL, Signal
+from .memory import MemoryPlan, readable, size_of
+
+
+logger = get_logger(__name__)
+
+# Trained adapters from which on passes are mixed by default. With fewer, there is little to gain
+_FEWEST = 4
+# Tokens of a micro-batch, averaged over those of a pass, up to which passes are mixed by default. Larger ones keep
+# the device busy by themselves. Measured on one core of a CPU (docs/reports/performance.md). Counts, unlike a clock,
+# are the same on every machine and in every run
+_SMALL = 512
+# Padding between rows of different lengths costs passes at most this much more tokens
+_PADDING = 1.25
+
+
+class MixedPasses:
+    """
+    Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
+
+    Args:
+        lora ([`MixedLora`]): lets rows of several adapters go through the model.
+        batcher ([`MicroBatcher`]): the bound of tokens in a pass, and whether gradients are checkpointed.
+        always (`bool`): whether large micro-batches share passes too (`mixed_passes=True`).
+    """
+
+    def __init__(self, lora: MixedLora, batcher: MicroBatcher, always: bool):
+        self.lora, self._batcher, self._always = lora, batcher, always
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        policies: Policies,
+        args: MARFTConfig,
+        batcher: MicroBatcher,
+        places_rows: bool,
+        has_shards: bool,
+    ) -> MixedPasses | None:
+        """
+        The mixed passes of a run, or `None` if every micro-batch has a pass of its own.
+
+        Args:
+            model (`nn.Module`): the model with the adapters, without wrappers.
+            policies ([`Policies`]): the adapters.
+            args ([`MARFTConfig`]): `mixed_passes`.
+            batcher ([`MicroBatcher`]): cuts rows into micro-batches.
+            places_rows (`bool`): whether passes give positions, which mixed ones do.
+            has_shards (`bool`): whether the base is in shards.
+
+        Raises:
+            ValueError: `mixed_passes=True`, and rows cannot be mixed; the message has the reason.
+        """
+        why_not = _why_not(model, policies, args, places_rows, has_shards)
+        if args.mixed_passes and why_not is not None:
+            raise ValueError(
+                f"`mixed_passes=True` lets the rows of several agents share a pass, but {why_not}. Leave it out: then "
+                "rows are mixed where that is possible and saves time."
+            )
+        return None if why_not is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
+
+    def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        """
+        Micro-batches that share a pass, each of another adapter, within the bound of tokens.
+
+        Args:
+            batches (`Sequence[MicroBatch]`): micro-batches of one agent each.
+        """
+        if self._batcher.is_checkpointing:  # passes would be run again, layer by layer
+            return [[batch] for batch in batches]
+        groups: list[tuple[list[MicroBatch], list[_Shape]]] = []
+        for batch in sorted(batches, key=lambda one: max(row.length for row in one.rows)):
+            shape = _Shape.of(batch.rows)
+            for group, shapes in groups:
+                if batch.adapter not in [one.adapter for one in group] and self._fit([*shapes, shape]):
+                    group.append(batch)
+                    shapes.append(shape)
+                    break
+            else:
+                groups.append(([batch], [shape]))
+        return [group for group, _ in groups]
+
+    def _fit(self, shapes: Sequence[_Shape]) -> bool:
+        """Whether micro-batches of these shapes may share a pass."""
+        joined, apart = _Shape.tokens(shapes), sum(_Shape.tokens([shape]) for shape in shapes)
+        most = self._batcher.max_tokens
+        if joined > _PADDING * apart or (most is not None and joined > most):
+            return False
+        return self._always or apart <= _SMALL * len(shapes)
+
+
+def _why_not(
+    model: nn.Module, policies: Policies, args: MARFTConfig, places_rows: bool, has_shards: bool
+) -> str | None:
+    """Why rows are not mixed, or `None` if they may be."""
+    trained = policies.trained
+    if args.mixed_passes is False:
+        return "`mixed_passes=False`"
+    if len(trained) < (2 if args.mixed_passes else _FEWEST):
+        return f"{len(trained)} adapters are trained"
+    if has_shards:
+        return "the base is in shards"
+    if not places_rows:
+        return "rows take the passes of `GRPOTrainer`"
+    if args.gradient_checkpointing is True:
+        return "gradients are checkpointed (`gradient_checkpointing=True`)"
+    return MixedLora.why_not(model, trained)
+
+
+class _Shape(NamedTuple):
+    """Shape of the passes of a micro-batch: shared prefixes and the length of the longest, rows and their rests."""
+
+    prefixes: int
+    prefix: int
+    rows: int
+    rest: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Shape:
+        prompts = [row.prompt_ids.tolist() for row in rows]
+        more = [max(len(row.completion_ids) - 1, 0) for row in rows]
+        groups = plan_passes(prompts, more)
+        starts = dict.fromkeys(range(len(rows)), 0) | {row: group.length for group in groups for row in group.rows}
+        rest = max(len(prompts[row]) + more[row] - start for row, start in starts.items())
+        return cls(len(groups), max((group.length for group in groups), default=0), len(rows), rest)
+
+    @staticmethod
+    def tokens(shapes: Sequence[_Shape]) -> int:
+        """Number of tokens of a pass of several micro-batches, padding included."""
+        prefixes = sum(one.prefixes for one in shapes) * max(one.prefix for one in shapes)
+        return prefixes + sum(one.rows for one in shapes) * max(one.rest for one in shapes)
+
+
+# Bytes of gradients that are copied before each micro-step but the first, so that it can be taken again
+_MOST_COPIED = 2**30
+# Returns a function that takes back what was noted since
+Snapshot = Callable[[], Callable[[], None]]
+
+
+class OutOfMemory:
+    """
+    Takes a micro-step of training again that has failed for lack of memory: from its start, with the same random
+    numbers and gradients, in micro-batches of half the size.
+
+    Args:
+        run ([`RunContext`]): processes and state of the run.
+        batcher ([`MicroBatcher`]): its limit is halved, and stays so.
+        updates ([`AdapterUpdates`]): what is trained.
+        randomness ([`RandomStates`]): of training.
+
+    Attributes:
+        plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that a second failure is shown beside.
+        release (`Callable`, *optional*): `release()` gives back what generation keeps for its next call.
+    """
+
+    def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
+        self._state, self._processes = run.state, run.processes
+        self._batcher, self._updates, self._randomness = batcher, updates, randomness
+        self.plan: Callable[[], MemoryPlan] | None = None
+        self.release: Callable[[], None] | None = None
+
+    def guard(
+        self, work: Callable[[], torch.Tensor], rows: Sequence[Row], notes: Sequence[Snapshot], alone: bool
+    ) -> torch.Tensor:
+        """
+        Run the forward and backward passes of a micro-step.
+
+        Args:
+            work (`Callable`): `work()` runs them, and returns the loss.
+            rows (`Sequence[Row]`): the rows that they are about.
+            notes (`Sequence[Snapshot]`): of what they write down.
+            alone (`bool`): whether other processes take no part in them, so that this one can begin anew.
+
+        Raises:
+            RuntimeError: memory is still too small, or the step cannot be taken again, with the plan beside what was
+                measured.
+        """
+        why_not = None if alone else "other processes take part in its passes"
+        states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in notes], ""
+        gradients: list[tuple[Any, torch.Tensor | None]] = []
+        try:
+            if alone:
+                gradients, why_not = self._gradients()
+            return work()
+        except torch.OutOfMemoryError as error:
+            problem = _first_line(error)
+        # Here, and not where it was caught: until then the error holds the tensors of the passes
+        if self.release is not None:
+            self.release()
+        if why_not is None and not self._smaller(rows, problem):
+            why_not = "a single row is too long, with gradient checkpointing as it is set"
+        elif why_not is None:
+            clear_device_cache(garbage_collection=True)
+            self._randomness.restore(states)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for take_back in undo:
+                take_back()
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                problem = _first_line(error)
+        raise RuntimeError(self._described(problem, why_not))
+
+    def _gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
+        """Copies of what earlier micro-steps have added to gradients, and why there are none, if so."""
+        trained = [one for its in self._updates.trained_parameters().values() for one in its.values()]
+        if size_of([one.grad for one in trained if one.grad is not None]) > _MOST_COPIED:
+            return [], "the gradients of the micro-steps before it are too large for a copy"
+        return [(one, None if one.grad is None else one.grad.detach().clone()) for one in trained], None
+
+    def _smaller(self, rows: Sequence[Row], problem: str) -> bool:
+        """Halve micro-batches, or checkpoint gradients where a single row is too long; `False` if neither is left."""
+        change = self._batcher.shrink(rows)
+        if change is not None:
+            logger.warning(
+                f"Step {self._state.optimizer_step + 1} ran out of memory ({problem}). It is taken again from its "
+                f"start, and from now on {change}. To set the limit yourself: `max_tokens_per_micro_batch`.",
+                main_process_only=False,
+            )
+        return change is not None
+
+    def _described(self, problem: str, why_not: str | None) -> str:
+        device, lines = self._processes.device, []
+        if self.plan is not None:
+            with contextlib.suppress(Exception):  # it measures a pass, for which there may be no memory left
+                lines = ["What was planned for turns of maximum length:", str(self.plan())]
+        if device.type == "cuda":
+            most, whole = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+            lines.append(f"Measured: {readable(most)} at once, of {readable(whole)}.")
+        what = "again, in smaller micro-batches too" if why_not is None else f"and cannot be taken again: {why_not}"
+        return "\n".join(
+            [
+                f"Step {self._state.optimizer_step + 1} ran out of memory {what} ({problem}). Set "
+                "`max_tokens_per_micro_batch` lower, `gradient_checkpointing=True`, shorter turns "
+                "(`max_completion_length`), or load the base in 4 bit.",
+                *lines,
+            ]
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0].split(". ")[0].rstrip(".")
 
 
 class Part(NamedTuple):

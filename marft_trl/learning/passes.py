@@ -12,12 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
+from ..adapters.policies import Policies
 from ..config.marft_config import MARFTConfig
 from ..seams.generation import HALF
-from ..seams.logs import get_logger
-from ..seams.versions import is_checkpointing
+from ..seams.libraries import get_logger, is_checkpointing
 from ..shared_prefix import forward
-from ..weights.policies import Policies
 
 
 logger = get_logger(__name__)

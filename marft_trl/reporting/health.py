@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..config.team_setup import RunContext, TeamSetup
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 
 
 logger = get_logger(__name__)

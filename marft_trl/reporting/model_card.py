@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..seams.versions import installed_version
-from ..weights.manifest import TeamManifest, is_hub_id
+from ..adapters.manifest import TeamManifest, is_hub_id
+from ..seams.libraries import installed_version
 
 
 # Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.

@@ -13,11 +13,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
+from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates, uses_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..learning.batching import MicroBatcher
 from ..learning.critic_learner import CriticLearner
 from ..learning.memory import (
     ActivationCost,
@@ -30,16 +33,13 @@ from ..learning.memory import (
     readable,
     size_of,
 )
-from ..learning.micro_batcher import MicroBatcher
-from ..rollout.prompts import Observation, Query
+from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
-from ..rules.credit_rules import CREDITS
 from ..seams.sharding import ShardSizes, shard_sizes
-from ..shared_prefix.prefixes import clusters
-from ..shared_prefix.room import PREFILL_TOKENS
-from ..shared_prefix.steps import ROOM
-from ..weights.copies import PastCopies
+from ..shared_prefix.decoding import ROOM
+from ..shared_prefix.forward import clusters
+from ..shared_prefix.kv_cache import PREFILL_TOKENS
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 

@@ -1,36 +1,167 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Reports of a run: metrics of rollouts and evaluations, the completions table, transcripts."""
+"""Log a run: metrics of rollouts, evaluations and games, the completions table, transcripts and learning curves."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..adapters.copies import PastCopies
+from ..algorithms.baselines import CREDITS
+from ..algorithms.functional import nan_std
 from ..config.team_setup import RunContext, TeamSetup
-from ..functional import nan_std
-from ..metrics.at_k import Vote, at_k, last_box, sample_rows, write_samples
-from ..metrics.evaluation import EvalMetric, measure_answers, question_means, summarize
+from ..rollout.reward_scorer import OwnReturns
 from ..rollout.rollouts import Rollout
-from ..rules.credit_rules import CREDITS
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
-from .games import GameMetrics
-from .traces import log_traces
-from .transcripts import Advantage, Transcript
-from .transcripts_page import INDEX, html_page, write_index
+from .evaluation import (
+    EvalMetric,
+    Vote,
+    at_k,
+    last_box,
+    measure_answers,
+    question_means,
+    sample_rows,
+    summarize,
+    write_samples,
+)
+from .transcripts import INDEX, Advantage, Transcript, html_page, log_traces, write_index
 
 
 logger = get_logger(__name__)
+
+
+def save_learning_curve(
+    log_history: Sequence[dict], folder: str | os.PathLike, columns: Sequence[str] = ("reward", "entropy")
+) -> None:
+    """
+    Write `learning_curve.csv` and `learning_curve.png` (one panel per column).
+
+    Args:
+        log_history (`Sequence[dict]`):
+            `trainer.state.log_history`.
+        folder (`str` or `os.PathLike`):
+            Folder to write to.
+        columns (`Sequence[str]`, *optional*, defaults to `("reward", "entropy")`):
+            Names of the metrics to write. Metrics of an agent are named `agents/<name>/...`.
+
+    Raises:
+        ImportError: matplotlib is missing (`pip install marft-trl[plots]`). The CSV file is written nevertheless.
+    """
+    folder = Path(folder)
+    entries = [entry for entry in log_history if any(column in entry for column in columns)]
+    with open(folder / "learning_curve.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["step", *columns], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(entries)
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.5 * len(columns)))
+    for position, column in enumerate(columns, start=1):
+        axes = figure.add_subplot(len(columns), 1, position)
+        points = [(entry["step"], entry[column]) for entry in entries if entry.get(column) is not None]
+        axes.plot([step for step, _ in points], [value for _, value in points])
+        axes.set_ylabel(column)
+        axes.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(folder / "learning_curve.png", dpi=120)
+
+
+class Played(NamedTuple):
+    """
+    What came of an episode.
+
+    Args:
+        returns (`Mapping[str, float]`): return of each agent.
+        copies (`Mapping[str, int]`): past copies that agents acted with.
+    """
+
+    returns: Mapping[str, float]
+    copies: Mapping[str, int]
+
+
+class GameMetrics:
+    """
+    Computes the metrics.
+
+    Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        own ([`OwnReturns`]): what agents received by name.
+        copies ([`PastCopies`], *optional*): pools of past copies.
+    """
+
+    def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
+        self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
+
+    def played(self, rollout: Rollout) -> list[Played | None]:
+        """What came of the episodes of this process; `None` where nothing scored one, or all have one return."""
+        if not rollout.has_own_returns:
+            return [None] * len(rollout.episodes)
+        return [
+            Played({name: self._own.of_agent(reward, one, name) for name in self._agents}, dict(one.copies))
+            if reward == reward and one.turns
+            else None
+            for one, reward in zip(rollout.episodes, rollout.own_rewards, strict=True)
+        ]
+
+    def metrics(self, played: Iterable[Played | None]) -> dict[str, float]:
+        """
+        The metrics of episodes of all processes.
+
+        Args:
+            played (`Iterable[Played]`): from [`~GameMetrics.played`].
+
+        Returns: `agents/<name>/return`, the mean; `agents/<name>/win_rate/<other>` and `draw_rate`, how often the
+        return of a trained agent is above that of another one, or the same; of an agent that acts with past copies
+        `agents/<name>/copies`, their number, and win rates against each, `copy_1` being the newest.
+        """
+        known = [one for one in played if one is not None]
+        metrics: dict[str, float] = {}
+        if self._copies is not None:
+            for name in self._copies.agents:
+                metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
+        if not known:
+            return metrics
+        for name in self._agents:
+            metrics[f"agents/{name}/return"] = sum(one.returns[name] for one in known) / len(known)
+        for name in self._trained:
+            for other in (other for other in self._agents if other != name):
+                metrics |= _against(known, name, other, f"agents/{name}", other)
+                metrics |= self._against_copies(known, name, other)
+        return metrics
+
+    def _against_copies(self, known: Sequence[Played], name: str, other: str) -> dict[str, float]:
+        steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
+        metrics: dict[str, float] = {}
+        for age, step in enumerate(reversed(steps), 1):
+            its = [one for one in known if one.copies.get(other) == step]
+            if its:
+                metrics |= _against(its, name, other, f"agents/{name}", f"{other}/copy_{age}")
+        return metrics
+
+
+def _against(played: Sequence[Played], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
+    pairs = [(one.returns[name], one.returns[other]) for one in played]
+    equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
+    wins = sum(mine > theirs and not same for (mine, theirs), same in zip(pairs, equal, strict=True))
+    draws = sum(equal)
+    return {
+        f"{prefix}/win_rate/{label}": wins / len(played),
+        f"{prefix}/draw_rate/{label}": draws / len(played),
+    }
 
 
 # Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.

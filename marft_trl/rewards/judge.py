@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
-from ..applications.client import EndpointReply, endpoint_reply
 from ..system.hints import did_you_mean
+from .endpoint import EndpointReply, endpoint_reply
 
 
 logger = logging.getLogger(__name__)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun, keys_of, observation_key
-from ..rules.credit_rules import CREDITS
-from .own_returns import OwnReturns
-from .reward_scorer import RewardScorer
+from .reward_scorer import OwnReturns, RewardScorer
 from .runner import EpisodeRunner, place_of
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset
 
-from .. import functional
+from ..algorithms import functional
 from ..config.checks import uses_candidates
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from .alternatives import Node
-from .own_returns import OwnReturns
+from .reward_scorer import OwnReturns
 from .rollouts import Drawn, Rollout, Rollouts
 
 

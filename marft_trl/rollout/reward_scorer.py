@@ -1,25 +1,557 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Rewards of episodes, re-runs and single turns, by TRL's reward code."""
+"""Rewards of episodes, re-runs and turns by TRL's reward code, with checks of functions, scores and their reach."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from torch import nn
+from transformers import TrainerState
 from trl import is_conversational
-from trl.trainer.utils import get_callable_name
+from trl.trainer.utils import get_callable_name, is_async_callable
 
+from ..adapters.manifest import check_model_name
+from ..algorithms.functional import team_rewards
+from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode, Turn
-from ..functional import team_rewards
+from ..rewards import environment_reward
+from ..seams.libraries import get_logger
+from ..seams.trl import TrlRewards
+from ..system.event_loop import finished
+from ..system.processes import Processes, ending_forks
 from ..system.randomness import UserRandomness
-from ..system.watchdog import time_limit
-from .failures import Failures, OnFailure
-from .reward_checks import checked_reward, numbered
+from ..system.watchdog import TookTooLong, progress, time_limit
+from .failures import Failures, OnFailure, call_reward, wait_here
+
+
+logger = get_logger(__name__)
+
+
+class OwnReturns:
+    """
+    Rewards that agents receive by name, and whether they stay apart or are added up (`MARFTConfig.returns`).
+
+    Args:
+        setting (`str`, *optional*): `"team"`, `"agent"`, or `None`: `"agent"` from the first batch on in which an
+            agent is rewarded by name.
+        rewards ([`TrlRewards`]): names and weights of the reward functions.
+        processes ([`Processes`]): the processes of the run.
+    """
+
+    def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
+        self._setting, self._rewards, self._processes = setting, rewards, processes
+        self._were_named = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"were_named": self._were_named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._were_named = state["were_named"]
+
+    @property
+    def are_on(self) -> bool:
+        """`True` if every agent learns from its own return, as far as is known."""
+        return self._setting == "agent" or (self._setting is None and self._were_named)
+
+    def note(self, episodes: Sequence[Episode]) -> bool:
+        """Look at the episodes of this process in a batch. Returns whether every agent learns from its own return."""
+        if self._setting is None and not self._were_named:
+            named = torch.tensor([float(any(one.own for one in episodes))], dtype=torch.float64)
+            self._were_named = bool(self._processes.max(named).item())
+            if self._were_named:
+                logger.info(
+                    "Agents are rewarded by name, so every agent learns from its own return. To train all of them on "
+                    "the sum, set `returns='team'`."
+                )
+        return self.are_on
+
+    @property
+    def weight(self) -> float:
+        """Weight of rewards that are earned in the workflow; 0 if nothing counts them."""
+        if environment_reward.__name__ not in self._rewards.names:
+            return 0.0
+        return self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
+
+    def received(self, episode: Episode, agent: str) -> torch.Tensor:
+        """What an agent received by name after each turn of an episode `(K,)`, weighted."""
+        its = episode.own.get(agent, (0.0,) * len(episode.turns))
+        return self.weight * torch.tensor(its, dtype=torch.float32)
+
+    def shared(self, episode: Episode) -> torch.Tensor:
+        """What the turns of an episode earned for all agents `(K,)`, weighted."""
+        earned = self.weight * torch.tensor(episode.earned, dtype=torch.float32)
+        return earned - sum((self.received(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
+
+    def of_agent(self, reward: float, episode: Episode, agent: str) -> float:
+        """
+        An agent's part of the reward of an episode: what all receive, and what it received by name. The reward itself
+        with `returns="team"`.
+
+        Args:
+            reward (`float`): the sum of all that was received in the episode.
+            episode ([`Episode`]): the episode.
+            agent (`str`): name of the agent.
+        """
+        if self._setting == "team" or not episode.own:
+            return reward
+        others = sum(sum(its) for name, its in episode.own.items() if name != agent)
+        return reward - self.weight * others
+
+
+# Warn if the correlation of two agents' rewards is below the first number, over at least this number of episodes
+_OPPOSED, _ENOUGH_EPISODES = -0.5, 8
+# Number of generation batches in a row without an advantage after which there is a warning about an agent
+PATIENCE = 5
+
+
+class RewardReach:
+    """
+    Warns or raises if rewards do not reach the agents. With `returns="team"`, the team's reward is the sum of the
+    rewards of its agents, so agents with opposed rewards learn little or nothing from it. With `returns="agent"`, an
+    agent that is never rewarded by name learns nothing where the team has no other rewards.
+
+    Args:
+        agents (`Sequence[str]`): names of the trained agents.
+    """
+
+    def __init__(self, agents: Sequence[str]):
+        self._in_a_row = dict.fromkeys(agents, 0)
+        self._warned: set[tuple[str, ...]] = set()
+        self._cancelled = 0  # episodes in a row whose rewards cancel
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"in_a_row": self._in_a_row, "warned": sorted(map(list, self._warned)), "cancelled": self._cancelled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._in_a_row |= state["in_a_row"]
+        self._warned, self._cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
+
+    def check_acted(self, acted: Collection[str]) -> None:
+        """
+        Warn, once, of a batch in which nobody acted who is trained.
+
+        Args:
+            acted (`Collection[str]`): names of the agents that took a turn, of all processes.
+        """
+        trained = list(self._in_a_row)
+        if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
+            self._warned.add(("", *sorted(acted)))
+            logger.warning(
+                f"In all episodes of a batch, only {', '.join(map(repr, sorted(acted)))} took turns, and only "
+                f"{', '.join(map(repr, trained))} would be trained, so nothing is learned from it. Does the workflow, "
+                "or the application, ask for the agents that are to learn?"
+            )
+
+    def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
+        """
+        Check the rewards that agents earned in the episodes of a batch.
+
+        Args:
+            earned (`Sequence[Mapping[str, float]]`): reward of each agent, for every episode of all processes.
+            is_all (`bool`, *optional*, defaults to `True`): `True` if the team gets no other rewards.
+
+        Raises:
+            ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
+                eight or more episodes in which any were earned.
+        """
+        some = [its for its in earned if any(its.values())]
+        names = sorted({name for its in some for name, value in its.items() if value})
+        if len(names) < 2:
+            return
+        cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
+        self._cancelled = self._cancelled + len(some) if cancel else 0
+        if is_all and self._cancelled >= _ENOUGH_EPISODES:
+            raise ValueError(
+                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
+                f"{self._cancelled} episodes that earned some. With `returns='team'` all agents learn from the sum, "
+                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or "
+                "give the team a reward that does not cancel."
+            )
+        if len(some) < _ENOUGH_EPISODES:
+            return
+        values = torch.tensor([[its.get(name, 0.0) for its in some] for name in names], dtype=torch.float64)
+        for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
+            if (one, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
+                continue
+            correlation = torch.corrcoef(values[[i, j]])[0, 1].item()
+            if correlation < _OPPOSED:
+                self._warned.add((one, other))
+                logger.warning(
+                    f"THE REWARDS OF THE AGENTS {one!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
+                    f"{len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
+                    "`returns='agent'`, so that each learns from its own."
+                )
+
+    def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
+        """
+        Check who is rewarded, where agents receive nothing but rewards by their own names.
+
+        Args:
+            named (`Sequence[Mapping[str, float]]`): what agents received, for every episode of all processes.
+            acted (`Sequence[str]`): names of the agents that acted in them.
+        """
+        known = {name for its in named for name in its}
+        for name in acted:
+            if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
+                self._warned.add((name, ""))
+                logger.warning(
+                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, and none of "
+                    f"{len(named)} episodes rewards it by name (only {', '.join(map(repr, sorted(known)))}). Reward "
+                    "it in the mapping, give the team a reward function, or set `returns='team'`."
+                )
+
+    def note_advantages(self, have_some: Mapping[str, bool]) -> None:
+        """
+        Check the advantages of a generation batch.
+
+        Args:
+            have_some (`Mapping[str, bool]`): `True` for each trained agent that has a turn with a non-zero advantage
+                on any process.
+        """
+        if not any(have_some.values()):  # no agent has an advantage; other metrics show this
+            return
+        for name, has_some in have_some.items():
+            self._in_a_row[name] = 0 if has_some else self._in_a_row[name] + 1
+            if self._in_a_row[name] == PATIENCE and (name,) not in self._warned:
+                self._warned.add((name,))
+                logger.warning(
+                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row none of its "
+                    "turns had an advantage, or it did not speak, while other agents learned. Look at its turns in "
+                    "the transcripts (`log_completions=True`), at `credit` and `advantage`, and at whether the "
+                    "workflow lets it speak."
+                )
+
+
+# Squares of larger rewards have no place in single precision, so the deviation of a group would be infinite
+MAX_REWARD = 1e15
+
+
+def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
+    """
+    Raise if a reward function has an argument that neither the datasets nor the trainer provide.
+
+    Args:
+        reward_funcs (`Sequence`):
+            Functions, models, or names of models.
+        train_dataset, eval_dataset:
+            As passed to the trainer, after [`check_datasets`].
+
+    Raises:
+        TypeError: an item is not a function, a model or the name of a model.
+        ValueError: there is no reward function, or one needs a column that a dataset does not have.
+    """
+    if not reward_funcs:
+        raise ValueError(
+            "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
+            "of functions, or a reward model), or an `environment_factory` whose environment defines a `get_reward` "
+            "method."
+        )
+    datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
+    columns = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
+    for func in reward_funcs:
+        if not isinstance(func, (str, nn.Module)) and not callable(func):
+            raise TypeError(
+                f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
+                f"{type(func).__name__}."
+            )
+        if isinstance(func, str):
+            check_model_name(func, "reward_funcs")
+        for name, its_columns in columns.items():
+            _check_arguments(func, name, its_columns)
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names of functions, those that occur again with a number that makes them new ones."""
+    found: list[str] = []
+    for at, name in enumerate(names):
+        numbers = (f"{name}_{number}" for number in itertools.count(2))
+        free = (new for new in numbers if new not in found and new not in names)
+        found.append(name if names.index(name) == at else next(free))
+    return found
+
+
+def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
+    """
+    Raise if a reward function of single turns has an argument that neither the dataset nor the trainer provides.
+
+    Args:
+        functions (`Mapping[str, Sequence[Callable]]`): reward functions of each agent's turns.
+        train_dataset: as passed to the trainer, after [`check_datasets`].
+    """
+    columns = column_names(train_dataset) or []
+    for its_functions in functions.values():
+        for func in its_functions:
+            _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
+
+
+def _check_arguments(
+    func: Any, dataset: str, columns: Sequence[str], passed: Sequence[str] = REWARD_ARGUMENTS
+) -> None:
+    if isinstance(func, (str, nn.Module)):
+        return
+    available = {*columns, *passed} - {"prompt"}
+    missing = [name for name in _required_arguments(func) if name not in available]
+    if missing:
+        raise ValueError(
+            f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
+            f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
+            "give the argument a default."
+        )
+    refused = [name for name in _ALWAYS_PASSED if not _takes(func, name)]
+    if refused:
+        raise ValueError(
+            f"The reward function `{get_callable_name(func)}` takes no `{refused[0]}`, but the trainer passes all of "
+            f"{', '.join(_ALWAYS_PASSED)} and the columns of the dataset, as TRL does. Add `**kwargs` to its "
+            "arguments."
+        )
+
+
+# Arguments that TRL passes to every reward function
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+def _takes(func: Callable, name: str) -> bool:
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def _required_arguments(func: Callable) -> list[str]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
+def checked_reward(func, policy: OnFailure | None = None, failures: Failures | None = None):
+    """
+    Wrap a reward function so that its time is limited and its results are checked: one finite number or `None` per
+    completion.
+
+    Models and names of models are returned unchanged. The wrapper keeps the name of the function, passes copies of the
+    lists and of the trainer's state to it, and is asynchronous if the function is.
+
+    Args:
+        func (`Callable`, `nn.Module` or `str`): the reward function.
+        policy ([`OnFailure`], *optional*): what happens if it fails; by default its error ends the run.
+        failures ([`Failures`], *optional*): gets what was skipped.
+    """
+    if isinstance(func, (str, nn.Module)):
+        return func
+    name, policy, failures = get_callable_name(func), policy or OnFailure(), failures or Failures()
+
+    async def later(**kwargs):
+        async def call(positions):
+            start = time.monotonic()
+            progress()
+            try:
+                with named(name, is_async=True):
+                    scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
+            except TimeoutError as error:
+                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
+                    raise
+                raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
+            finally:
+                progress()
+            return check_scores(scores, name, len(positions))
+
+        return await call_reward(call, len(kwargs["prompts"]), name, policy, failures, asyncio.sleep)
+
+    def now(**kwargs):
+        async def call(positions):
+            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)), named(name):
+                scores = func(**_arguments(kwargs, positions))
+            return check_scores(scores, name, len(positions))
+
+        return finished(call_reward(call, len(kwargs["prompts"]), name, policy, failures, wait_here))
+
+    wrapper: Callable = later if is_async_callable(func) else now
+    functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
+    wrapper.__name__ = wrapper.__qualname__ = name
+    return wrapper
+
+
+@contextlib.contextmanager
+def named(name: str, is_async: bool = False) -> Iterator[None]:
+    """
+    Context manager: errors of a reward function have its name. One that calls `sys.exit`, or raises what ends an
+    iterator or a task, has failed like one that raises. A child that it has forked ends here, if it comes back.
+    """
+    try:
+        with ending_forks():
+            yield
+    except SystemExit as error:
+        raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
+    except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+        if is_async and isinstance(error, GeneratorExit):  # it is closed before its end
+            raise
+        # `from None`, since a `StopIteration` as the cause is what `contextlib` lets through
+        raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from None
+    except asyncio.CancelledError as error:
+        if _is_being_cancelled():
+            raise
+        raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from error
+    except Exception as error:
+        error.add_note(f"Raised by the reward function `{name}`.{_hint(error)}")
+        raise
+
+
+def _hint(error: Exception) -> str:
+    """For functions that expect the other kind of prompts."""
+    if isinstance(error, TypeError) and "string indices must be integers" in str(error):
+        return (
+            " Completions are texts where the prompts of the dataset are texts. If it expects messages, write the "
+            "prompts "
+            'as `[{"role": "user", "content": question}]`.'
+        )
+    return ""
+
+
+def _is_being_cancelled() -> bool:
+    with contextlib.suppress(RuntimeError):  # no event loop runs
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False
+
+
+def _too_long(name: str, seconds: float | None, where: str) -> str:
+    return (
+        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Give what it "
+        "waits for a time limit of its own, or set a larger `reward_timeout`."
+    )
+
+
+def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """
+    Arguments for some of the completions. Lists and the state of the trainer are copies, so that a function that sorts
+    or sets them does not affect the trainer.
+    """
+    count = len(kwargs["prompts"])
+    arguments = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    if len(positions) < count:
+        for key, value in arguments.items():
+            if isinstance(value, list) and len(value) == count:
+                arguments[key] = [value[index] for index in positions]
+            elif key in ("log_extra", "log_metric"):  # take one value per completion and call
+                arguments[key] = _log_nothing
+    for key in ("prompts", "completions", "completion_ids", "turns"):
+        if key in arguments:
+            arguments[key] = [_copy(item) for item in arguments[key]]
+    if isinstance(arguments.get("trainer_state"), TrainerState):
+        arguments["trainer_state"] = ReadOnlyState.of(arguments["trainer_state"])
+    return arguments
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of `log_extra` and `log_metric`."""
+
+
+class ReadOnlyState(TrainerState):
+    """The trainer's state as reward functions are shown it. It cannot be set."""
+
+    @classmethod
+    def of(cls, state: TrainerState) -> ReadOnlyState:
+        """A copy of a state."""
+        copy = cls.__new__(cls)
+        copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
+        copy.__dict__.update(copies)
+        return copy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"`trainer_state.{name}` cannot be set by a reward function: it is the trainer's.")
+
+
+def _copy(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    return [dict(part) if isinstance(part, dict) else part for part in item]
+
+
+def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
+    """
+    Check scores and return them as a list.
+
+    Args:
+        scores (`list`, `tuple`, `numpy.ndarray` or `torch.Tensor`):
+            Return value of a reward function.
+        name (`str`):
+            Name of the function.
+        expected (`int`):
+            Expected number of scores.
+
+    Raises:
+        TypeError: `scores` is not a list, or an item is neither a number nor `None`.
+        ValueError: there are more or fewer scores than expected, or a score is NaN or infinite.
+    """
+    if isinstance(scores, (torch.Tensor, np.ndarray)):
+        if scores.ndim != 1:
+            raise TypeError(
+                f"The reward function `{name}` returned a {type(scores).__name__} of shape {tuple(scores.shape)}; it "
+                f"must have one dimension, one score for each of the {expected} completions."
+            )
+        try:
+            scores = scores.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # sparse, or on the meta device
+            layout = f"{scores.layout}, on {scores.device}" if isinstance(scores, torch.Tensor) else scores.dtype
+            raise TypeError(
+                f"The reward function `{name}` returned a tensor whose numbers cannot be read ({layout}). Return a "
+                "dense one, or a list of numbers."
+            ) from error
+    if not isinstance(scores, (list, tuple)):
+        raise TypeError(
+            f"The reward function `{name}` returned a {type(scores).__name__} ({str(scores)[:60]}); it must return a "
+            f"list with one number, or None, for each of the {expected} completions."
+        )
+    if len(scores) != expected:
+        raise ValueError(
+            f"The reward function '{name}' returned {len(scores)} rewards, but {expected} were expected (one per "
+            "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
+        )
+    return [_check_score(score, name, index) for index, score in enumerate(scores)]
+
+
+def _check_score(score: Any, name: str, index: int) -> float | None:
+    if score is None:
+        return None
+    if isinstance(score, (torch.Tensor, np.ndarray)) and score.size and np.prod(score.shape) == 1:
+        score = score.item()
+    if isinstance(score, (str, bytes)) or not isinstance(score, (bool, int, float, np.number, np.bool_)):
+        raise TypeError(
+            f"The reward function `{name}` returned {score!r} of type {type(score).__name__} for completion {index}; "
+            "it must be a number, or None where the function does not apply."
+        )
+    try:
+        value = float(score)
+    except OverflowError:  # an integer above all floats
+        value = math.inf
+    if not abs(value) <= MAX_REWARD:
+        raise ValueError(
+            f"The reward function `{name}` returned {value!r} for completion {index}. Training on it would "
+            f"destroy the weights or silence its group. Return a finite number of at most {MAX_REWARD:g} in "
+            "magnitude, or None to leave the completion out."
+        )
+    return value
 
 
 class RewardFunctions(Protocol):

@@ -12,22 +12,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ..algorithms.baselines import CREDITS
 from ..config.checks import uses_candidates
 from ..config.dataset_checks import check_prompts
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rewards import environment_reward
-from ..rules.credit_rules import CREDITS
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
 from ..system.processes import ending_forks
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
-from .own_returns import OwnReturns
-from .reach import RewardReach
-from .reward_scorer import RewardScorer
+from .reward_scorer import OwnReturns, RewardReach, RewardScorer
 from .runner import EpisodeRunner
 
 

@@ -12,23 +12,21 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
-from ..config.sampling import decoding
-from ..episodes.asks import Setting
+from ..config.team_setup import decoding
 from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, unknown_agent
+from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, Setting, unknown_agent
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
+from ..prompts.builder import Observation, PromptBuilder, Query
+from ..prompts.views import team_view
 from ..system.event_loop import Around
-from ..system.randomness import EpisodeRandomness, UserRandomness, seed_of
-from ..system.user_state import UserState
-from ..weights.copies import PastCopies
+from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, seed_of
 from ..workflows import Workflow
 from .generator import Generator, LiveTurn, Observed, Sampled, check_sampled
-from .prompts import Observation, PromptBuilder, Query
 from .turn_reader import TurnReader
-from .views import team_view
 
 
 # `await answering(requests, key)` turns requests into completions, in order

@@ -11,24 +11,75 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config.sampling import GREEDY, Sampling
-from ..seams.decoding_layers import DecodingLayers
-from ..seams.generation import generating_by, masks_what_comes_later
-from ..seams.logs import get_logger
-from ..seams.mixing import MixedLora
-from ..shared_prefix.decoding import Recorder, can_decode, decode
+from ..adapters.copies import PastCopies
+from ..adapters.policies import Policies
+from ..config.team_setup import GREEDY, Sampling
+from ..seams.generation import forward_in_precision, generating_by, generating_in_precision, masks_what_comes_later
+from ..seams.libraries import get_logger
+from ..seams.lora_layers import DecodingLayers, MixedLora
+from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
-from ..shared_prefix.steps import StepStore
-from ..weights.copies import PastCopies
-from ..weights.policies import Policies
-from .generator import Generator, Observed, Sampled
-from .live_rows import DrawnByRow, LiveRows
-from .stopping import EndAtStopText, StopTexts
+from .generator import DrawnByRow, Generator, LiveRows, Observed, Sampled
+from .turn_reader import EndAtStopText, StopTexts
 
 
 logger = get_logger(__name__)
+
+
+class ModelEngine:
+    """
+    Runs `generate` of a model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): model that generates with its active adapter.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer with a padding token.
+        generation (`Mapping[str, Any]`): settings of `generate` that are the same for all agents, including
+            `do_sample` and `eos_token_id`.
+        autocast (`torch.dtype`, *optional*): precision that the model computes in, if it differs from the precision of
+            its weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        generation: Mapping[str, Any],
+        autocast: torch.dtype | None = None,
+    ):
+        self.model, self.tokenizer = model, tokenizer
+        self._generation, self.autocast = dict(generation), autocast
+        ends = self._generation.get("eos_token_id", tokenizer.eos_token_id)
+        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        """All settings of `generate` for an agent's sampling."""
+        return {**self._generation, **sampling.as_generation_kwargs()}
+
+    @torch.no_grad()
+    def generate(
+        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+        device, width = self.model.device, max(map(len, prompt_ids))
+        pad = self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
+        config = GenerationConfig(**settings, disable_compile=True)
+        with forward_in_precision(self.model, self.autocast), generating_in_precision(self.model, self.autocast):
+            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
+        return [self._up_to_end(row) for row in rows[:, width:].tolist()]
+
+    @torch.no_grad()
+    def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits `(V,)` after some tokens, in float32."""
+        with forward_in_precision(self.model, self.autocast):
+            return self.model(input_ids=torch.tensor([list(ids)], device=self.model.device)).logits[0, -1].float()
+
+    def _up_to_end(self, ids: list[int]) -> list[int]:
+        return ids[: next((index for index, token in enumerate(ids) if token in self.ends), len(ids)) + 1]
+
 
 # Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
 # more rows as long as there are few

@@ -18,10 +18,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from ..config.marft_config import MARFTConfig
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 from ..system.processes import Processes, ending_forks
-from .checkpointing import Checkpoints
-from .commit import CheckpointError
+from .checkpoints import Checkpoints
+from .run_folder import CheckpointError
 
 
 logger = get_logger(__name__)

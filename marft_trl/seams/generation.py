@@ -1,12 +1,12 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The seams of generation: `GRPOTrainer`, `generate` of transformers and of PEFT models."""
+"""Seams of generation: `GRPOTrainer`, `generate`, PEFT models, and captured graphs of PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import convert_to_fp32
@@ -15,6 +15,70 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 
 from .swapping import swapped
+
+
+class GraphMemory(NamedTuple):
+    """
+    What several graphs share, of which only the latest result is read.
+
+    Args:
+        device (`torch.device`): where they run.
+        pool: their memory.
+        stream (`torch.cuda.Stream`): that they are captured on. Each stream has workspaces of its own.
+    """
+
+    device: torch.device
+    pool: Any
+    stream: Any
+
+    @classmethod
+    def of(cls, device: torch.device) -> GraphMemory | None:
+        """Memory for graphs on a device; `None` where there are no graphs."""
+        if device.type != "cuda":
+            return None
+        return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+
+
+def why_not_captured(model: Any) -> str | None:
+    """Reason why passes of a model cannot be captured, or `None` if it can be tried."""
+    devices = {parameter.device for parameter in model.parameters()}
+    kinds = sorted({device.type for device in devices})
+    if kinds != ["cuda"]:
+        return f"the model is on {' and '.join(kinds)}, and only CUDA has graphs"
+    return "the model is spread over several devices" if len(devices) > 1 else None
+
+
+def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> Callable[[], torch.Tensor]:
+    """
+    Capture the kernels of a function as a graph (PyTorch 2.13, `torch.cuda.graph`), and return a function that replays
+    them. It reads and writes the same memory as the function, and its result is at the same address each time.
+
+    Args:
+        run (`Callable`): does the same each time, without waiting for the device.
+        memory ([`GraphMemory`]): of this graph and others.
+
+    Raises:
+        RuntimeError: it waits for the device, or the device has too little memory.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), memory.stream
+    # A thread may have another device than that of the model, where nothing would be captured
+    with torch.cuda.device(memory.device):
+        torch.cuda.synchronize()
+        stream.wait_stream(torch.cuda.current_stream())
+        # Around the graph, too: where capturing fails, PyTorch leaves its stream as that of the thread
+        with torch.cuda.stream(stream):
+            run()  # what is made at a first call, such as workspaces, must not be made while capturing
+            # Other threads, such as those of reward functions, may use the device meanwhile
+            with torch.cuda.graph(graph, pool=memory.pool, stream=stream, capture_error_mode="thread_local"):
+                result = run()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay() -> torch.Tensor:
+        with torch.cuda.device(memory.device):
+            graph.replay()
+        return result
+
+    return replay
 
 
 # Types of mixed precision, by the names that accelerate (1.15) has for them
@@ -95,7 +159,7 @@ class TrlEngine:
     Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
     attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
     put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
-    over processes, though they call it unequally often; [`~marft_trl.sharding.lock_step.LockStep`] keeps passes in
+    over processes, though they call it unequally often; [`~marft_trl.extras.engines.fsdp2.LockStep`] keeps passes in
     step.
 
     Args:

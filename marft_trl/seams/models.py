@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
-from .logs import get_logger
+from .libraries import get_logger
 from .swapping import swapped
 
 

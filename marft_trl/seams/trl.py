@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The seams of `GRPOTrainer`: its constructor, state, settings, prompts, engine, rewards and loss."""
+"""Seams of `GRPOTrainer`: its constructor, state, settings, prompts, engine, rewards, loss and loss types."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import functools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,46 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_callable_name
 
-from .logs import get_logger
+from .libraries import get_logger
 from .swapping import swapped
 
 
 logger = get_logger(__name__)
+
+_OF_CLIPPING = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
+
+
+@dataclass(frozen=True)
+class LossType:
+    """
+    A loss type.
+
+    Args:
+        by_rows (`bool`, *optional*, defaults to `False`): whether the loss of a micro-batch is a mean over rows; else
+            it is divided by a number of tokens.
+        fits_actions (`bool`, *optional*, defaults to `False`): whether a turn may be a single action, which does not
+            weigh more with more tokens. `luspo` weighs by length on purpose.
+        one_advantage (`bool`, *optional*, defaults to `False`): whether all tokens of a turn need the same advantage.
+        metrics (`tuple[str, ...]`, *optional*): names of the metrics that it logs.
+    """
+
+    by_rows: bool = False
+    fits_actions: bool = False
+    one_advantage: bool = False
+    metrics: tuple[str, ...] = ()
+
+
+LOSSES = {
+    "grpo": LossType(by_rows=True, fits_actions=True, metrics=_OF_CLIPPING),
+    "dr_grpo": LossType(by_rows=True, metrics=_OF_CLIPPING),
+    "dapo": LossType(metrics=_OF_CLIPPING),
+    "bnpo": LossType(metrics=_OF_CLIPPING),
+    "cispo": LossType(metrics=("cispo_clip_ratio",)),
+    "sapo": LossType(by_rows=True, fits_actions=True),
+    "luspo": LossType(by_rows=True, fits_actions=True, metrics=_OF_CLIPPING),
+    "vespo": LossType(one_advantage=True, metrics=("vespo/phi_seq_mean",)),
+}
+
 
 # ---- TRL: the constructor ----
 

@@ -3,7 +3,6 @@
 
 from .events import Answer, Event, TextDelta, TurnEnded, TurnStarted
 from .team import Team
-from .vllm import Servers
 
 
-__all__ = ["Answer", "Event", "Servers", "Team", "TextDelta", "TurnEnded", "TurnStarted"]
+__all__ = ["Answer", "Event", "Team", "TextDelta", "TurnEnded", "TurnStarted"]

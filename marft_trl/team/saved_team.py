@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
@@ -19,36 +19,59 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Pre
 from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
+from ..adapters.files import check_no_adapter, forget_local_base, warn_of_leftovers
+from ..adapters.manifest import Inference, TeamManifest, describe_base, loading_model
+from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
-from ..config.sampling import Sampling, own_settings
+from ..config.team_setup import Sampling, own_settings
 from ..episodes.tools import ToolLimits, tool_name
+from ..learning.memory import cache_size, free_memory
+from ..prompts import preparing
+from ..prompts.builder import PromptBuilder, is_plain
+from ..prompts.chat_template import ChatTemplate
+from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
-from ..rollout import preparing
-from ..rollout.chat_template import ChatTemplate
 from ..rollout.generator import Generator
-from ..rollout.model_engine import ModelEngine
-from ..rollout.prompts import PromptBuilder, is_plain
 from ..rollout.runner import EpisodeRunner, Limits
-from ..rollout.transformers_generator import Decoding, TransformersGenerator
+from ..rollout.transformers_generator import Decoding, ModelEngine, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
-from ..rollout.views import View
 from ..seams.generation import HALF
-from ..seams.mixing import MixedLora
+from ..seams.lora_layers import MixedLora
 from ..seams.models import keep_4bit_weights
 from ..shared_prefix.forward import why_not
-from ..system.devices import placement
+from ..system.processes import placement
 from ..system.randomness import UserRandomness
-from ..weights.adapter_files import check_no_adapter, forget_local_base, warn_of_leftovers
-from ..weights.fingerprints import describe_base
-from ..weights.manifest import Inference, TeamManifest, loading_model
-from ..weights.policies import Policies
 from ..workflows import Workflow
-from ..workflows.anonymity import alias_names
-from ..workflows.base import callable_name
-from .vllm import Servers
+from ..workflows.base import alias_names, callable_name
+
+
+if TYPE_CHECKING:
+    from ..extras.engines.team_servers import Servers
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
+
+# Part of the free memory that turns may take
+_PART = 0.5
+# Bytes of a logit on its way to a token: in float32, its probability, and sums in double precision
+_OF_LOGIT = 24
+
+
+def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
+    """
+    How many turns may be sampled together, with their keys and values in memory.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): samples them.
+        tokens (`int`): tokens of an observation and a turn together.
+
+    Returns: at least 1.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "max_position_embeddings", None) or tokens
+    of_cache = cache_size(config, 1, min(tokens, window), model.dtype.itemsize)
+    return max(int(_PART * free_memory(model.device) / (of_cache + _OF_LOGIT * config.vocab_size)), 1)
+
 
 # TRL's defaults, for sampling settings that an agent does not set. Manifests of version 0.1 do not contain the
 # trainer's settings.

@@ -13,7 +13,7 @@ import secrets
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -23,33 +23,43 @@ from peft import PeftConfig, PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters.files import (
+    add_adapter,
+    alone,
+    drop_adapters,
+    has_own_adapter,
+    merged,
+    put_on,
+    renaming,
+    replaced,
+    team_folder,
+)
+from ..adapters.manifest import TeamManifest
 from ..agents import AgentSpec, check_team
 from ..episodes.records import Episode, Messages, unknown_agent
+from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner
-from ..rollout.views import View, team_view
 from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
-from ..weights.adapter_files import put_on, team_folder
-from ..weights.editing import add_adapter, alone, drop_adapters, has_own_adapter, merged, renaming, replaced
-from ..weights.manifest import TeamManifest
 from ..workflows import Workflow, rebuild
 from .as_dataset import to_dataset
-from .device_thread import DeviceThread
-from .events import Event
-from .live import Ask, LiveTeam, from_thread
-from .questions import SET_ELSEWHERE, check_count, check_one, questions
-from .room import turns_that_fit
+from .events import SET_ELSEWHERE, Event, check_count, check_one, questions
+from .live import Ask, DeviceThread, LiveTeam, from_thread
 from .saved_team import (
     SavedTeam,
     load_base,
     load_tokenizer,
+    turns_that_fit,
     views_of,
     warn_of_another_base,
     with_functions,
     with_replies,
     without_inference,
 )
-from .vllm import Servers
+
+
+if TYPE_CHECKING:
+    from ..extras.engines.team_servers import Servers
 
 
 # Number of episodes above which a bar shows how many are done
@@ -170,7 +180,7 @@ class Team:
         tokenizer = processing_class or load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
-        servers = Servers.of(engine)
+        servers = _servers_of(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = load_base(manifest, folder, model, quantization_config, device)
         warn_of_another_base(manifest, base, tokenizer)
@@ -592,6 +602,14 @@ class Team:
                 yield
             finally:
                 self.model.train(was_training)
+
+
+def _servers_of(engine: str | Sequence[str] | Servers | None) -> Servers | None:
+    if engine is None:
+        return None
+    from ..extras.engines.team_servers import Servers
+
+    return engine if isinstance(engine, Servers) else Servers(engine)
 
 
 def _close(runner: EpisodeRunner) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from ..weights.adapter_files import load_adapters
+    from ..adapters.files import load_adapters
     from .marft_trainer import MARFTTrainer
 
 
@@ -16,7 +16,7 @@ __all__ = ["MARFTTrainer", "load_adapters"]
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"MARFTTrainer": "marft_trl.trainer.marft_trainer", "load_adapters": "marft_trl.weights.adapter_files"}
+    modules = {"MARFTTrainer": "marft_trl.trainer.marft_trainer", "load_adapters": "marft_trl.adapters.files"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(modules[name]), name)

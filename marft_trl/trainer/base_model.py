@@ -14,12 +14,12 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from ..adapters.manifest import MANIFEST_NAME, loading_model
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
-from ..seams.logs import get_logger
+from ..seams.libraries import get_logger
 from ..seams.models import keep_4bit_weights
-from ..system.devices import placement, take_one_device
-from ..weights.manifest import MANIFEST_NAME, loading_model
+from ..system.processes import placement, take_one_device
 
 
 logger = get_logger(__name__)

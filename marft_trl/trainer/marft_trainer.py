@@ -15,24 +15,25 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
+from ..adapters.files import check_loadable
+from ..adapters.lora import add_adapters, origins_of
+from ..adapters.manifest import TeamManifest
+from ..adapters.policies import Policies, SyncReferences
 from ..agents import AgentSpec, check_team
+from ..algorithms.levels import level_of
+from ..algorithms.rows import Slice
 from ..config.marft_config import MARFTConfig
-from ..config.sampling import Sampling
-from ..config.team_setup import TeamSetup
+from ..config.team_setup import Sampling, TeamSetup
+from ..learning.adapter_updates import Schedule, after_update
 from ..learning.memory import MemoryPlan
-from ..learning.schedules import Schedule
-from ..learning.sequential import after_update
-from ..metrics.at_k import Vote, last_box
-from ..metrics.evaluation import EvalMetric, check_eval_metrics, check_references
+from ..prompts.views import View, check_view, team_view
+from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, check_references, last_box
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
-from ..rollout.reward_checks import checked_reward
-from ..rollout.views import View, check_view, team_view
-from ..rules.levels import level_of
-from ..rules.rows import Slice
-from ..runs.checkpointing import raise_failed_push
-from ..seams.logs import get_logger, hush
+from ..rollout.reward_scorer import checked_reward
+from ..runs.checkpoints import raise_failed_push
+from ..seams.libraries import get_logger, hush, warn_of_newer_versions
 from ..seams.runs import (
     EndlessStream,
     EpochSampler,
@@ -44,19 +45,11 @@ from ..seams.runs import (
 )
 from ..seams.sharding import as_if_not_sharded
 from ..seams.trl import configure_parent, constructing_parent, without_printed_table
-from ..seams.versions import warn_of_newer_versions
-from ..servers.setup import start_engine
-from ..sharding import setup as sharding
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
-from ..weights.adapter_files import check_loadable
-from ..weights.adapters import add_adapters, origins_of
-from ..weights.manifest import TeamManifest
-from ..weights.policies import Policies
-from ..weights.references import SyncReferences
 from ..workflows import Workflow
-from ..workflows.anonymity import alias_names, anonymity
+from ..workflows.base import alias_names, anonymity
 from . import setup
 from .base_model import load_base, stays_frozen
 from .parts import UserCode, assemble
@@ -160,9 +153,9 @@ class MARFTTrainer(GRPOTrainer):
         args = setup.as_marft_config(args, model)
         # Before anything is loaded: what can be known to be wrong is said at once, not after minutes
         warn_of_newer_versions()
-        setup.refuse_unsupported(args, rollout_func=rollout_func)
+        sharding = setup.check_launcher(args)
         self.agents = setup.with_tools(check_team(agents), tools)
-        self._workflow = setup.check_workflow(setup.choose_workflow(workflow, environment_factory), self.agents)
+        self._workflow = setup.choose_workflow(self.agents, workflow, environment_factory, rollout_func)
         self.anonymous = anonymity(anonymous)
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
@@ -178,8 +171,7 @@ class MARFTTrainer(GRPOTrainer):
         origins = origins_of(base, self.agents)  # before new adapters hide which ones came with the model
         base = check_loadable(add_adapters(base, self.agents, peft_config), self.agents)
         self.policies = Policies(base, self.agents, origins)
-        setup.check_learning(args, self.policies, base)
-        sharding.check_team(args, self.policies.has_adapters)
+        setup.check_learning(args, self.policies, base, sharding)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = level_of(args)
         self.critic = setup.make_critic(
@@ -189,7 +181,7 @@ class MARFTTrainer(GRPOTrainer):
         self.schedule = Schedule.of(args, self.policies.trained_in_order).with_critic(critics)
         policy, failures = OnFailure.of(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
-        engine = start_engine(args, self.policies, base, self.agents)
+        engine = setup.engine_of(args, self.policies, base, self.agents)
         with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=base,
@@ -206,7 +198,8 @@ class MARFTTrainer(GRPOTrainer):
         self.reward_func_names: list[str] = setup.named_apart(self.reward_func_names)  # type: ignore[has-type]
         setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_parent(self, args.beta, level.ratio)
-        sharding.keep_adapters_whole(self, self.policies)
+        if sharding is not None:
+            sharding.keep_adapters_whole(self, self.policies)
         # What adapters are now is what the KL is measured from
         self.policies.remember_starts(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
@@ -217,8 +210,8 @@ class MARFTTrainer(GRPOTrainer):
         team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
         self.parts = assemble(self, args, team, self.schedule, code, engine)
-        # Processes help one another with passes, so they have to know the parts of the trainer
-        sharding.keep_in_step(self, self.parts.processes)
+        if sharding is not None:
+            sharding.keep_in_step(self, self.parts.processes)
         # In this order: what a step has shown, what is undone, and then what is saved
         for callback in filter(None, (self.parts.health, self.parts.collapse, self.parts.run)):
             self.add_callback(callback)

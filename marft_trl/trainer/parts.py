@@ -7,82 +7,65 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from ..advantages.credit import CreditAssigner
-from ..advantages.estimators import BaselineEstimator, CriticEstimator, Estimator
+from ..adapters.copies import PastCopies, TakeCopies
+from ..adapters.manifest import BaseModel, describe_base
 from ..agents import AgentSpec
+from ..algorithms.baselines import BASELINES, CREDITS, RunningBaselines
 from ..config.checks import uses_candidates
+from ..config.inherited import warn_of_unused
 from ..config.marft_config import MARFTConfig
-from ..config.sampling import Sampling
-from ..config.team_setup import RunContext, TeamSetup
-from ..config.unused import warn_of_unused
-from ..learning.adapter_updates import AdapterUpdates
-from ..learning.batching import Collator
-from ..learning.critic_learner import CriticLearner
+from ..config.team_setup import RunContext, Sampling, TeamSetup
+from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFactors
+from ..learning.advantages import BaselineEstimator, CriticEstimator, Estimator
+from ..learning.batching import Collator, MicroBatcher
+from ..learning.credit import CreditAssigner
+from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs
-from ..learning.losses import TeamLoss
-from ..learning.micro_batcher import MicroBatcher
-from ..learning.mixing import MixedPasses
-from ..learning.out_of_memory import OutOfMemory
+from ..learning.losses import MixedPasses, OutOfMemory, TeamLoss
 from ..learning.passes import Passes
-from ..learning.schedules import Schedule
-from ..learning.sequential import SequentialFactors
-from ..learning.value_scale import ValueScale
-from ..metrics.at_k import Vote
-from ..metrics.evaluation import EvalMetric
-from ..reporting.games import GameMetrics
+from ..prompts import preparing
+from ..prompts.builder import PromptBuilder, is_plain
+from ..prompts.chat_template import ChatTemplate
+from ..prompts.views import View
+from ..reporting.evaluation import EvalMetric, Vote
 from ..reporting.health import Health
 from ..reporting.plan import Planner
-from ..reporting.reporter import Reporter
-from ..rollout import preparing
+from ..reporting.reporter import GameMetrics, Reporter
 from ..rollout.alternatives import Alternatives
-from ..rollout.chat_template import ChatTemplate
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.failures import Failures
 from ..rollout.generator import Generator
-from ..rollout.own_returns import OwnReturns
-from ..rollout.prompts import PromptBuilder, is_plain
-from ..rollout.reach import RewardReach
-from ..rollout.reward_scorer import RewardScorer
+from ..rollout.reward_scorer import OwnReturns, RewardReach, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner, Limits
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
-from ..rollout.views import View
-from ..rules.baselines import BASELINES
-from ..rules.credit_rules import CREDITS
-from ..rules.running import RunningBaselines
-from ..runs.best import BestAdapters
-from ..runs.checkpointing import Checkpoints, Stateful
+from ..runs.checkpoints import BestAdapters, Checkpoints, Stateful
 from ..runs.collapse import Collapse, Restoring
+from ..runs.resume import RunSettings
 from ..runs.run import Run
-from ..runs.run_settings import RunSettings
 from ..seams.generation import TrlEngine
-from ..seams.mixing import MixedLora
+from ..seams.lora_layers import MixedLora
 from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
-from ..servers.look_ahead import LookAhead
-from ..servers.overlap import Overlap
-from ..servers.sampling_correction import SamplingCorrection
-from ..servers.setup import Engine, make_vllm_generator, tolerance_of
-from ..servers.vllm_generator import VLLMGenerator
-from ..system.devices import other_devices
-from ..system.processes import Processes
-from ..system.randomness import RandomStates, UserRandomness
+from ..system.processes import Processes, other_devices
+from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
-from ..system.user_state import UserState
-from ..weights.copies import PastCopies, TakeCopies
-from ..weights.fingerprints import describe_base
-from ..weights.manifest import BaseModel
 from . import setup
-from .evaluations import Evaluations
-from .experience import Experience, fills_of
+from .experience import Evaluations, Experience, fills_of
 from .team_files import TeamFiles
+
+
+if TYPE_CHECKING:
+    from ..extras.engines.prefetch import LookAhead
+    from ..extras.engines.setup import Engine
+    from ..extras.engines.vllm_generator import SamplingCorrection
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,6 +363,8 @@ def _generator(
         records = scoring.needs_old and is_exact
         decoding = Decoding(passes.share, records, mixed, captures=not run.processes.have_shards)
         return TransformersGenerator(calls, team.policies, team.samplings, decoding, copies)
+    from ..extras.engines.setup import make_vllm_generator
+
     return make_vllm_generator(
         team,
         run,
@@ -416,8 +401,12 @@ def _rollout_parts(
     scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
     branches = uses_candidates(args) or CREDITS[args.credit].reruns
     others = Alternatives(team, run, acting.runner, scorer, own) if branches else None
-    look_ahead = LookAhead(run.state, schedule, args.max_staleness) if args.max_staleness else None
-    ahead = Overlap(run, acting.runner, look_ahead, code.failures) if look_ahead is not None else None
+    look_ahead, ahead = None, None
+    if args.max_staleness:
+        from ..extras.engines.prefetch import LookAhead, Overlap
+
+        look_ahead = LookAhead(run.state, schedule, args.max_staleness)
+        ahead = Overlap(run, acting.runner, look_ahead, code.failures)
     rollouts = Rollouts(
         run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives=others, ahead=ahead
     )
@@ -472,9 +461,9 @@ def _learning_parts(
     sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
     correction = None
     if args.use_vllm:
-        # A server in float32 has to agree closely; one in bfloat16 cannot
-        tolerance = tolerance_of(args.fidelity_tolerance, scoring.passes.sample_what_they_score())
-        correction = SamplingCorrection(run, tolerance, cast(VLLMGenerator, acting.runner.generator).staleness)
+        from ..extras.engines.setup import sampling_correction
+
+        correction = sampling_correction(run, acting.runner.generator, scoring.passes.sample_what_they_score())
     return _Learning(estimator, learner, loss, sequential, correction, running, scale)
 
 

@@ -7,9 +7,11 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
@@ -17,26 +19,29 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
+from ..adapters.lora import check_adapter_config
+from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_reward_funcs, as_tools
-from ..config.checks import check_timeouts, completes_candidates, uses_candidates
+from ..algorithms.baselines import CREDITS
+from ..algorithms.critics import CRITICS, Critic
+from ..algorithms.levels import Level
+from ..config.checks import check_engine, check_timeouts, completes_candidates, is_on, uses_candidates
 from ..config.dataset_checks import check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
 from ..rewards.judge import check_judges
-from ..rollout.reward_checks import check_rewards, check_turn_rewards, numbered
-from ..rules.credit_rules import CREDITS
-from ..rules.critic import CRITICS, Critic
-from ..rules.levels import Level
-from ..seams.logs import get_logger
+from ..rollout.reward_scorer import check_rewards, check_turn_rewards, numbered
+from ..seams.libraries import get_logger
 from ..seams.runs import timeout_of_processes
-from ..sharding.setup import check_launcher
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
-from ..weights.adapters import check_adapter_config
-from ..weights.policies import Policies
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
-from ..workflows.anonymity import alias_names, anonymize
+from ..workflows.base import alias_names, anonymize
+
+
+if TYPE_CHECKING:
+    from ..extras.engines.setup import Engine
 
 
 logger = get_logger(__name__)
@@ -88,21 +93,57 @@ def load_tokenizer(
     return processing_class
 
 
-def refuse_unsupported(args: MARFTConfig, **arguments: Any) -> None:
+# Variables by which launchers say how many processes they have started
+_COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def _warn_of_lone_process(world_size: int) -> None:
     """
-    Raise if an argument of `GRPOTrainer` or a launcher is used that does not support teams.
+    Warn of a process that trains alone although a launcher has started several: each trains a run of its own, without
+    an error. `accelerate launch` (1.15) does so for `distributed_type: MULTI_CPU` and `--cpu` without MPI.
+    """
+    counts = {name: os.environ[name] for name in _COUNTS if os.environ.get(name, "").isdigit()}
+    more = {name: count for name, count in counts.items() if int(count) > world_size}
+    if more:
+        why = f"the launcher says {', '.join(f'{name}={count}' for name, count in more.items())}"
+    elif world_size == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        why = "the launcher has set a port for several (MASTER_PORT) and no WORLD_SIZE"
+    else:
+        return
+    logger.warning(
+        f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}: are the others runs of their "
+        "own? Start it with `torchrun --nnodes ... --nproc_per_node ...`, or with `accelerate launch` and "
+        "`distributed_type: MULTI_GPU` (on a CPU with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
+    )
+
+
+def check_launcher(args: MARFTConfig) -> ModuleType | None:
+    """
+    Check what has started the processes of a run.
+
+    Returns: the module that shards the base, if the launcher or the training arguments ask for FSDP.
 
     Raises:
-        ValueError: the message names the argument and the alternative.
+        ValueError: several adapters cannot be trained in this way. The message names what can be.
     """
-    instead = {
-        "rollout_func": "Write a workflow and pass it as `workflow=`.",
-    }
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(f"`{name}` is not supported by MARFTTrainer. {instead[name]}")
-    check_launcher(args)
+    check_engine(args)
+    _warn_of_lone_process(args.world_size)
     check_timeouts(args, args.world_size, timeout_of_processes())
+    if not args.fsdp and not is_on("ACCELERATE_USE_FSDP"):
+        return None
+    from ..extras.engines import fsdp2
+
+    fsdp2.check_plugin(args)
+    return fsdp2
+
+
+def engine_of(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
+    """The servers that generate, checked and started, with `use_vllm=True`."""
+    if not args.use_vllm:
+        return None
+    from ..extras.engines.setup import start_engine
+
+    return start_engine(args, policies, base, agents)
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
@@ -156,15 +197,21 @@ def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
     ]
 
 
-def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Workflow:
+def choose_workflow(
+    agents: Sequence[AgentSpec], workflow: Workflow | None, environment_factory: Any, rollout_func: Any
+) -> Workflow:
     """
-    Return the workflow: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain of the agents.
+    Return the workflow, checked: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain.
 
     Raises:
-        ValueError: both a workflow and an environment were passed.
+        ValueError: both a workflow and an environment were passed, or a function that takes the place of both.
     """
+    if rollout_func is not None:
+        raise ValueError(
+            "`rollout_func` is not supported by MARFTTrainer. Write a workflow and pass it as `workflow=`."
+        )
     if environment_factory is None:
-        return Sequential() if workflow is None else workflow
+        return check_workflow(Sequential() if workflow is None else workflow, agents)
     if workflow is not None:
         raise ValueError(
             "`workflow` and `environment_factory` were both passed. Pass "
@@ -172,8 +219,9 @@ def choose_workflow(workflow: Workflow | None, environment_factory: Any) -> Work
         )
     # As in TRL, rows choose among several by a column
     if isinstance(environment_factory, Mapping):
-        return ByColumn({name: EnvironmentLoop(one) for name, one in environment_factory.items()})
-    return EnvironmentLoop(environment_factory)
+        loops = {name: EnvironmentLoop(factory) for name, factory in environment_factory.items()}
+        return check_workflow(ByColumn(loops), agents)
+    return check_workflow(EnvironmentLoop(environment_factory), agents)
 
 
 def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
@@ -444,13 +492,17 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
         )
 
 
-def check_learning(args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel) -> None:
+def check_learning(
+    args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel, sharding: ModuleType | None
+) -> None:
     """
-    Raise if a setting needs adapters but there are none, or does not go with them.
+    Raise if a setting, or a sharded base, needs adapters but there are none, or does not go with them.
 
     Raises:
         ValueError: the message names the setting.
     """
+    if sharding is not None:
+        sharding.check_team(policies.has_adapters)
     needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
     needs["on_collapse"] = args.on_collapse == "restore"
     for name, is_set in needs.items():

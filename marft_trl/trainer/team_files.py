@@ -15,19 +15,18 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftConfig
 
+from ..adapters.files import forget_local_base, warn_of_leftovers
+from ..adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
+from ..algorithms.critics import CRITIC_NAME
 from ..config.marft_config import MARFTConfig
-from ..config.sampling import general_settings, own_settings
-from ..config.team_setup import TeamSetup
+from ..config.team_setup import TeamSetup, general_settings, own_settings
 from ..episodes.tools import tool_name
+from ..prompts.views import team_view
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..reporting.plan import Planner
 from ..reporting.progress import differ
 from ..rollout.runner import EpisodeRunner
-from ..rollout.views import team_view
-from ..rules.critic import CRITIC_NAME
 from ..system.redaction import without_secrets
-from ..weights.adapter_files import forget_local_base, warn_of_leftovers
-from ..weights.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..workflows.base import callable_name
 from .setup import tool_limits
 

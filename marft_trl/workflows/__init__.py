@@ -1,13 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Workflows: who acts next, and what each agent sees."""
+
 from ..episodes.rehearsal import rehearse
 from .base import Workflow, rebuild, together
-from .by_column import ByColumn
 from .environment import Environment, EnvironmentLoop
-from .external_app import ExternalApp
-from .graph import Graph
 from .orchestrated import Orchestrated
-from .ready_made import Debate, MixtureOfAgents, UntilApproved
-from .sequential import Sequential
+from .ready_made import ByColumn, Debate, Graph, MixtureOfAgents, Sequential, UntilApproved
 
 
 __all__ = [
@@ -15,7 +13,6 @@ __all__ = [
     "Debate",
     "Environment",
     "EnvironmentLoop",
-    "ExternalApp",
     "Graph",
     "MixtureOfAgents",
     "Orchestrated",

@@ -1,10 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""A workflow: the program that decides who acts next and what each sees."""
+"""A workflow: the program that decides who acts next and what each agent sees."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import inspect
 import re
 import textwrap
@@ -13,9 +14,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..agents import AgentSpec
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
 from ..episodes.rehearsal import rehearse
+from ..system.hints import did_you_mean
 
 
 if TYPE_CHECKING:
@@ -194,8 +197,7 @@ class Workflow(ABC):
     def class_name(self) -> str:
         """Name of the class. Your own classes include the module, to tell them from ready-made workflows."""
         own = type(self)
-        is_ready_made = own.__module__.startswith(f"{__package__}.")
-        return own.__name__ if is_ready_made else f"{own.__module__}.{own.__qualname__}"
+        return own.__name__ if _is_ready_made(own) else f"{own.__module__}.{own.__qualname__}"
 
 
 def rebuild(
@@ -213,6 +215,8 @@ def rebuild(
         ValueError: The workflow is your own class, or it needs a function that a description cannot contain.
     """
     name = str(description["class"])
+    if name == "ExternalApp":
+        from ..extras.apps import external_app  # noqa: F401 - which adds a class
     kind = _ready_made().get(name)
     if kind is None:
         raise ValueError(f"The workflow `{name}` of the team is your own code: pass it as `workflow=`.")
@@ -231,8 +235,12 @@ def _ready_made() -> dict[str, type[Workflow]]:
     found: dict[str, type[Workflow]] = {}
     while kinds:
         kinds = [below for kind in kinds for below in kind.__subclasses__()]
-        found |= {kind.__name__: kind for kind in kinds if kind.__module__.startswith(f"{__package__}.")}
+        found |= {kind.__name__: kind for kind in kinds if _is_ready_made(kind)}
     return found
+
+
+def _is_ready_made(kind: type[Workflow]) -> bool:
+    return kind.__module__.startswith((f"{__package__}.", "marft_trl.extras.apps."))
 
 
 def callable_name(function: Callable) -> str:
@@ -307,3 +315,66 @@ def check_count(field: str, count: object, workflow: Workflow) -> int:
         name = type(workflow).__name__
         raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
     return count
+
+
+KINDS = ("numbered", "none")
+
+
+def anonymity(value: bool | str) -> str | None:
+    """
+    Return the kind of anonymity that the trainer's `anonymous=` selects: `"numbered"`, `"none"`, or `None` for named
+    agents.
+
+    Raises:
+        ValueError: `value` is neither a boolean nor one of the two names.
+    """
+    if isinstance(value, bool):
+        return "numbered" if value else None
+    if value in KINDS:
+        return value
+    raise ValueError(
+        f"`anonymous` must be False, True, 'numbered' or 'none'; got {value!r}.{did_you_mean(value, KINDS)}"
+    )
+
+
+def alias_names(agents: Sequence[AgentSpec]) -> dict[str, str]:
+    """Return a generic name for each agent: `agent_1`, `agent_2`, ... in the order of the team."""
+    return {agent.name: f"agent_{number}" for number, agent in enumerate(agents, start=1)}
+
+
+def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] | None = None) -> list[AgentSpec]:
+    """
+    Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
+
+    Args:
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        kind (`str`):
+            `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
+            v2. `"none"`: no role prompt, as described in the README of MARFT v2.
+        needed (`Mapping[str, str]`, *optional*):
+            Prompts that the workflow cannot run without, by agent name, e.g. the prompt of an orchestrator. They are
+            kept for both kinds.
+    """
+    count = len(agents)
+    generic = {
+        agent.name: f"You are agent {number} of {count} that solve the task together." if kind == "numbered" else None
+        for number, agent in enumerate(agents, start=1)
+    }
+    return [
+        dataclasses.replace(agent, system_prompt=(needed or {}).get(agent.name, generic[agent.name]))
+        for agent in agents
+    ]
+
+
+def renamed(agent: AgentSpec, seen: Sequence[Seen], aliases: Mapping[str, str]) -> tuple[AgentSpec, list[Seen]]:
+    """Return an agent, and the turns and feedback shown to it, with names replaced by aliases for the view."""
+    if not aliases:
+        return agent, list(seen)
+    shown = [
+        dataclasses.replace(
+            item, agent=aliases.get(item.agent, item.agent), audience=aliases.get(item.audience or "", item.audience)
+        )
+        for item in seen
+    ]
+    return dataclasses.replace(agent, name=aliases.get(agent.name, agent.name), adapter=agent.adapter), shown

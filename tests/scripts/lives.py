@@ -33,8 +33,7 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from marft_trl.runs.commit import is_remainder
-from marft_trl.runs.run_folder import RunFolder
+from marft_trl.runs.run_folder import RunFolder, is_remainder
 from tests import exactness
 from tests.helpers import StopAt
 

@@ -5,7 +5,7 @@ import ctypes
 import sys
 import time
 
-from marft_trl.system import lookout
+from marft_trl.system import processes as lookout
 from marft_trl.system.processes import Processes
 
 from accelerate import Accelerator

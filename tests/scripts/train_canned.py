@@ -9,9 +9,10 @@ import sys
 from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl.extras.apps import ExternalApp
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
-from marft_trl.workflows import ExternalApp, Orchestrated
+from marft_trl.workflows import Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import add, lora, team_trainer, varied_reward
 

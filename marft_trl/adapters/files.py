@@ -1,0 +1,486 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Files of adapters: load the adapters of a saved team, and merge, rename or drop adapters of a base."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import CONFIG_NAME, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..agents import AgentSpec
+from ..seams.bitsandbytes import without_bitsandbytes
+from .lora import adapter_parameters, check_adapter_config, linear_shape
+from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
+
+
+logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
+
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+# Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
+_NOT_NEEDED = (
+    "checkpoint-*/*",
+    "last-checkpoint/*",
+    "completions/*",
+    "runs/*",
+    "_critic*/*",
+    "*.pt",
+    "*.pth",
+    "*.bin",
+)
+# Tensors that a LoRA file may hold: the two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
+_LORA_KEY = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"
+)
+
+_LARGEST_WEIGHT = 1e6  # of an adapter; beyond it, turns are noise or overflow
+
+
+def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """
+    Return the local folder of a saved team. A team on the Hub is downloaded, without its checkpoints and its critic.
+
+    Args:
+        team (`str` or `os.PathLike`): a folder, or the Hub id of a team.
+        revision (`str`, *optional*): branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*): token of the Hub.
+
+    Raises:
+        FileNotFoundError: `team` is neither the folder of a saved team nor a Hub id.
+    """
+    path = Path(team)
+    if path.is_dir():
+        if not (path / MANIFEST_NAME).is_file():
+            raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {path}: not a folder saved by MARFTTrainer.")
+        return path
+    if not is_hub_id(str(team)):
+        raise FileNotFoundError(
+            f"There is no folder {str(team)!r}, and it cannot be the id of a team on the Hub. Pass the folder that "
+            "`save_model` wrote, or an id such as 'me/my-team'."
+        )
+    try:
+        folder = snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"There is no folder {str(team)!r} here, and no team of this name could be read from the Hub: {error}"
+        ) from error
+    return Path(folder)
+
+
+def forget_local_base(folder: Path) -> None:
+    """Remove the path of a local base from the config of an adapter, which may be uploaded."""
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "base_model_name_or_path": None}, indent=2, sort_keys=True))
+
+
+def load_adapters(
+    model: PreTrainedModel,
+    team: str | os.PathLike,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> PeftModel:
+    """
+    Put the adapters of a saved team on a base model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The base model.
+        team (`str` or `os.PathLike`):
+            Folder that `MARFTTrainer.save_model` wrote, or the Hub id of a team.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*):
+            Token of the Hub.
+
+    Returns: a [`~peft.PeftModel`] with the adapters of the team under their names. `set_adapter(name)` activates one.
+
+    Raises:
+        ValueError: an adapter does not fit the base or would change it. The base is then unchanged.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "`load_adapters(model, team)` takes a loaded base model without adapters, such as "
+            f"`AutoModelForCausalLM.from_pretrained(...)`, and then the team; got {type(model).__name__}."
+        )
+    return put_on(model, team_folder(team, revision, token))
+
+
+def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
+    manifest = TeamManifest.load(folder)
+    owners = {agent.adapter: agent for agent in reversed(manifest.players)}
+    if not manifest.adapters:
+        raise ValueError(
+            f"The team in {folder} has no adapters: its agents share one fully trained policy. Load it with "
+            "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
+        )
+    for name, agent in owners.items():
+        check_adapter(folder / name, agent, model, manifest.base_name)
+    first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
+    name = first
+    try:
+        with without_bitsandbytes(model):
+            loaded = PeftModel.from_pretrained(model, str(folder), subfolder=first, adapter_name=first)
+            for name in others:
+                loaded.load_adapter(str(folder), name, subfolder=name)
+    except Exception as error:  # a config from the Hub may ask for anything
+        raise ValueError(
+            f"PEFT cannot load the adapter {name!r} in {folder}: {type(error).__name__}: {error}. The base has layers "
+            "of adapters now: load it again before you go on. Its weights are unchanged."
+        ) from error
+    for name in owners:
+        _as_saved(loaded, name, folder / name)
+    return loaded
+
+
+def adapter_folder(adapter: str | os.PathLike) -> Path:
+    """
+    The local folder of an adapter that PEFT has saved. One on the Hub is downloaded.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(adapter)
+    if not path.is_dir() and is_hub_id(str(adapter)):
+        try:
+            files = [CONFIG_NAME, WEIGHTS_NAME]
+            path = Path(snapshot_download(str(adapter), allow_patterns=files))
+        except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+            raise FileNotFoundError(
+                f"There is no folder {str(adapter)!r} here, and no adapter of this name could be read from the Hub: "
+                f"{error}"
+            ) from error
+    missing = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"There is no {missing[0]} in {path}: not an adapter that PEFT has saved.")
+    return path
+
+
+def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
+    """
+    Put the adapter of an agent on a base that has others. Weights keep the precision that they were saved in.
+
+    Raises:
+        ValueError: the adapter does not fit the base.
+    """
+    check_adapter(folder, agent, cast(PreTrainedModel, model.get_base_model()), None)
+    with without_bitsandbytes(model):
+        model.load_adapter(str(folder), agent.adapter)
+    _as_saved(model, agent.adapter, folder)
+
+
+def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
+    """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
+    others = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_NAME}") if one.parent.name not in adapters)
+    if others:
+        logger.warning(
+            f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
+            "use them. Delete them, or save into another folder."
+        )
+
+
+def check_no_adapter(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: a folder with full weights has an adapter beside them, which transformers would load unchecked.
+    """
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if (folder / name).exists():
+            raise ValueError(f"{folder} has the full weights of a policy and {name} beside them. Remove the latter.")
+
+
+def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
+    """
+    Check the files of an adapter before they are loaded: the config, then the name and shape of every tensor.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
+            on another base. The message names the agent.
+    """
+    for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"The adapter {agent.adapter!r} of the team has no {name} in {folder}: it was not copied or "
+                "downloaded whole. Take the folder from where it was saved."
+            )
+    config = None
+    try:  # a file from the Hub may hold anything
+        config = PeftConfig.from_pretrained(str(folder))
+        check_adapter_config(agent, config, base)
+    except Exception as error:
+        if config is not None and isinstance(error, ValueError):  # what is wrong with it
+            raise
+        file = folder / CONFIG_NAME
+        raise ValueError(f"The adapter config {file} cannot be read: {type(error).__name__}: {error}") from error
+    try:
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
+    _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in tensors.items()}, base, trained_on)
+    _check_values(agent, tensors)
+
+
+def check_loadable(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> PreTrainedModel | PeftModel:
+    """
+    Check the adapters of a team as they will be saved, and return the model. PEFT rewrites a config while it puts an
+    adapter on a base, and what becomes of it has to pass [`check_adapter`].
+
+    Raises:
+        ValueError: the saved team could not be loaded.
+    """
+    if isinstance(model, PeftModel):
+        base = cast(PreTrainedModel, model.get_base_model())
+        for agent in (agent for agent in agents if agent.has_policy):
+            config = model.peft_config[agent.adapter]
+            check_adapter_config(agent, config, base)
+            saved = get_peft_model_state_dict(model, adapter_name=agent.adapter, save_embedding_layers=False)
+            _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in saved.items()}, base, None)
+    return model
+
+
+def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless the tensors have one floating dtype and the values of weights."""
+    kinds = {str(tensor.dtype) for tensor in tensors.values()}
+    if len(kinds) > 1 or not all(tensor.is_floating_point() for tensor in tensors.values()):
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}; they need one "
+            "floating-point dtype."
+        )
+    for key, tensor in tensors.items():
+        if not (tensor.float().abs() < _LARGEST_WEIGHT).all():  # also false for NaN
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} has values in {key!r} that are not finite or above "
+                f"{_LARGEST_WEIGHT:g}: the file is damaged, or its run had diverged. Use an earlier checkpoint."
+            )
+
+
+def _check_tensors(
+    agent: AgentSpec,
+    config: LoraConfig,
+    shapes: Mapping[str, Sequence[int]],
+    base: PreTrainedModel,
+    trained_on: str | None,
+) -> None:
+    found: dict[str, set[str]] = {}
+    modules = dict(base.named_modules())
+    for key, shape in shapes.items():
+        match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
+        if match is None:
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} holds a tensor that is no part of a LoRA ({key!r}); loading it "
+                "would change the base, which all agents share. Save the adapter alone."
+            )
+        found.setdefault(match["module"], set()).add(match["side"] or "")
+        experts = _check_shape(agent, match, shape, modules, config.target_parameters or (), trained_on)
+        rank = shape[0] / experts if match["side"] == "A" and len(shape) == 2 else None
+        known = {config.r, *(config.rank_pattern or {}).values()}
+        if rank is not None and match["kind"] is None and rank not in known:
+            raise ValueError(
+                f"The adapter of agent {agent.name!r} has the rank {rank:g} in {match['module']!r}, but its config "
+                f"says {sorted(known)}. The files do not belong together."
+            )
+    half = sorted(name for name, sides in found.items() if not sides >= {"A", "B"})
+    if half or not found:
+        what = f"lacks a half of the LoRA of {half[0]!r}" if half else "holds no LoRA"
+        raise ValueError(f"The file of the adapter of agent {agent.name!r} {what}. It was cut short or made by hand.")
+
+
+def _check_shape(
+    agent: AgentSpec,
+    match: re.Match,
+    shape: Sequence[int],
+    modules: Mapping[str, nn.Module],
+    targets: Collection[str],
+    trained_on: str | None,
+) -> int:
+    """Raise a readable error if a tensor of a LoRA does not fit its layer. Returns how many LoRAs it stacks."""
+    name, depth = re.subn(r"\.base_layer(?=\.|$)", "", match["module"])
+    origin = f" The team was trained on {trained_on!r}: pass that base." if trained_on else ""
+    layer = modules.get(name)
+    experts = [] if layer is None else _targeted(name, layer, targets)
+    if layer is None or (depth and depth >= len(experts)):
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} belongs to another base: it has weights for the layer "
+            f"{match['module']!r}, which this base does not have.{origin}"
+        )
+    # The LoRA of the last parameter of a layer is the outermost, that of the one before is its `base_layer`
+    count, *sizes = experts[-1 - depth] if experts else (1, *(linear_shape(layer) or ()))
+    if not sizes or match["kind"] is not None or match["side"] is None or len(shape) != 2:
+        return count
+    end, present, needed = ("inputs", sizes[0], shape[1]) if match["side"] == "A" else ("outputs", sizes[1], shape[0])
+    if present != needed:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} belongs to another base: its weights for {name!r} are for a layer "
+            f"with {needed} {end}, that of this base has {present}.{origin}"
+        )
+    return count
+
+
+def _targeted(name: str, layer: nn.Module, targets: Collection[str]) -> list[tuple[int, int, int]]:
+    """Parameters of a layer that `target_parameters` name, as PEFT takes them: experts, inputs and outputs of each."""
+    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    found = []
+    for key, parameter in layer.named_parameters(recurse=False):
+        if any(f"{name}.{key}".endswith(f".{target}") for target in targets):
+            *experts, outputs, inputs = getattr(parameter, "ds_shape", parameter.shape)
+            if experts and getattr(layer, "is_transposed", False):
+                inputs, outputs = outputs, inputs
+            found.append((experts[0] if experts else 1, inputs, outputs))
+    return found
+
+
+@torch.no_grad()
+def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
+    """
+    Restore the precision that an adapter's weights were saved in. PEFT creates adapters in the precision of the base
+    or in float32, and the agents' turns would then differ from those in training.
+    """
+    saved = load_file(folder / WEIGHTS_NAME)
+    for name, parameter in adapter_parameters(model, adapter).items():
+        head, _, tail = name.rpartition(f".{adapter}")
+        tensor = saved.get(head + tail)
+        if tensor is not None and tensor.shape == parameter.shape:
+            parameter.data = tensor.to(parameter.device)
+
+
+def alone(model: PeftModel, adapter: str) -> PeftModel:
+    """
+    A model that has one of the adapters. It has layers of its own and the same weights of the base, which take no
+    further memory.
+
+    Args:
+        model ([`~peft.PeftModel`]): the base with the adapters of the team.
+        adapter (`str`): the adapter that stays. Its weights are copied.
+    """
+    own = {id(one) for name in model.peft_config for one in adapter_parameters(model, name).values()}
+    shared = [*model.named_parameters(), *model.named_buffers()]
+    found = _only(copy.deepcopy(model, {id(one): one for _, one in shared if id(one) not in own}), adapter)
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "This model has the weights of the base in common with its team, so they must not be changed. "
+            "`team.merge(agent)` returns a merged copy."
+        )
+
+    for name in ("merge_adapter", "merge_and_unload"):
+        setattr(found.base_model, name, refuse)
+    return found
+
+
+def merged(model: PeftModel, adapter: str) -> PreTrainedModel:
+    """A copy of the base with an adapter added to its weights."""
+    return _only(copy.deepcopy(model), adapter).merge_and_unload()
+
+
+def _only(model: PeftModel, adapter: str) -> PeftModel:
+    model.set_adapter(adapter)
+    for name in [name for name in model.peft_config if name != adapter]:
+        model.delete_adapter(name)
+    return model
+
+
+def add_adapter(
+    model: PeftModel, agent: AgentSpec, weights: str | os.PathLike | None, peft_config: PeftConfig | None
+) -> None:
+    """
+    Give the base the adapter of a new agent.
+
+    Args:
+        model ([`~peft.PeftModel`]): the base with adapters.
+        agent ([`AgentSpec`]): the agent.
+        weights (`str` or `os.PathLike`, *optional*): folder or Hub id of an adapter.
+        peft_config ([`~peft.PeftConfig`], *optional*): config of a fresh adapter.
+
+    Raises:
+        ValueError: the adapter does not fit, or it is not clear which one is meant.
+    """
+    config = agent.peft_config or peft_config
+    if agent.adapter in model.peft_config:
+        if weights is None and config is None and agent.adapter != agent.name:
+            return
+        raise ValueError(
+            f"There is an adapter {agent.adapter!r} already. Give the agent another name, or "
+            f"`AgentSpec({agent.name!r}, adapter={agent.adapter!r})` under another name to share it."
+        )
+    if (weights is None) == (config is None):
+        raise ValueError(
+            f"Where the weights of agent {agent.name!r} come from is not clear: pass `weights=` (folder or Hub id of "
+            "a PEFT adapter), or `peft_config=` for fresh ones, or an `AgentSpec` with `adapter=` that names one of "
+            f"{', '.join(map(repr, model.peft_config))}."
+        )
+    if weights is not None:
+        add_from(model, agent, adapter_folder(weights))
+    else:
+        check_adapter_config(agent, config, cast(PreTrainedModel, model.get_base_model()))
+        with without_bitsandbytes(model):
+            model.add_adapter(agent.adapter, copy.deepcopy(config))
+    for parameter in adapter_parameters(model, agent.adapter).values():
+        parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def rename_adapter(model: PeftModel, old: str, new: str) -> None:
+    """Let an adapter have another name, with the same weights."""
+    with without_bitsandbytes(model):
+        model.add_adapter(new, copy.deepcopy(model.peft_config[old]))
+    pairs = zip(adapter_parameters(model, old).values(), adapter_parameters(model, new).values(), strict=True)
+    for theirs, mine in pairs:
+        mine.data = theirs.data
+        mine.requires_grad_(False)
+    model.delete_adapter(old)
+
+
+@contextlib.contextmanager
+def renaming(model: PeftModel, old: str, new: str) -> Iterator[None]:
+    """Context manager: an adapter has another name from now on, unless what is done within fails."""
+    if old != new:
+        rename_adapter(model, old, new)
+    try:
+        yield
+    except BaseException:
+        if old != new:
+            rename_adapter(model, new, old)
+        raise
+
+
+def drop_adapters(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
+    """Delete the adapters that none of these agents acts with."""
+    used = {agent.adapter for agent in agents if agent.has_policy}
+    model.set_adapter(next(name for name in model.peft_config if name in used))
+    for name in [name for name in model.peft_config if name not in used]:
+        model.delete_adapter(name)
+
+
+def has_own_adapter(agent: AgentSpec, agents: Sequence[AgentSpec]) -> bool:
+    """`True` if no other agent acts with the adapter of an agent."""
+    return agent.has_policy and not any(one.adapter == agent.adapter for one in agents if one is not agent)
+
+
+def replaced(agents: Sequence[AgentSpec], old: AgentSpec, new: AgentSpec) -> list[AgentSpec]:
+    """A team in which an agent has another name. Those who act with its past copies know it by the new one."""
+    known = [
+        dataclasses.replace(one, copy_of=new.name) if one.copy_of is not None and one.copy_of == old.name else one
+        for one in agents
+    ]
+    return [new if its is old else one for its, one in zip(agents, known, strict=True)]

@@ -1,0 +1,347 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Create, check and copy the LoRAs of a team, or share one fully trained model among its agents."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..agents import AgentSpec
+from ..seams.bitsandbytes import without_bitsandbytes
+from ..seams.models import expert_parameters, without_adapter_name_warning
+
+
+logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
+
+# With these values of `init_lora_weights`, an adapter starts as the identity and the base does not change. Others,
+# such as "pissa", change the weights of the base, which all agents share.
+_IDENTITY_STARTS = (True, "gaussian", "orthogonal", "eva")
+
+
+def add_adapters(
+    model: PreTrainedModel | PeftModel,
+    agents: Sequence[AgentSpec],
+    peft_config: PeftConfig | None,
+    autocast_adapter_dtype: bool = True,
+) -> PreTrainedModel | PeftModel:
+    """
+    Add one adapter to the base model for every adapter name of the team.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
+            further, and missing adapters start as copies of its adapter `default`.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of the adapters of agents without a `peft_config`. If no agent has a config either, there are no
+            adapters, and all agents share one policy.
+        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
+            Passed to PEFT.
+
+    Raises:
+        ValueError: an adapter cannot share the base with others. The message names the agent.
+    """
+    agents = [agent for agent in agents if agent.has_policy]
+    if isinstance(model, PeftModel):
+        return _complete(model, agents, peft_config)
+    configs = {agent.adapter: config_of(agent, agents, peft_config) for agent in agents}
+    if all(config is None for config in configs.values()):
+        _check_shared_policy(agents)
+        if len(agents) > 1:
+            logger.warning(
+                f"No `peft_config` was passed: the {len(agents)} agents share ONE policy, and all of its "
+                f"{model.num_parameters():,} weights are trained. Pass `peft_config=LoraConfig(...)` to give each "
+                "agent an adapter of its own."
+            )
+        return model
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "The model already carries adapter layers: PEFT puts them into the model it is given, so a model that was "
+            "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
+        )
+    for agent in agents:
+        check_adapter_config(agent, configs[agent.adapter], model)
+        _check_name_is_free(agent, model)
+    (first, config), *others = configs.items()
+    options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
+    with without_adapter_name_warning(), without_bitsandbytes(model):
+        model = get_peft_model(model, copy.deepcopy(config), **options)
+        for name, config in others:
+            model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
+    return model
+
+
+def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
+    """
+    Where the weights of each adapter come from, for people.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model before [`add_adapters`].
+        agents (`Sequence[AgentSpec]`): the team.
+    """
+    known = model.peft_config if isinstance(model, PeftModel) else {}
+    made = "copied from the adapter 'default'" if "default" in known else "fresh"
+
+    def origin(agent: AgentSpec) -> str:
+        if agent.adapter in known:
+            return "loaded"
+        return made if agent.copy_of is None else f"copied from {agent.copy_of!r}"
+
+    return {agent.adapter: origin(agent) for agent in agents if agent.has_policy}
+
+
+def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapping[str, AgentSpec]) -> None:
+    """Warn of adapters that no agent acts with, as after an agent has got another name."""
+    unused = sorted(model.peft_config.keys() - {agent.adapter for agent in agents} - {"default"})
+    if not unused:
+        return
+    new = [agent.name for agent in missing.values()]
+    cure = f"`AgentSpec({(new[0] if new else agents[0].name)!r}, adapter={unused[0]!r})`"
+    logger.warning(
+        f"No agent acts with {', '.join(map(repr, unused))} of the model's adapters: neither trained nor saved."
+        + (f" The adapters of {', '.join(map(repr, new))} are new." if new else "")
+        + f" An agent with another name goes on with an adapter as {cure}. To drop it, call "
+        f"`model.delete_adapter({unused[0]!r})` before the trainer is made."
+    )
+
+
+def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftModel:
+    """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
+    base = cast(PreTrainedModel, model.get_base_model())
+    missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
+    configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
+    for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
+        source = next((one.adapter for one in agents if one.name == agent.copy_of), None)
+        if source is not None and source not in missing:
+            configs[name] = model.peft_config[source]
+    has_default = "default" in model.peft_config
+    known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
+    if known is not None:
+        raise ValueError(
+            f"Agent {known.name!r} brings a `peft_config`, but the model already has its adapter {known.adapter!r}. "
+            "Leave the config out to train on that adapter, or rename the agent."
+        )
+    if peft_config is not None and (not missing or has_default):
+        raise ValueError(
+            "The model is a `PeftModel` already and a `peft_config` was passed too"
+            + (", but no agent is new" if not missing else " beside its adapter 'default', which new agents copy")
+            + ". Merge and unload the adapter and pass the base model with the config, or leave the config out to "
+            "train on the adapters of the model."
+        )
+    for name, agent in missing.items():
+        if configs[name] is None and not has_default:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with the adapter {name!r}, which the model does not have; it has "
+                f"{sorted(model.peft_config)}. Pass `peft_config=LoraConfig(...)` to give new agents an adapter, name "
+                "the adapters of the model in the agents, or load one as 'default', which missing adapters start from."
+            )
+        if configs[name] is not None:
+            check_adapter_config(agent, configs[name], base)
+        _check_name_is_free(agent, base)
+    _warn_of_unused(model, agents, missing)
+    for name in missing:
+        with without_adapter_name_warning(), without_bitsandbytes(model):
+            model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
+        if configs[name] is None:
+            _copy_weights(model, "default", name)
+    _check_copies(model, agents)
+    if has_default:
+        model.set_adapter(agents[0].adapter)
+        model.delete_adapter("default")
+    return model
+
+
+def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
+    """Raise if an adapter that is there already cannot hold copies of another one."""
+    left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
+    adapters = {agent.name: agent.adapter for agent in agents}
+    for agent in (one for one in agents if one.copy_of is not None):
+        mine, theirs = (model.peft_config[name].to_dict() for name in (agent.adapter, adapters[str(agent.copy_of)]))
+        other = sorted(key for key in mine if key not in left_out and mine[key] != theirs.get(key))
+        if other:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies of {agent.copy_of!r}, but its adapter {agent.adapter!r} "
+                f"has another `{other[0]}` ({mine[other[0]]!r}, not {theirs.get(other[0])!r}). Delete the adapter "
+                f"from the model (`model.delete_adapter({agent.adapter!r})`), so that it is made anew."
+            )
+
+
+def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:
+    """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
+    source = next((one for one in agents if one.name == agent.copy_of), agent)
+    return source.peft_config or peft_config
+
+
+def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
+    for agent in agents:
+        if agent.copy_of is not None:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies of the adapter of {agent.copy_of!r}, but without a "
+                "`peft_config` there are no adapters. Pass `peft_config=LoraConfig(...)`."
+            )
+        if not agent.trainable or agent.learning_rate is not None:
+            raise ValueError(
+                f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
+                "`peft_config` all agents share one fully trained policy. Pass `peft_config=LoraConfig(...)` to give "
+                "each agent an adapter of its own, or leave the setting out."
+            )
+
+
+def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreTrainedModel) -> None:
+    """
+    Raise if an adapter with this config cannot share the base with other adapters, as PEFT takes it or as PEFT has
+    rewritten it for the base.
+    """
+    if config is None:
+        raise ValueError(
+            f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
+            "the trainer for the agents without one."
+        )
+    if not isinstance(config, PeftConfig):
+        hint = " For single agents, set `AgentSpec(peft_config=...)`." if isinstance(config, Mapping) else ""
+        raise TypeError(
+            f"`peft_config` must be a `peft.PeftConfig` such as `peft.LoraConfig(...)`, got {config!r} for agent "
+            f"{agent.name!r}.{hint}"
+        )
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}: prompt learning methods cannot "
+            "live beside other adapters. Use `peft.LoraConfig(...)`."
+        )
+    if type(config) is not LoraConfig:
+        raise ValueError(
+            f"The adapter of agent {agent.name!r} is a {type(config).__name__}. Teams are trained with LoRAs (also "
+            "DoRA and rsLoRA), whose tensors can be checked when a saved team is loaded. Use `peft.LoraConfig(...)`."
+        )
+    if getattr(config.task_type, "value", config.task_type) not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"`task_type={config.task_type!r}` of the adapter of agent {agent.name!r} is that of models that do not "
+            "generate text, and adds layers to them. Set `task_type='CAUSAL_LM'`, or leave it out."
+        )
+    experts = expert_parameters(base) if config.target_parameters else set()
+    for field, known in {"trainable_token_indices": set(), "target_parameters": experts}.items():
+        wrong = sorted(set(getattr(config, field, None) or ()) - known)
+        if wrong:
+            raise ValueError(
+                f"`{field}` of the adapter of agent {agent.name!r} reaches into parameters of the base, which all "
+                f"agents share ({wrong}). Leave it out."
+            )
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
+    scales = [config.lora_alpha, *(config.alpha_pattern or {}).values()]
+    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in scales):
+        raise ValueError(f"`lora_alpha` of agent {agent.name!r} must be a finite number, got {config.lora_alpha!r}.")
+    start = config.init_lora_weights
+    if start is not False and start not in _IDENTITY_STARTS:
+        raise ValueError(
+            f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
+            "agents share and a saved team is loaded on. Use one that leaves it alone, such as the default `True`."
+        )
+    if config.bias != "none":
+        raise ValueError(
+            f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
+            "Leave it out."
+        )
+    if config.layer_replication:
+        raise ValueError(
+            f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
+            "Leave it out."
+        )
+    if config.modules_to_save:
+        raise ValueError(
+            f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
+            "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
+        )
+
+
+def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
+    """Raise if the adapter's name occurs in the names of the base's parameters: PEFT finds adapters by such parts."""
+    taken = {part for name, _ in model.named_parameters() for part in name.split(".")} | {"model", "base_model"}
+    if agent.adapter in taken:
+        raise ValueError(
+            f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is also part of the names of "
+            f"the base model's parameters, so PEFT could not tell them apart. Choose another name, e.g. "
+            f"'{agent.adapter}-agent'."
+        )
+
+
+def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
+    """
+    Load the weights of an adapter from its PEFT folder, in place.
+
+    Raises:
+        ValueError: the tensors in the file do not fit the adapter.
+    """
+    weights = load_peft_weights(str(folder), device="cpu")
+    _check_shapes(model, adapter, weights, folder)
+    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    missing = sorted(set(result.missing_keys) & set(adapter_parameters(model, adapter)))
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
+            f"{list(result.unexpected_keys)[:3]}. The folder was saved with another `peft_config` or base model."
+        )
+
+
+def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    for name, parameter in adapter_parameters(model, adapter).items():
+        head, _, tail = name.rpartition(f".{adapter}")
+        saved = weights.get(head + tail)
+        if saved is not None and saved.shape != parameter.shape:
+            raise ValueError(
+                f"The weights in {folder} do not fit the adapter {adapter!r}: {head + tail} has the shape "
+                f"{tuple(saved.shape)} there and {tuple(parameter.shape)} here. The folder was saved with another "
+                "`peft_config` (rank) or base model."
+            )
+
+
+def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
+    """Number of inputs and outputs of a linear layer, which may be quantized; `None` for other layers."""
+    layer = getattr(layer, "base_layer", layer)
+    if isinstance(layer, Conv1D):
+        return layer.nx, layer.nf
+    if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+        return layer.in_features, layer.out_features
+    return None
+
+
+def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
+    """Parameters of an adapter by full name, in the order of the model."""
+    own: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            holders = [getattr(module, name) for name in module.adapter_layer_names]
+            for holder in holders:
+                if adapter in holder:
+                    held = holder[adapter]
+                    own |= {id(held)} if isinstance(held, torch.nn.Parameter) else set(map(id, held.parameters()))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            own |= {id(p) for n, p in module.named_parameters() if adapter in n.split(".")}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@torch.no_grad()
+def _copy_weights(model: PeftModel, source: str, target: str) -> None:
+    pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
+    for theirs, mine in pairs:
+        mine.copy_(theirs)

@@ -1,0 +1,428 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+The team manifest: everything needed to run and train a saved team again, with hashes of the base and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import get_config_model_id
+
+from ..agents import AgentSpec, check_name, check_team
+from ..episodes.tools import ToolLimits
+from ..seams.libraries import installed_version
+from ..seams.models import commit_of
+from ..system.hints import did_you_mean
+
+
+_SAMPLED_ELEMENTS = 64
+# Config fields that describe the origin or the storage of a model, not its architecture
+_NOT_HASHED = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
+        *("use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "_attn_implementation", "attn_implementation"),
+        *("architectures", "peft_version", "is_quantized"),
+    }
+)
+
+
+def describe_base(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, revision: str | None = None
+) -> BaseModel:
+    """
+    Describe the base model for the manifest.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the base.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): its tokenizer.
+        chat_template (`str`, *optional*): chat template that prompts were rendered with.
+        revision (`str`, *optional*): revision that was requested. The commit that was found, if known, replaces it.
+    """
+    config = model.config
+    name = get_config_model_id(config) or type(model).__name__
+    is_local = os.path.isdir(name) or not is_hub_id(name) or not get_config_model_id(config)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    return BaseModel(
+        name=os.path.basename(os.path.normpath(name)) if is_local else name,
+        is_local=is_local,
+        revision=None if is_local else commit_of(config) or revision,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
+        config_hash=hash_of_config(config),
+        tokenizer_hash=hash_of_tokenizer(tokenizer),
+        chat_template_hash=None if chat_template is None else _sha256(chat_template),
+    )
+
+
+def hash_of_config(config: PreTrainedConfig) -> str:
+    """SHA-256 of the config fields that describe the architecture and differ from the defaults of their class."""
+    return _sha256(_plain(config.to_diff_dict()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(its) for key, its in value.items() if key not in _NOT_HASHED}
+    return value
+
+
+def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of a tokenizer's vocabulary and of its special tokens."""
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+    return _sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+
+
+@torch.no_grad()
+def hash_of_weights(model: nn.Module) -> str:
+    """
+    SHA-256 of evenly spaced elements of every weight of the base, adapters left out. It tells bases of the same
+    architecture apart, and costs far less than reading all weights.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name or "modules_to_save" in name:
+            continue
+        flat = parameter.detach().reshape(-1)
+        count = min(flat.numel(), _SAMPLED_ELEMENTS)
+        index = torch.arange(count, device=flat.device) * max(flat.numel() // max(count, 1), 1)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sha256(data: Any) -> str:
+    text = data if isinstance(data, str) else json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+MANIFEST_NAME = "marft_team.json"
+FORMAT = 2
+# Format 1 (version 0.1) contains neither the sampling settings of agents nor a description of the base.
+_READABLE = (1, FORMAT)
+_PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """
+    The base model of a team's adapters, and its tokenizer.
+
+    Args:
+        name (`str`): Hub id, or the last part of the path of a local model.
+        is_local (`bool`): `True` if the model was loaded from a local folder or created in code.
+        revision (`str`, *optional*): commit, branch or tag on the Hub.
+        dtype (`str`, *optional*): precision of the weights, e.g. `"bfloat16"`.
+        quantization (`dict`, *optional*): quantization config of the model.
+        config_hash (`str`): SHA-256 of the model config, without paths, versions and precision.
+        tokenizer_hash (`str`): SHA-256 of the tokenizer's vocabulary and special tokens.
+        chat_template_hash (`str`, *optional*): SHA-256 of the chat template.
+    """
+
+    name: str
+    is_local: bool
+    revision: str | None = None
+    dtype: str | None = None
+    quantization: dict[str, Any] | None = None
+    config_hash: str = ""
+    tokenizer_hash: str = ""
+    chat_template_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Inference:
+    """
+    Settings that the team's episodes are run with, in addition to the agents and the workflow.
+
+    Args:
+        sampling (`dict[str, dict]`): sampling settings of each agent, with the trainer's values filled in.
+        generation (`dict`): settings of `generate` that are the same for all agents.
+        share_prefixes (`bool`): `True` if the common prefix of several prompts is computed only once.
+        mixed_precision (`str`): precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
+        chat_template_kwargs (`dict`): keyword arguments of the chat template.
+        context_overflow (`str`): behaviour if an observation does not fit the model's window.
+        tools (`dict[str, list[str]]`): names of the tools of each agent that has tools.
+        tool_limits (`dict`): limits of tool calls, see [`~marft_trl.episodes.tools.ToolLimits`].
+        view (`str`, *optional*): name of the view function of the team; `None` for the default view.
+        agent_views (`dict[str, str]`): names of the view functions of agents that have their own.
+        workflow_timeout (`float`, *optional*): maximum time in seconds that a workflow may wait.
+        replies (`dict[str, str]`): names of the functions of agents whose turns a function writes.
+        show_reasoning (`bool`): whether earlier turns are shown with reasoning that the chat template cuts, as in
+            teams of earlier versions.
+    """
+
+    sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    share_prefixes: bool = True
+    mixed_precision: str = "no"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    context_overflow: str = "raise"
+    tools: dict[str, list[str]] = field(default_factory=dict)
+    tool_limits: dict[str, Any] = field(default_factory=dict)
+    view: str | None = None
+    agent_views: dict[str, str] = field(default_factory=dict)
+    workflow_timeout: float | None = None
+    replies: dict[str, str] = field(default_factory=dict)
+    show_reasoning: bool = True
+
+
+@dataclass
+class TeamManifest:
+    """
+    Args:
+        agents (`list[AgentSpec]`):
+            Agents in order, as passed to the trainer. `inference` contains the settings that they do not set.
+        workflow (`dict`):
+            Description of the workflow, as returned by [`Workflow.describe`].
+        adapters (`dict[str, dict]`):
+            `folder` and `trained` of each adapter. Empty if the team shares one fully trained policy, whose weights
+            are in the folder of the manifest.
+        base ([`BaseModel`], *optional*):
+            Base model; `None` in manifests of version 0.1.
+        inference ([`Inference`], *optional*):
+            Settings that episodes are run with; `None` in manifests of version 0.1.
+        versions (`dict[str, str]`):
+            Versions of the installed packages at the time of saving.
+        anonymous (`str`, *optional*):
+            Kind of anonymity, `"numbered"` or `"none"`, if agents see one another as `agent_1`, `agent_2`, ...
+    """
+
+    agents: list[AgentSpec]
+    workflow: dict[str, Any]
+    adapters: dict[str, dict[str, Any]]
+    base: BaseModel | None = None
+    inference: Inference | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    anonymous: str | None = None
+
+    @property
+    def players(self) -> list[AgentSpec]:
+        """The agents whose turns a model writes."""
+        scripted = self.inference.replies if self.inference is not None else {}
+        return [agent for agent in self.agents if agent.has_policy and agent.name not in scripted]
+
+    @property
+    def base_model(self) -> str | None:
+        """Hub id of the base; `None` for a local one."""
+        return self.base.name if self.base is not None and not self.base.is_local else None
+
+    @property
+    def base_model_revision(self) -> str | None:
+        """Revision of the base on the Hub."""
+        return self.base.revision if self.base is not None else None
+
+    @property
+    def base_name(self) -> str | None:
+        """Name of the base, Hub or local, for messages."""
+        return self.base.name if self.base is not None else None
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> TeamManifest:
+        """
+        Read the manifest of a folder.
+
+        Raises:
+            FileNotFoundError: The folder has no manifest.
+            ValueError: The manifest is damaged, has an unknown format, or names a file outside the folder.
+        """
+        path = Path(folder) / MANIFEST_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {folder}: not a folder saved by MARFTTrainer.")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] not in _READABLE:
+                raise ValueError(
+                    f"{path} has format {data['format']!r}; this version of marft_trl reads the formats "
+                    f"{', '.join(map(str, _READABLE))}. Use the version that the team was saved with, or a newer one."
+                )
+            return cls._of(data, path)
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+        ) as error:
+            raise ValueError(
+                f"{path} is damaged: {type(error).__name__}: {error}. Take the file from another copy of the team, or "
+                "save the team again."
+            ) from error
+
+    @classmethod
+    def _of(cls, data: dict[str, Any], path: Path) -> TeamManifest:
+        agents = check_team([AgentSpec(**agent) for agent in data["agents"]])
+        if any(agent != AgentSpec(**agent.to_dict()) for agent in agents):
+            raise TypeError("an agent has a field that manifests do not have")
+        adapters = dict(data["adapters"])
+        for name, adapter in adapters.items():
+            check_name(name, "an adapter")
+            if adapter["folder"] != name:
+                raise ValueError(f"{path} puts the adapter {name!r} into the folder {adapter['folder']!r}.")
+        workflow = data["workflow"]
+        if not isinstance(workflow, dict) or not isinstance(workflow["class"], str):
+            raise TypeError("the workflow is not a mapping with a class")
+        if data["format"] == 1:
+            hub_id = data["base_model"]
+            base = BaseModel(str(hub_id), is_local=False, revision=data["base_model_revision"]) if hub_id else None
+            inference = None
+        else:
+            base = _read(BaseModel, data["base"])
+            inference = _read(Inference, data["inference"])
+            _check_values(inference)
+        if base is not None and not base.is_local and not is_hub_id(base.name):
+            raise ValueError(f"{path} names the base {base.name!r}, which cannot be the id of a model on the Hub.")
+        anonymous = data.get("anonymous")
+        if anonymous not in (None, "numbered", "none"):
+            raise TypeError(f"'anonymous' is {anonymous!r}")
+        manifest = cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous)
+        unsaved = sorted({agent.adapter for agent in manifest.players} - set(adapters)) if adapters else []
+        if unsaved:
+            raise KeyError(f"no adapter {unsaved[0]!r}")
+        if not manifest.players:
+            raise TypeError("no agent has a policy")
+        return manifest
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the manifest into a folder."""
+        data = {
+            "format": FORMAT,
+            "agents": [agent.to_dict() for agent in self.agents],
+            "workflow": self.workflow,
+            "adapters": self.adapters,
+            "base": asdict(self.base) if self.base is not None else None,
+            "inference": asdict(self.inference) if self.inference is not None else None,
+            "versions": {name: installed_version(name) for name in _PACKAGES},
+            **({"anonymous": self.anonymous} if self.anonymous else {}),
+        }
+        path = Path(folder) / MANIFEST_NAME
+        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def is_hub_id(name: str) -> bool:
+    """`True` if a name can be the id of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def check_model_name(name: str, argument: str = "model") -> None:
+    """
+    Raises:
+        FileNotFoundError: `name` is neither a folder nor can be the id of a model on the Hub.
+    """
+    if not os.path.exists(name) and not is_hub_id(name):
+        raise FileNotFoundError(
+            f"There is no folder {name!r} (`{argument}`, looked for in {Path.cwd()}), and it cannot be the id of a "
+            "model on the Hub. Pass a folder that `save_pretrained` wrote, or an id such as "
+            f"'Qwen/Qwen2.5-0.5B-Instruct'.{_near_path(name)}"
+        )
+
+
+@contextlib.contextmanager
+def loading_model(name: str) -> Iterator[None]:
+    """
+    Context manager: the error of a model that is not found has the places where it was looked for.
+
+    Raises:
+        OSError: it is neither a folder nor on the Hub.
+    """
+    check_model_name(name)
+    try:
+        yield
+    except OSError as error:
+        if os.path.exists(name):
+            raise
+        raise OSError(
+            f"There is no folder {name!r} (`model`, looked for in {Path.cwd()}), and no model of this name could be "
+            f"loaded from the Hub: {error}{_near_path(name)}"
+        ) from error
+
+
+def _near_path(name: str) -> str:
+    folder = Path(name).parent
+    models = folder.glob("*/config.json") if folder.is_dir() else ()
+    return did_you_mean(Path(name).name, (file.parent.name for file in models))
+
+
+def _read(kind: type, data: Any) -> Any:
+    """
+    Read one part of the manifest. Unknown fields, e.g. of a later version, are ignored.
+
+    Raises:
+        TypeError: A field has the wrong type.
+    """
+    if data is None:
+        return None
+    part = kind(**{item.name: data[item.name] for item in fields(kind) if item.name in data})
+    for item in fields(kind):
+        value, (wanted, of) = getattr(part, item.name), _KINDS[str(item.type).replace(" | None", "")]
+        is_open = value is None and "None" in str(item.type)
+        if not is_open and not isinstance(value, wanted):
+            raise TypeError(f"{item.name!r} is {value!r}")
+        for inner in value.values() if of is not object and not is_open else ():
+            texts = [] if not isinstance(inner, list) else inner
+            if not isinstance(inner, of) or not all(isinstance(one, str) for one in texts):
+                raise TypeError(f"{item.name!r} holds {inner!r}")
+    return part
+
+
+def _check_values(inference: Inference | None) -> None:
+    """
+    Check values that would fail, or be ignored, only when the team answers.
+
+    Raises:
+        TypeError: A value has the wrong type, or a name is unknown.
+        ValueError: A value is out of its range.
+    """
+    if inference is None:
+        return
+    for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
+        rounds = name == "rounds" and limit is None
+        if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):
+            raise ValueError(f"'tool_limits' holds {limit!r} for {name!r}")
+    timeout = inference.workflow_timeout
+    if timeout is not None and not 0 < timeout < 1e9:
+        raise ValueError(f"'workflow_timeout' is {timeout!r}")
+    if inference.context_overflow not in ("raise", "drop_oldest_turn", "end_episode"):
+        raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
+    reserved = sorted(_OF_TEMPLATE & set(inference.chat_template_kwargs))
+    if reserved:
+        raise ValueError(f"'chat_template_kwargs' holds {reserved[0]!r}, which is an argument of the tokenizer")
+    for name, sampling in inference.sampling.items():
+        length = sampling.get("max_completion_length", 1)
+        if not isinstance(length, int) or not 1 <= length < 1e9:
+            raise ValueError(f"'sampling' of {name!r} has the 'max_completion_length' {length!r}")
+        for key, value in sampling.items():
+            if key != "stop" and not isinstance(value, (int, float, type(None))):
+                raise TypeError(f"'sampling' of {name!r} holds {value!r} for {key!r}")
+
+
+# Arguments of `apply_chat_template`
+_OF_TEMPLATE = {"conversation", "tools", "chat_template", "tokenize", "add_generation_prompt", "return_tensors"}
+_OF_TEMPLATE |= {"return_dict", "continue_final_message", "tokenizer_kwargs", "padding", "truncation", "max_length"}
+# Type of a field and, for mappings, type of the values
+_KINDS: dict[str, tuple[Any, type]] = {
+    "str": (str, object),
+    "bool": (bool, object),
+    "float": ((int, float), object),
+    "dict[str, Any]": (Mapping, object),
+    "dict[str, str]": (Mapping, str),
+    "dict[str, list[str]]": (Mapping, list),
+    "dict[str, dict[str, Any]]": (Mapping, Mapping),
+}

@@ -1,0 +1,273 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Which adapter of the base acts, trains or is a reference, and references that follow the policies."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from ..agents import AgentSpec
+from ..seams.bitsandbytes import without_bitsandbytes
+from ..seams.models import AdapterLayers
+from .lora import adapter_parameters
+
+
+# The one policy of a team without adapters.
+SHARED_POLICY = "policy"
+# In place of the name of an adapter, for an agent whose turns a function writes. No adapter can have this name.
+NO_POLICY = "=none"
+
+
+class Policies:
+    """
+    The policies of a team: the parameters of each adapter, and the adapter that is active.
+
+    All switching of adapters goes through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False`
+    on all other adapters. And if an adapter is switched off between forward and backward, its gradient is lost without
+    an error.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model returned by [`add_adapters`].
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        origins (`Mapping[str, str]`, *optional*):
+            Where the weights of each adapter come from, see [`origins_of`].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        agents: Sequence[AgentSpec],
+        origins: Mapping[str, str] | None = None,
+    ):
+        self._model, self._origins = model, dict(origins or {})
+        self.has_adapters = isinstance(model, PeftModel)
+        policy_of = {one.name: one.adapter if self.has_adapters else SHARED_POLICY for one in agents if one.has_policy}
+        self._adapter_of = {one.name: policy_of.get(one.name, NO_POLICY) for one in agents}
+        if self.has_adapters:
+            self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
+        else:
+            self.trained = [SHARED_POLICY]
+        self.names = sorted(set(policy_of.values()))
+        self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
+        # Of each adapter the names of its parameters, and where they are
+        self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
+        self._starts: dict[str, list[torch.Tensor]] = {}
+        self._critics: list[str] = []
+        self.rows_wait = False  # set by the loss, which trains on slices of an optimizer step together
+        self.release()
+
+    def adapter_of(self, agent: str) -> str:
+        """
+        Name of the adapter that an agent acts with; `"policy"` if there are no adapters, and [`NO_POLICY`] for an
+        agent whose turns a function writes.
+        """
+        return self._adapter_of[agent]
+
+    def origin_of(self, adapter: str) -> str:
+        """Where the weights of an adapter come from: `"fresh"`, `"loaded"`, or what they are a copy of."""
+        return self._origins.get(adapter, "those of the model")
+
+    @property
+    def to_save(self) -> list[str]:
+        """Names of the adapters that are saved: those of the agents and of the critic."""
+        return [*self.names, *self._critics]
+
+    def agents_of(self, adapter: str) -> list[str]:
+        """Names of the agents that act with an adapter, in team order."""
+        return [agent for agent, its in self._adapter_of.items() if its == adapter]
+
+    @property
+    def trained_in_order(self) -> list[str]:
+        """Names of the trained adapters, in the order of the team."""
+        return [name for name in dict.fromkeys(self._adapter_of.values()) if name in self.trained]
+
+    def is_trained(self, agent: str) -> bool:
+        """`True` if the adapter of an agent is trained."""
+        return self.adapter_of(agent) in self.trained
+
+    def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
+        """Parameters of an adapter by name, in the order of the model."""
+        if self.has_adapters:
+            if adapter not in self._places_of:
+                parts = [(name, *name.rpartition(".")[::2]) for name in adapter_parameters(self._model, adapter)]
+                self._places_of[adapter] = [
+                    (name, self._model.get_submodule(module), last) for name, module, last in parts
+                ]
+            # Places, because a parameter may be replaced, such as by one on another device
+            return {name: getattr(module, last) for name, module, last in self._places_of[adapter]}
+        return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+
+    def all_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of all adapters, frozen ones and those of the critic included."""
+        return [parameter for name in [*self.names, *self._critics] for parameter in self.parameters(name).values()]
+
+    def add_critic(self, name: str, config: PeftConfig) -> None:
+        """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
+        with without_bitsandbytes(self._model):
+            self._model.add_adapter(name, copy.deepcopy(config))
+        self._critics.append(name)
+        self.activate_first()
+
+    def activate(self, agent: str) -> None:
+        """Activate an agent's adapter. With gradient checkpointing, it must stay active until backward has run."""
+        self.activate_adapter(self._adapter_of[agent])
+
+    def activate_first(self) -> None:
+        """Activate the adapter of the first agent that has one."""
+        self.activate_adapter(next(name for name in self._adapter_of.values() if name != NO_POLICY))
+
+    def activate_adapter(self, name: str) -> None:
+        """Like [`~Policies.activate`], for an adapter by name, such as one of the critic."""
+        if self._layers:
+            # `release` sets `requires_grad` for all adapters at once, so PEFT must not
+            self._layers.activate(name)
+            self.release()
+
+    def release(self) -> None:
+        """Set `requires_grad` on all trained adapters and on those of the critic, and on no others."""
+        if self._layers:
+            learning = [*self.trained, *self._critics]
+            frozen = [name for name in self._model.peft_config if name not in learning]  # those of nobody, too
+            self._layers.set_requires_grad(learning, True)
+            self._layers.set_requires_grad(frozen, False)
+
+    def remember_starts(self, all_of_them: bool = False) -> None:
+        """
+        Copy the current weights of adapters that do not start as the identity. The copies are their references.
+
+        Args:
+            all_of_them (`bool`, *optional*, defaults to `False`): copy the weights of all adapters. Needed if
+                references will be moved, see [`~Policies.mix_references`].
+        """
+        for name in self.names if self.has_adapters else []:
+            if all_of_them or not self._is_identity(name):
+                self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
+
+    @torch.no_grad()
+    def mix_references(self, alpha: float) -> None:
+        """Move the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
+        for name in self.trained:
+            pairs = zip(self._starts[name], self.parameters(name).values(), strict=True)
+            for reference, parameter in pairs:
+                reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
+
+    def references(self) -> dict[str, torch.Tensor]:
+        """The copied references, keyed by adapter name and position of the tensor."""
+        return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
+
+    def starts_as_base(self, agent: str) -> bool:
+        """Return `True` if the reference of an agent is the base without any adapter."""
+        return self._adapter_of[agent] not in self._starts
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Context manager: deactivate all adapters."""
+        if self._layers is None:
+            raise TypeError("The base cannot act alone: the team has no adapters, and trains the base itself.")
+        with self._layers.disabled():
+            yield
+        self.release()  # PEFT's own may have set `requires_grad=False` on all but the active adapter
+
+    @contextlib.contextmanager
+    def reference(self, agent: str) -> Iterator[None]:
+        """Context manager: the policy of an agent is its reference, the base or the weights its adapter began with."""
+        adapter = self._adapter_of[agent]
+        if self.starts_as_base(agent):
+            with self.base():
+                yield
+            return
+        self.activate(agent)
+        with self.with_weights(adapter, self._starts[adapter]):
+            yield
+
+    @property
+    def have_gradients(self) -> bool:
+        """`True` between the micro-steps of an optimizer step, while gradients add up or rows wait."""
+        return self.rows_wait or any(
+            p.grad is not None for name in self.trained for p in self.parameters(name).values()
+        )
+
+    @contextlib.contextmanager
+    def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context manager: an adapter has other weights, in the order of [`~Policies.parameters`]."""
+        parameters = list(self.parameters(adapter).values())
+        current = [parameter.data for parameter in parameters]
+        try:
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.data = tensor
+            yield
+        finally:
+            for parameter, data in zip(parameters, current, strict=True):
+                parameter.data = data
+
+    def _is_identity(self, adapter: str) -> bool:
+        config = self._model.peft_config[adapter]
+        ends = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
+        is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
+        return is_plain_lora and bool(ends) and all(not parameter.any() for parameter in ends)
+
+
+REFERENCES_NAME = "marft_references.safetensors"
+
+
+class SyncReferences(TrainerCallback):
+    """
+    Callback that implements `sync_ref_model` for agents with adapters. Every `ref_model_sync_steps` steps, it moves
+    the reference of each trained adapter towards the policy by `ref_model_mixup_alpha`. TRL's `SyncRefModelCallback`
+    does the same with whole models. The base does not change.
+
+    Args:
+        policies ([`Policies`]): the policies. They hold the references of all adapters.
+
+    Source: TR-DPO (2404.09656), soft update.
+    """
+
+    def __init__(self, policies: Policies):
+        self._policies = policies
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._policies.mix_references(args.ref_model_mixup_alpha)
+
+
+def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
+    """References by name: those of the adapters, or the weights of TRL's reference model."""
+    if ref_model is None:
+        return policies.references()
+    return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
+
+
+def save_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
+    """Write the references into a checkpoint. Otherwise, a resumed run would take the loaded weights as references."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _references(policies, ref_model).items()}
+    save_file(tensors, Path(folder) / REFERENCES_NAME)
+
+
+@torch.no_grad()
+def load_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
+    """
+    Load what [`save_references`] wrote, in place.
+
+    Raises:
+        ValueError: the checkpoint has no references, or those of other adapters.
+    """
+    path = Path(folder) / REFERENCES_NAME
+    saved = load_file(path) if path.is_file() else {}
+    present = _references(policies, ref_model)
+    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
+        raise ValueError(
+            f"The checkpoint {folder} has no references ({REFERENCES_NAME}) of these policies, but "
+            "`sync_ref_model=True` goes on from them. Resume with the settings that it was written with."
+        )
+    for name, tensor in present.items():
+        tensor.copy_(saved[name])

@@ -1,0 +1,238 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Values of turns and tokens: a critic on the resident base, with LoRAs of its own and heads beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..adapters.lora import load_adapter_weights
+from ..adapters.policies import Policies
+from ..agents import AgentSpec
+from ..shared_prefix.forward import hidden_states
+from .levels import Level
+
+
+# No agent can have this name: it does not begin with a letter.
+CRITIC_NAME = "_critic"
+HEADS_NAME = "value_heads.safetensors"
+
+# Hidden layers of the frozen critic, as in the original MARFT (`action_level_critic.py`).
+_MLP_WIDTHS = (1024, 512)
+
+
+class Critic:
+    """
+    Predicts the return that is still to come, before a turn (action level) or before each of its tokens (token level).
+
+    This class is the critic `"shared"`: one LoRA, one value head. Subclasses change the parts, the heads or the
+    features. To add a critic, write a subclass and give it a name in `CRITICS`.
+
+    Args:
+        policies ([`Policies`]):
+            The team's policies; they switch the adapters of the critic too.
+        model ([`~peft.PeftModel`]):
+            The base with its adapters.
+        level ([`Level`]):
+            Unit of the values.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        peft_config ([`~peft.PeftConfig`]):
+            Config of the critic's LoRAs.
+        autocast (`Callable`):
+            `autocast()` is the context of mixed precision.
+
+    Attributes:
+        name (`str`): its name in `CRITICS`.
+        has_adapters (`bool`): whether its parts have LoRAs.
+        reads_reference_pass (`bool`): whether the last hidden states of a pass of the bare base, such as that of a
+            reference, are its features.
+        parts (`list[str]`): names of its parts, and of their adapters.
+        heads (`nn.ModuleDict`): value head of each part.
+    """
+
+    name = "shared"
+    has_adapters = True
+    reads_reference_pass = False
+
+    def __init__(
+        self,
+        policies: Policies,
+        model: PeftModel,
+        level: Level,
+        agents: Sequence[AgentSpec],
+        peft_config: PeftConfig,
+        autocast: Callable[[], AbstractContextManager],
+    ):
+        self._policies, self._model, self._autocast, self._level = policies, model, autocast, level
+        self._agents = [agent.name for agent in agents]
+        self.parts = list(dict.fromkeys(self.part_of(name) for name in self._agents))
+        if self.has_adapters:
+            for part in self.parts:
+                policies.add_critic(part, peft_config)
+        width = model.config.get_text_config().hidden_size
+        device = next(model.parameters()).device
+        self.heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts}).to(device)
+
+    def part_of(self, agent: str) -> str:
+        """Name of the part, and of its adapter, that values the turns of an agent."""
+        return CRITIC_NAME
+
+    def make_head(self, width: int) -> nn.Module:
+        """A value head for hidden states of this width; it gives one value, or one for each agent."""
+        return _linear(width, 1)
+
+    def parameters(self, part: str) -> dict[str, nn.Parameter]:
+        """Everything that is trained of a part: its adapter and its head."""
+        heads = {f"{part}.{name}": parameter for name, parameter in self.heads[part].named_parameters()}
+        return {**self._policies.parameters(part), **heads} if self.has_adapters else heads
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the value heads, which are not part of the model."""
+        self.heads.zero_grad(set_to_none=True)
+
+    def num_values(self, num_tokens: int) -> int:
+        """Number of values of a turn of so many tokens."""
+        return self._level.num_values(num_tokens)
+
+    def num_kept_features(self, num_tokens: int) -> int:
+        """Number of hidden states of a turn that stay the same while the critic learns, and are computed once."""
+        return 0
+
+    def features(
+        self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool = True
+    ) -> torch.Tensor:
+        """
+        Hidden states that the head of a part reads.
+
+        Args:
+            part (`str`): whose adapter acts. With gradient checkpointing it has to stay active until backward has run.
+            prompts, completions (`Sequence[list[int]]`): token ids of `B` rows.
+            share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
+
+        Returns: hidden states `(B, V, H)`, `V` being 1 at action level; at token level that of the longest completion
+        and at least 1.
+        """
+        self._policies.activate_adapter(part)
+        with self._autocast():
+            return hidden_states(self._backbone, prompts, self._read(completions), share)
+
+    def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+        """
+        Args:
+            part (`str`): which head.
+            features (`torch.Tensor` of shape `(B, V, H)`): from [`~Critic.features`].
+            agents (`Sequence[str]`): whose turns the `B` rows are.
+
+        Returns: values `(B, V)`.
+        """
+        with torch.autocast(features.device.type, enabled=False):
+            head = self.heads[part]
+            device = next(
+                head.parameters()
+            ).device  # of a base that is spread over devices, the last layer has another
+            return self.of_agents(head(features.to(device).float()), agents)
+
+    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+        """Values `(B, V)` from the outputs `(B, V, O)` of a head."""
+        return outputs.squeeze(-1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the value heads beside the critic's adapter. PEFT writes the adapters."""
+        path = Path(folder) / CRITIC_NAME
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in self.heads.state_dict().items()}, path / HEADS_NAME)
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Load the adapters and the value heads of the critic, in place.
+
+        Raises:
+            ValueError: there are none, or those of another critic.
+        """
+        path = Path(folder) / CRITIC_NAME / HEADS_NAME
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no critic ({path.name} is missing), but the config has `critic={self.name!r}`. Resume "
+                "with the settings that the checkpoint was written with."
+            )
+        saved, present = load_file(path), self.heads.state_dict()
+        if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
+            raise ValueError(
+                f"The critic in {folder} has other value heads ({sorted(saved)[:3]}, ...) than `critic={self.name!r}` "
+                f"of this team ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
+            )
+        self.heads.load_state_dict(saved)
+        if self.has_adapters:
+            for part in self.parts:
+                load_adapter_weights(self._model, part, Path(folder) / part)
+        self._policies.release()
+
+    def _read(self, completions: Sequence[list[int]]) -> Sequence[list[int]]:
+        return completions if self._level.reads_completions else [[] for _ in completions]
+
+    @property
+    def _backbone(self) -> nn.Module:
+        return self._model.get_base_model().base_model
+
+
+class PerAgentCritic(Critic):
+    """A LoRA and a value head for each agent."""
+
+    name = "per_agent"
+
+    def part_of(self, agent: str) -> str:
+        return f"{CRITIC_NAME}-{agent}"
+
+
+class MultiHeadCritic(Critic):
+    """One LoRA, and a value head for each agent."""
+
+    name = "multi_head"
+
+    def make_head(self, width: int) -> nn.Module:
+        return _linear(width, len(self._agents))
+
+    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+        index = torch.tensor([self._agents.index(agent) for agent in agents], device=outputs.device)
+        return outputs.gather(-1, index[:, None, None].expand(-1, outputs.size(1), 1)).squeeze(-1)
+
+
+class FrozenCritic(Critic):
+    """An MLP on the last hidden state of the base, without an adapter, as in the original MARFT."""
+
+    name = "frozen"
+    has_adapters = False
+    reads_reference_pass = True
+
+    def make_head(self, width: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        for wide in _MLP_WIDTHS:
+            layers += [nn.Linear(width, wide, bias=False), nn.ReLU()]
+            width = wide
+        return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
+
+    def num_kept_features(self, num_tokens: int) -> int:
+        return self.num_values(num_tokens)
+
+    def features(self, part, prompts, completions, share=True):
+        with torch.no_grad(), self._policies.base(), self._autocast():
+            return hidden_states(self._backbone, prompts, self._read(completions), share)
+
+
+def _linear(width: int, outputs: int) -> nn.Linear:
+    head = nn.Linear(width, outputs)
+    nn.init.normal_(head.weight, std=0.1 / width**0.5)  # hidden states are normalized: values start near 0
+    nn.init.zeros_(head.bias)
+    return head
+
+
+CRITICS: dict[str, type[Critic]] = {
+    kind.name: kind for kind in (Critic, PerAgentCritic, MultiHeadCritic, FrozenCritic)
+}

@@ -1,0 +1,31 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""OpenAI's API over HTTP: applications that ask the agents of a team, and teams that are served."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .external_app import ExternalApp
+    from .program import AppResult
+    from .served_team import GatewaySettings, application, serve
+    from .session import AppEndpoint
+
+_MODULES = {
+    "AppEndpoint": "session",
+    "AppResult": "program",
+    "ExternalApp": "external_app",
+    "GatewaySettings": "served_team",
+    "application": "served_team",
+    "serve": "served_team",
+}
+__all__ = ["AppEndpoint", "AppResult", "ExternalApp", "GatewaySettings", "application", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: training an application needs no aiohttp."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,419 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""An application as it is: its requests to an OpenAI-compatible endpoint are the turns of the team."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from ...episodes.live import LiveEpisode
+from ...episodes.records import EndOfEpisode, Given, Turn
+from ...system.watchdog import raise_in
+from ...workflows.base import Workflow, callable_name
+from .program import AppResult, arguments_of, parts_of, run_program
+from .requests import Asked, RequestError, Said, problem_of
+from .session import AppEndpoint, Session, Waiting, shared_keys
+
+
+logger = logging.getLogger(__name__)
+
+# Largest number of requests in a row without a turn: refusals may take time that does not count as the program's
+_MOST_REFUSED = 1000
+# Source of the feedback that is the output of an application. Agents are not shown it
+OUTPUT = "application"
+
+
+class ExternalApp(Workflow):
+    """
+    Runs an application that talks to models through an OpenAI client. Each request for the model name of an agent is a
+    turn of that agent; the application decides who is asked, with which messages, and when the episode ends. It needs
+    no change but the base URL and the key, which it finds in `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+
+    ```python
+    trainer = MARFTTrainer(
+        model="Qwen/Qwen2.5-1.5B-Instruct",
+        agents=[AgentSpec("planner"), AgentSpec("solver")],  # the model names that the application asks for
+        workflow=ExternalApp("python my_app.py --question={prompt}"),
+        reward_funcs=score,
+        ...
+    )
+    ```
+
+    An episode ends when the program or function does. A program that ends with another status than 0, or a function
+    that raises, is a failed episode (`on_episode_error`); one that gets no turn for `workflow_timeout` seconds, too.
+
+    Args:
+        app (`str`, `Sequence[str]` or `Callable`):
+            A command, or a function `app(row, endpoint)` of the dataset row and the [`AppEndpoint`]. In a command,
+            `{column}` is a value of the row, and `{base_url}` and `{api_key}` are those of the endpoint; no shell
+            reads it. A program finds the row as JSON on its standard input. A function may be `async`; others run in a
+            thread of their own for each episode.
+        answer (`str`, *optional*):
+            Name of the agent whose last turn is the team's answer. Defaults to whoever speaks last.
+        tools (`bool`, *optional*, defaults to `False`):
+            Whether requests bring tools. The chat template has to support them.
+        earns (`bool`, *optional*, defaults to `False`):
+            Whether the application rewards itself: it posts `{"reward": 1.0}`, or numbers by names of agents, to
+            `{base_url}/reward`, or a function returns them.
+        together (`float`, *optional*, defaults to `0.02`):
+            Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
+            sampled together.
+        holds_up (`float`, *optional*, defaults to `60.0`):
+            Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
+            long anything takes. After that they are answered without it, with a warning. `None` for as long as it
+            takes.
+        cwd (`str`, *optional*):
+            Folder in which a program runs. Defaults to the present one.
+    """
+
+    acts_outside = True
+
+    def __init__(
+        self,
+        app: str | Sequence[str] | Callable | None,
+        answer: str | None = None,
+        tools: bool = False,
+        earns: bool = False,
+        together: float = 0.02,
+        holds_up: float | None = 60.0,
+        cwd: str | os.PathLike | None = None,
+    ):
+        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(one, str) for one in app))
+        if app is not None and not callable(app) and not (is_command and app):
+            raise TypeError(
+                "`app` must be a command such as 'python my_app.py --question={prompt}', or a function `app(row, "
+                f"endpoint)`, got {app!r}."
+            )
+        if is_command:
+            parts_of(cast(Any, app))
+        if cwd is not None and not os.path.isdir(cwd):
+            raise ValueError(f"`cwd` of `ExternalApp` must be a folder, got {os.fspath(cwd)!r}.")
+        if not together >= 0:
+            raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
+        self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self._told: set[str] = set()
+        self.holds_up = holds_up
+        self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
+
+    @property
+    def uses_tools(self) -> bool:
+        return self.takes_tools
+
+    @property
+    def starts_programs(self) -> bool:
+        """`True` if an episode starts a program."""
+        return self.app is not None and not callable(self.app)
+
+    def check(self, agents: Sequence[str]) -> None:
+        if self.answer is not None and self.answer not in agents:
+            known = ", ".join(map(repr, agents))
+            raise ValueError(f"`answer` of `ExternalApp` is {self.answer!r}, but the team has {known}.")
+
+    def named_agents(self) -> list[str]:
+        return [] if self.answer is None else [self.answer]
+
+    def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
+        return []  # the application is not started for a picture
+
+    def describe(self) -> dict:
+        """What to run is not stored: a team that is loaded from elsewhere would run it."""
+        return {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
+
+    @classmethod
+    def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
+        return super().from_description({"app": None, **arguments}, environment_factory)
+
+    async def run(self, episode: LiveEpisode) -> None:
+        if self.app is None:
+            raise ValueError(
+                "The application of the team is not stored with it: pass `workflow=ExternalApp(...)`, or ask its "
+                "agents by name, as with `marft serve`."
+            )
+        from .server import Endpoint
+
+        server = Endpoint.of_process()
+        async with self._place(episode, server):
+            await self._run(episode, server)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, episode: LiveEpisode, server: Any) -> AsyncIterator[None]:
+        """Wait until there are files for a further episode."""
+        places = server.places()
+        if places.locked():
+            self.say_once(
+                f"{server.at_once} episodes of {self.name} run at a time, and the others wait: more might need more "
+                "open files than this process may have. Raise the limit (`ulimit -n`) to run more at a time."
+            )
+        episode.is_queued = True
+        async with places:
+            episode.is_queued = False
+            yield
+
+    async def _run(self, episode: LiveEpisode, server: Any) -> None:
+        session = Session(episode.agents, self.takes_tools, self.earns)
+        with server.open(session) as endpoint:
+            running = asyncio.ensure_future(self._result(episode, endpoint, server))
+            conversation = _Conversation(self, episode, session)
+            try:
+                await conversation.hold(running)
+            except BaseException:
+                running.cancel()
+                await asyncio.wait([running])
+                raise
+            self.check_keys(running.exception())
+        if (error := running.exception()) is not None and session.refused:
+            error.add_note(f"The last request of the application was refused: {session.refused}")
+        self._finish(episode, session, running.result())
+
+    async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
+        row = dict(episode.row)
+        if not callable(self.app):
+            arguments = arguments_of(cast(Any, self.app), row, endpoint)
+            job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
+            return await asyncio.wrap_future(job)
+        if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
+            value = self.app(row, endpoint)
+        else:
+            value = await _in_own_thread(functools.partial(self.app, row, endpoint))
+        try:
+            return AppResult(value=await value if inspect.isawaitable(value) else value)
+        except SystemExit as end:  # in a task, it would end the event loop
+            raise RuntimeError(f"the application has called `sys.exit({end.code!r})`") from end
+
+    def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
+        for name, number in list(session.counts.items()):
+            episode.count(f"app/{name}", number)
+        refused = f" Its last request was refused: {session.refused}" if session.refused else ""
+        if result.problem is not None:
+            raise RuntimeError(result.problem + refused)
+        if not episode.turns:
+            why = refused or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
+            said = result.said
+            raise RuntimeError(
+                f"The application has ended without a turn.{why}" + (f" It said: {said}" if said else "")
+            )
+        if result.left:
+            episode.count("app/left_behind", result.left)
+            self.say_once(
+                f"The application {self.name} has left {result.left} processes behind, which were ended. Wait for "
+                "them in it."
+            )
+        episode.environment = result
+        its = [turn for turn in episode.turns if turn.agent == self.answer]
+        if its:
+            episode.answer = its[-1]
+        for reward, turn in session.rewards:
+            episode.earn(turn or episode.turns[-1], reward)
+        if result.value is not None:
+            self._take_value(episode, result.value)
+        if self.earns and result.value is None and not session.rewards:
+            raise RuntimeError(
+                "the application has told no reward, with `earns=True`. Post it to `{base_url}/reward`, also if it is "
+                "0, or return it."
+            )
+        if result.said:
+            episode.observe(result.said, source=OUTPUT)
+
+    def _take_value(self, episode: LiveEpisode, value: Any) -> None:
+        is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
+        if self.earns and not is_reward:
+            raise TypeError(f"With `earns=True`, {self.name} must return a reward or nothing, got {value!r}.")
+        if self.earns:
+            episode.earn(episode.turns[-1], value)
+
+    def check_keys(self, cause: BaseException | None = None) -> None:
+        """
+        Check that a function has not passed its key on by what all episodes of this process share.
+
+        Args:
+            cause (`BaseException`, *optional*): what the function has raised.
+
+        Raises:
+            RuntimeError: it has, and episodes may have had turns of one another.
+        """
+        if callable(self.app) and (places := shared_keys()):
+            raise RuntimeError(
+                f"{' and '.join(places)} has the key of an episode. All episodes of this process share it, so they "
+                f"get one another's turns. In {self.name}, pass `base_url=endpoint.base_url, "
+                "api_key=endpoint.api_key` to the client, and `env={**os.environ, **endpoint.variables}` to programs."
+            ) from cause
+
+    def say_once(self, text: str) -> None:
+        """Warn of something, once."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
+
+    @property
+    def name(self) -> str:
+        """The application, as messages name it."""
+        if callable(self.app):
+            return f"`{callable_name(self.app)}`"
+        return f"`{self.app if isinstance(self.app, str) else ' '.join(cast(Sequence[str], self.app))}`"
+
+
+class _Conversation:
+    """
+    The requests of one episode as they become turns.
+
+    Args:
+        app ([`ExternalApp`]): the workflow.
+        episode ([`LiveEpisode`]): the episode.
+        session ([`Session`]): where requests come from.
+    """
+
+    def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
+        self._app, self._episode, self._session = app, episode, session
+        self._said: list[tuple[Turn, Said, Asked]] = []
+        self._open: list[Waiting] = []
+        self._refused = 0  # requests since the latest turn
+        self._tasks: set[asyncio.Task] = set()
+
+    async def hold(self, running: asyncio.Future) -> None:
+        """
+        Answer requests until the application has ended.
+
+        Raises:
+            RuntimeError: it asks again and again, and is refused each time.
+        """
+        self._episode.waits_for = self._app.name
+        arrival = asyncio.ensure_future(self._session.inbox.get())
+        try:
+            while not running.done():
+                await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+                if self._refused >= _MOST_REFUSED:
+                    why = f" Its last request was refused: {self._session.refused}" if self._session.refused else ""
+                    raise RuntimeError(f"the application asked {self._refused} times without getting a turn.{why}")
+                if not arrival.done():
+                    continue
+                self._app.check_keys()
+                batch = [arrival.result()]
+                if self._app.together:
+                    await asyncio.sleep(self._app.together)
+                while not self._session.inbox.empty():
+                    batch.append(self._session.inbox.get_nowait())
+                arrival = asyncio.ensure_future(self._session.inbox.get())
+                self._open = [one for one in self._open if not one.is_settled] + batch
+                for waiting in sorted(batch, key=lambda one: one.order):
+                    if not waiting.is_gone:
+                        waiting.task = asyncio.ensure_future(self._answer(waiting))
+                        self._tasks.add(waiting.task)
+                        waiting.task.add_done_callback(self._tasks.discard)
+        finally:
+            left = [arrival.result()] if arrival.done() and not arrival.cancelled() else []
+            while not self._session.inbox.empty():
+                left.append(self._session.inbox.get_nowait())
+            tasks = [arrival, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for waiting in {*self._open, *left}:
+                waiting.settle(RequestError("The episode has ended.", 401, code="invalid_api_key"))
+
+    async def _answer(self, waiting: Waiting) -> None:
+        self._refused += 1
+        try:
+            turn = await self._turn(waiting.asked, waiting.seen)
+            said = Said.of(turn, waiting.asked.stop)
+            self._said.append((turn, said, waiting.asked))
+            self._refused = 0
+            waiting.settle((said, turn))
+        except asyncio.CancelledError:
+            waiting.settle(RequestError("The request was given up.", 409))
+            raise
+        except (Exception, EndOfEpisode) as error:
+            waiting.settle(problem_of(error))
+
+    async def _turn(self, asked: Asked, seen: tuple[Turn, ...]) -> Turn:
+        episode = self._episode
+        settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
+        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.trains else ())]
+        for name in ignored:
+            self._app.say_once(
+                f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
+                "settings and the seed of the run."
+            )
+        given = Given(
+            self._with_turns(asked.model, asked.messages),
+            asked.tools,
+            asked.stop,
+            asked.sampling,
+            asked.max_tokens,
+        )
+        return await episode.turn_on(asked.model, given, sees=seen)
+
+    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
+        found: list[dict[str, Any]] = []
+        used: list[Turn] = []
+        for number, message in enumerate(messages):
+            turn = self._turn_of(agent, messages, number, used) if message["role"] == "assistant" else None
+            used += [turn] if turn is not None else []
+            found.append(message if turn is None else {**message, "content": turn})
+        return found
+
+    def _turn_of(
+        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
+    ) -> Turn | None:
+        """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
+        message, before = messages[number], list(messages[:number])
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
+        same = [
+            (turn, asked)
+            for turn, said, asked in self._said
+            if turn.agent == agent
+            and said.text == message["content"]
+            and said.text == Said.of(turn).text  # not one that is shown without its stop text
+            and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
+            and turn not in used
+        ]
+        return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)
+
+
+def _sorted(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True)
+
+
+async def _in_own_thread(function: Callable[[], Any]) -> Any:
+    """
+    What a function returns. Other episodes go on meanwhile, whose functions have threads of their own. A function is
+    interrupted when its episode has ended.
+    """
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        try:
+            value, error = context.run(function), None
+        except BaseException as caught:
+            value, error = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_settle, outcome, value, error)
+
+    thread = threading.Thread(target=work, name="marft-app", daemon=True)
+    thread.start()
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        if thread.is_alive() and thread.ident is not None:
+            raise_in(thread.ident, SystemExit)  # not an `Exception`, which functions catch
+        raise
+
+
+def _settle(outcome: asyncio.Future, value: Any, error: Exception | None) -> None:
+    if outcome.done():
+        return
+    if error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(value)

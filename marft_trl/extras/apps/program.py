@@ -1,0 +1,235 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Applications that are programs: started for an episode, listened to, and ended with all that they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from ...system.child_processes import keep, kill_group, let_go, started_by
+from ...system.redaction import for_log
+from .session import AppEndpoint
+
+
+# Characters that are kept of what a program writes, the last ones
+_KEPT = 20_000
+# Characters of a stream that messages have
+_TOLD = 1500
+# What a shell reads, and nobody else
+_OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
+# Seconds that a program has to end when it is told to, and that its output may come after its end
+_GRACE, _LATE = 2.0, 0.2
+# Variables of the processes of a launcher, which an application is none of
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@dataclass(frozen=True)
+class AppResult:
+    """
+    What has become of an application in an episode.
+
+    Args:
+        output (`str`): the end of its standard output.
+        errors (`str`): the end of its standard error.
+        status (`int`, *optional*): exit status; negative for the signal that has ended it. `None` for a function.
+        value (`Any`): what a function returned.
+        left (`int`): number of processes that it had left behind, which were ended.
+    """
+
+    output: str = ""
+    errors: str = ""
+    status: int | None = None
+    value: Any = None
+    left: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Why the episode has failed, if it has."""
+        if not self.status:
+            return None
+        name = signal.Signals(-self.status).name if self.status < 0 else ""
+        how = f"was ended by {name}" if self.status < 0 else f"ended with status {self.status}"
+        return f"the application {how}" + (f". It said: {self.said}" if self.said else " and said nothing")
+
+    @property
+    def said(self) -> str:
+        """The end of what it wrote, of both streams, without secrets and control characters."""
+        return "\n".join(filter(None, (for_log(text).strip()[-_TOLD:] for text in (self.output, self.errors))))
+
+
+def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
+    """
+    A command for a dataset row. No shell reads it: a value of the row is one argument or a part of one, whatever
+    characters it has.
+
+    Args:
+        command (`str` or `Sequence[str]`): with `{column}` for values of the row, `{base_url}` and `{api_key}`.
+        row (`Mapping[str, Any]`): the row.
+        endpoint ([`AppEndpoint`]): where the application asks the agents.
+
+    Raises:
+        ValueError: the row has no such column.
+    """
+    parts = parts_of(command)
+    row = {**row, "prompt": _last_text(row["prompt"])}
+    values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
+    texts = {name: _as_text(name, value) for name, value in values.items()}
+    try:
+        return [_Plain().vformat(part, (), texts) for part in parts]
+    except KeyError as error:
+        known = ", ".join(map(repr, row))
+        raise ValueError(
+            f"The command has {{{error.args[0]}}}, and the columns of the row are {known}. Name one of these, "
+            "`base_url` or `api_key`, or write `{{` and `}}` for braces."
+        ) from error
+
+
+def parts_of(command: str | Sequence[str]) -> list[str]:
+    """
+    The parts of a command.
+
+    Raises:
+        ValueError: it cannot be split, has fields that are none or that could be options, or was written for a shell.
+    """
+    try:
+        parts = shlex.split(command) if isinstance(command, str) else list(command)
+        for part in parts:
+            list(string.Formatter().parse(part))
+    except ValueError as error:
+        raise ValueError(f"The command {command!r} cannot be read: {error}.") from error
+    shells = [one for one in parts if one in _OF_SHELLS or one.startswith("$")] if isinstance(command, str) else []
+    if shells or not parts:
+        what = f"{shells[0]!r} would be an argument" if shells else "it is empty"
+        raise ValueError(
+            f"The command {command!r} is read by no shell: {what}. Name a program and its arguments, or "
+            "`['bash', '-c', '...']`, which reads what is in a row as code."
+        )
+    _check_fields(command, parts)
+    return parts
+
+
+def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
+    """A value of a row must not be read as an option, or name the program, whatever it begins with."""
+    are_values = False  # behind `--`
+    for number, part in enumerate(parts):
+        before, field, *_ = next(iter(string.Formatter().parse(part)), ("", None))
+        is_of_row = field is not None and field not in ("base_url", "api_key")
+        if is_of_row and not before.strip("-") and not are_values:
+            option = parts[number - 1] if number and parts[number - 1].startswith("-") else f"--{field}"
+            raise ValueError(
+                f"An argument of the command {command!r} begins with {{{field}}}, so a value such as `--output=x` "
+                f"would be an option of the program. Write `{option}={part}`, put `--` before arguments without "
+                "options, or read the row from the standard input of the program."
+            )
+        are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
+
+
+def _last_text(prompt: Any) -> Any:
+    """A prompt of messages as a question: the text of the last message."""
+    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict)
+    return prompt[-1].get("content") if is_conversation else prompt
+
+
+class _Plain(string.Formatter):
+    """Fields are names alone: `{prompt}`, not `{prompt.attribute}`."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return kwargs[field_name], field_name
+
+
+async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
+    """
+    Run a program to its end. It finds the row as JSON on its standard input. If the caller is cancelled, it is ended.
+
+    Args:
+        arguments (`Sequence[str]`): program and arguments.
+        row (`Mapping[str, Any]`): the row.
+        endpoint ([`AppEndpoint`]): where it asks the agents.
+        cwd (`str`): its folder.
+    """
+    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    transport, heard = await asyncio.get_running_loop().subprocess_exec(
+        _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
+    )
+    pid = transport.get_pid()
+    keep(endpoint.api_key, pid)
+    try:
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(json.dumps(row, default=str).encode())  # which a program need not read
+        stdin.write_eof()
+        await heard.has_ended.wait()
+        with contextlib.suppress(TimeoutError):  # others may have inherited its output
+            async with asyncio.timeout(_LATE):
+                await heard.is_silent.wait()
+    finally:
+        left = await _end(pid, heard, endpoint.api_key)
+        let_go(endpoint.api_key)
+        transport.close()
+    return AppResult(heard.text(1), heard.text(2), transport.get_returncode(), left=left)
+
+
+class _Listener(asyncio.SubprocessProtocol):
+    """Keeps the end of what a program writes, and notes when it has ended."""
+
+    def __init__(self) -> None:
+        self._kept = {1: b"", 2: b""}
+        self._open = set(self._kept)
+        # That of a process, and not of all who have inherited its output, as `Process.wait` waits for
+        self.has_ended, self.is_silent = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._kept[fd] = (self._kept[fd] + data)[-4 * _KEPT :]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self.is_silent.set()
+
+    def process_exited(self) -> None:
+        self.has_ended.set()
+
+    def text(self, fd: int) -> str:
+        """The end of a stream."""
+        return self._kept[fd].decode("utf-8", "replace")[-_KEPT:]
+
+
+async def _end(pid: int, heard: _Listener, secret: str) -> int:
+    """
+    End a program, and what it has started, also outside of its group: all of it has the key of the episode.
+
+    Returns: the number of processes that were left when the program itself had ended.
+    """
+    was_running = not heard.has_ended.is_set()
+    left = await asyncio.to_thread(started_by, pid, secret)
+    if was_running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    for one in left:
+        with contextlib.suppress(psutil.Error):
+            one.terminate()
+    if left:
+        _, stubborn = await asyncio.to_thread(psutil.wait_procs, left, _GRACE)
+        for one in stubborn:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE):
+            await heard.has_ended.wait()
+    kill_group(pid)
+    await heard.has_ended.wait()
+    return 0 if was_running else len(left)
+
+
+def _as_text(name: str, value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.replace("\0", "") if isinstance(text, str) else str(text)

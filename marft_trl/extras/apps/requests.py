@@ -1,0 +1,523 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Requests of OpenAI's API: what a client asks for and what a team answers, whatever the form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from ...episodes.records import EndOfEpisode, PromptError, Turn, TurnLimitError
+from ...episodes.tools import MALFORMED
+from ...system.hints import did_you_mean
+from ...system.redaction import for_log, printable
+
+
+logger = logging.getLogger(__name__)
+
+# Ids of the latest errors
+_LOGGED: deque[str] = deque(maxlen=1000)
+
+
+# Largest depth of the values of a request
+_DEEPEST = 64
+# Temperatures below it are greedy decoding
+_COLDEST = 1e-4
+# Largest number of answers to a request, and of stop texts, as OpenAI has it
+_MOST_ANSWERS, _MOST_STOPS = 16, 4
+# Fields that are read in both forms of the API
+_READ = {
+    *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "seed", "row", "show_turns"),
+}
+# Fields that say nothing about what a model writes, or that ask for what is the case anyway
+_ASIDE = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+    *("parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity", "include", "truncation", "max_tool_calls"),
+    *("context_management", "prompt_cache_retention"),
+}
+_LOGPROBS = "The log-probabilities of a turn are recorded with it, and are not sent."
+_POLICY = "Agents sample from their policies. Leave it out."
+_TEXTS = "Agents write texts. Leave it out."
+_KEPT = "Nothing is kept between requests. Send the whole conversation."
+# Fields that cannot be obeyed: the values that ask for nothing, and why
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logprobs": ((False,), _LOGPROBS),
+    "top_logprobs": ((0,), _LOGPROBS),
+    "logit_bias": (({},), _POLICY),
+    "presence_penalty": ((0, 0.0), _POLICY),
+    "frequency_penalty": ((0, 0.0), _POLICY),
+    "repetition_penalty": ((1, 1.0), _POLICY),
+    "functions": (([],), "Use `tools`."),
+    "function_call": (("none", "auto"), "Use `tools`."),
+    "modalities": ((["text"],), _TEXTS),
+    "audio": ((), _TEXTS),
+    "prediction": ((), "Leave it out."),
+    "web_search_options": ((), "Leave it out."),
+    "previous_response_id": ((), _KEPT),
+    "conversation": ((), _KEPT),
+    "prompt": ((), _KEPT),
+    "background": ((False,), "Wait for the answer."),
+}
+
+
+class RequestError(ValueError):
+    """
+    A request that cannot be answered.
+
+    Args:
+        message (`str`): why, and what to change.
+        status (`int`, *optional*, defaults to `400`): HTTP status.
+        field (`str`, *optional*): the field of the request.
+        code (`str`, *optional*): OpenAI's code of the error.
+    """
+
+    def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
+        super().__init__(printable(message))
+        self.status, self.field, self.code = status, field, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+def problem_of(error: BaseException) -> RequestError:
+    """
+    The error that a client gets: the message if the request is wrong. Other messages may hold the address of an
+    endpoint or the output of a program, so they are logged without secrets, and the client gets an id of the log.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RequestError):
+            return cause
+        if isinstance(cause, (PromptError, EndOfEpisode)):
+            code = "context_length_exceeded" if cause.is_too_long else None
+            return RequestError(for_log(str(cause)), field="messages", code=code)
+        if isinstance(cause, (TemplateError, TurnLimitError)):
+            return RequestError(for_log(str(cause)))
+        cause = cause.__cause__
+    text = for_log("".join(traceback.format_exception(error)))
+    identity = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    if identity not in _LOGGED:  # a client that asks again and again does not fill the disk
+        logger.error(f"Error {identity}: {text}")
+    _LOGGED.append(identity)
+    return RequestError(
+        f"The server failed to answer. The reason is in its log, as error {identity}.", 500, code="internal_error"
+    )
+
+
+def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """
+    Raises:
+        RequestError: a field asks for something that cannot be had, or is none of both forms or of the `own` ones.
+    """
+    for name, value in given.items():
+        if value is None or name in _READ or name in _ASIDE or name in own:
+            continue
+        if name not in _REFUSED:
+            hint = did_you_mean(name, [*_READ, *own])
+            raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
+        nothing, why = _REFUSED[name]
+        if not any(value == one and type(value) is type(one) for one in nothing):
+            raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:
+        given = json.loads(body.decode("utf-8"), parse_constant=refuse)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(given)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
+    if not isinstance(given, dict):
+        raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
+    return given
+
+
+def check_depth(value: Any) -> None:
+    """Raise unless a value is nested as deep as programs nest them, and no deeper: later code goes through it."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for some in inner for one in some]
+    if level:
+        raise ValueError(f"values are nested more than {_DEEPEST} deep")
+
+
+def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:
+    """The model that is asked for."""
+    model = given.get("model")
+    if not isinstance(model, str) or model not in models:
+        known = ", ".join(map(repr, models))
+        hint = did_you_mean(model, models) if isinstance(model, str) else ""
+        shown = json.dumps(model)[:80]
+        raise RequestError(f"`model` must be one of {known}, got {shown}.{hint}", 404, "model", "model_not_found")
+    return model
+
+
+def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling settings of a request."""
+    ranges: dict[str, tuple[float, float, str]] = {
+        "temperature": (0.0, 2.0, "from 0 to 2"),
+        "top_p": (0.0, 1.0, "above 0 and at most 1"),
+        "min_p": (0.0, 1.0, "from 0 to 1"),
+    }
+    found: dict[str, float] = {}
+    for name, (low, high, text) in ranges.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
+            raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
+        # What is nearly 0 is meant as 0, and would overflow
+        found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
+    if (top_k := whole(given, "top_k", -1, 2**31)) is not None:
+        found["top_k"] = max(top_k, 0)
+    return found
+
+
+def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    """An integer, if it is given."""
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"`{name}` must be an integer {limits}, got {json.dumps(value)[:80]}.", field=name)
+    return value
+
+
+def length_of(given: Mapping[str, Any]) -> int | None:
+    """The largest number of tokens of a turn, under any of the names that there are."""
+    lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def count_of(given: Mapping[str, Any], is_stream: bool) -> int:
+    """The number of answers."""
+    count = whole(given, "n", 1, _MOST_ANSWERS) or 1
+    if is_stream and count > 1:
+        raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
+    return count
+
+
+def row_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Further columns of a dataset row."""
+    row = given.get("row") or {}
+    if not isinstance(row, dict) or "prompt" in row:
+        raise RequestError(
+            "`row` must be an object with the further columns of a dataset row; its `prompt` is the conversation.",
+            field="row",
+        )
+    return row
+
+
+def stops_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that end a turn."""
+    value = given.get("stop")
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
+        raise RequestError(f"`stop` must be a text or a list of up to {_MOST_STOPS} texts.", field="stop")
+    return tuple(texts)
+
+
+def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Whether something is the case."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"`{name}` must be true or false, got {json.dumps(value)[:80]}.", field=name)
+    return value
+
+
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """
+    The text of a content: a string, or a list of parts.
+
+    Args:
+        content (`Any`): the content.
+        where (`str`): its field.
+        kinds (`Sequence[str]`, *optional*): types of parts that have a text.
+    """
+    if isinstance(content, list):
+        texts = [one.get("text") if isinstance(one, dict) and one.get("type") in kinds else None for one in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"`{where}` may have parts of type 'text' alone.", field=where)
+        content = "".join(texts)  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise RequestError(f"`{where}` must be a text.", field=where)
+    return content
+
+
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise RequestError(f"`{where}` must be an object, got {json.dumps(value)[:80]}.", field=where)
+    return value
+
+
+def name_of(value: Any, where: str) -> str:
+    """A name that is not empty."""
+    if not isinstance(value, str) or not value or len(value) > 128:
+        raise RequestError(f"`{where}` must be a name, got {json.dumps(value)[:80]}.", field=where)
+    return value
+
+
+_REFUSED_FORMAT = "Constrained decoding would sample from another policy. Ask for the form in a message, and parse."
+
+
+class SaidCall(NamedTuple):
+    """
+    A call of a function.
+
+    Args:
+        id (`str`): id that its result refers to.
+        name (`str`): name of the function.
+        arguments (`str`): its arguments, as JSON.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    A request for one message of a model.
+
+    Args:
+        model (`str`): name of the model.
+        messages (`list[dict]`): the conversation as chat templates take it. Calls have mappings as `arguments`, and
+            results the `name` of their function.
+        tools (`tuple[dict, ...]`): JSON schemas of functions, as chat templates take them.
+        stop (`tuple[str, ...]`): texts that end the message.
+        stream (`bool`): whether the answer is to be a stream.
+        with_usage (`bool`): whether a stream ends with the numbers of tokens.
+        sampling (`dict`): sampling settings.
+        max_tokens (`int`, *optional*): largest number of tokens.
+        count (`int`): number of answers.
+        seed (`int`, *optional*): seed of sampling.
+        row (`dict`): further columns of a dataset row.
+        show_turns (`bool`): whether the answer has the turns of teammates.
+    """
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: tuple[dict[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    with_usage: bool = False
+    sampling: dict[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    count: int = 1
+    seed: int | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+    show_turns: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        models: Sequence[str],
+        own: Collection[str],
+        messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
+        tool: Callable[[dict[str, Any], str], tuple[Any, str]],
+    ) -> Asked:
+        """
+        Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
+
+        Args:
+            given (`Mapping[str, Any]`): the request.
+            models (`Sequence[str]`): names that may be asked for.
+            own (`Collection[str]`): names of fields that this form alone has.
+            messages (`Callable`): reads the messages.
+            tool (`Callable`): finds the function of a tool, and the name of its field.
+        """
+        model = model_of(given, models)
+        check_known(given, own)
+        _check_format(given.get("response_format"), "response_format")
+        _check_format(object_of(given.get("text") or {}, "text").get("format"), "text.format")
+        is_stream = flag(given, "stream", False)
+        return cls(
+            model=model,
+            messages=messages(given),
+            tools=_tools(given, tool),
+            stop=stops_of(given),
+            stream=is_stream,
+            with_usage=flag(object_of(given.get("stream_options") or {}, "stream_options"), "include_usage", False),
+            sampling=sampling_of(given),
+            max_tokens=length_of(given),
+            count=count_of(given, is_stream),
+            seed=whole(given, "seed", -(2**63), 2**63 - 1),
+            row=row_of(given),
+            show_turns=flag(given, "show_turns", True),
+        )
+
+    def check_turn(self) -> None:
+        """
+        Raises:
+            RequestError: it is more than one turn of an agent, or less.
+        """
+        if self.count > 1:
+            raise RequestError("`n` must be 1: a turn is one answer. Ask again for another one.", field="n")
+        if self.row:
+            raise RequestError("`row` is not read here: an agent is asked on the messages.", field="row")
+
+
+@dataclass(frozen=True)
+class Said:
+    """
+    A message of a model.
+
+    Args:
+        text (`str`): its text, without calls.
+        calls (`tuple[SaidCall, ...]`): calls of functions.
+        is_cut (`bool`): whether it ended at its largest length.
+        read (`int`): number of tokens of the conversation.
+        written (`int`): number of tokens of the message.
+    """
+
+    text: str
+    calls: tuple[SaidCall, ...] = ()
+    is_cut: bool = False
+    read: int = 0
+    written: int = 0
+
+    @classmethod
+    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> Said:
+        """
+        A turn as a message.
+
+        Args:
+            turn ([`Turn`]): the turn.
+            stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
+            mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
+        """
+        calls = _calls_of(turn)
+        text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
+        for one in stop:
+            text = text.partition(one)[0]
+        ids = [SaidCall(f"call_{mark}{turn.index}_{i}", *call) for i, call in enumerate(calls)]
+        return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
+
+
+def _calls_of(turn: Turn) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in a turn. If one of them has no object as arguments, the turn is a text."""
+    calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
+    found = [(name, arguments) for name, arguments in calls if arguments is not None]
+    return found if len(found) == len(calls) and MALFORMED not in turn.tool_calls else []
+
+
+def _as_json(arguments: Any) -> str | None:
+    """Arguments as JSON, which models also write as a text; `None` if they are no object."""
+    if isinstance(arguments, str):
+        text = arguments.strip() or "{}"
+        try:
+            return text if isinstance(json.loads(text), dict) else None
+        except (ValueError, RecursionError):
+            return None
+    return json.dumps(arguments) if isinstance(arguments, Mapping) else None
+
+
+def _check_format(value: Any, where: str) -> None:
+    """Raise unless a format asks for nothing but text."""
+    if value is not None and object_of(value, where).get("type") != "text":
+        raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
+
+
+def _tools(
+    given: Mapping[str, Any], function_of: Callable[[dict[str, Any], str], tuple[Any, str]]
+) -> tuple[dict[str, Any], ...]:
+    """The functions that a model may call."""
+    tools, choice = given.get("tools") or [], given.get("tool_choice")
+    if not isinstance(tools, list):
+        raise RequestError("`tools` must be a list.", field="tools")
+    schemas = []
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        if object_of(tool, where).get("type") != "function":
+            raise RequestError(f"`{where}.type` must be 'function'.", field=where)
+        schemas.append(_schema(*function_of(tool, where)))
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A call that is forced would be "
+            "sampled from another policy.",
+            field="tool_choice",
+            code="unsupported_parameter",
+        )
+    names = [tool["function"]["name"] for tool in schemas]
+    if len(set(names)) < len(names):
+        raise RequestError("Two `tools` have the same name.", field="tools")
+    return () if choice == "none" else tuple(schemas)
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    """
+    The schema of a function: its name, and what of description and parameters there is.
+
+    Args:
+        tool (`Any`): an object with a `name`.
+        where (`str`): its field.
+    """
+    function = {key: value for key, value in object_of(tool, where).items() if key not in ("type", "strict")}
+    name_of(function.get("name"), f"{where}.name")
+    if not isinstance(function.get("description"), str | None):
+        raise RequestError(f"`{where}.description` must be a text.", field=f"{where}.description")
+    parameters = object_of(function.get("parameters") or {}, f"{where}.parameters")
+    schema = {**function, "description": function.get("description") or "", "parameters": parameters}
+    schema["parameters"] = parameters if "type" in parameters else {"type": "object", "properties": {}, **parameters}
+    return {"type": "function", "function": schema}
+
+
+def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """A call within a message, as chat templates take it."""
+    try:
+        known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        json.dumps(known, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(known)
+    except (ValueError, RecursionError):  # what a model wrote need not be JSON
+        known = str(arguments)
+    function = {"name": name_of(name, f"{where}.name"), "arguments": known}
+    return {"id": name_of(identity, f"{where}.id"), "type": "function", "function": function}
+
+
+def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """
+    Messages whose results have the names of their functions.
+
+    Raises:
+        RequestError: a result belongs to no call before it.
+    """
+    names: dict[str, str] = {}
+    found = []
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool":
+            identity = message.get("tool_call_id")
+            if not isinstance(identity, str) or identity not in names:
+                raise RequestError(
+                    f"`{where}[{number}]` is the result of the call {json.dumps(identity)[:80]}, and no message "
+                    "before it has made that call.",
+                    field=f"{where}[{number}]",
+                )
+            message = {**message, "name": names[identity]}
+        found.append(message)
+    return found

@@ -1,0 +1,198 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Responses, OpenAI's newer form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .requests import Asked, RequestError, Said, call_of, object_of, read_object, text_of, with_names
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def read(body: bytes, models: Sequence[str]) -> Asked:
+    """
+    Read the body of a request, see [`~marft_trl.extras.apps.chat.read`].
+
+    Raises:
+        RequestError: the message names the field, what it got and what it needs.
+    """
+    own = ("input", "instructions", "text")
+    asked = Asked.of(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
+    if asked.count > 1:
+        raise RequestError("`n` must be 1: a response is one answer. Ask again for another one.", field="n")
+    return asked
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items = given.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise RequestError("`input` must be a text, or a list of items.", field="input")
+    messages: list[dict[str, Any]] = []
+    if given.get("instructions") is not None:
+        messages.append({"role": "system", "content": text_of(given["instructions"], "instructions")})
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = object_of(item, where).get("type", "message")
+        if kind == "message":
+            messages.append(_message(item, where))
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = text_of(item.get("output"), f"{where}.output", _TEXTS)
+            messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+        elif kind != "reasoning":  # of other models
+            raise RequestError(f"`{where}.type` {str(kind)[:80]!r} is not supported.", field=f"{where}.type")
+    if not messages:
+        raise RequestError("`input` has nothing to answer.", field="input")
+    return with_names(messages, "input")
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(map(repr, _ROLES))
+        raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
+    return {"role": _ROLES[role], "content": text_of(item.get("content"), f"{where}.content", _TEXTS)}
+
+
+# ---- Answers ----
+
+
+def answer(identity: str, asked: Asked, said: Said) -> dict[str, Any]:
+    """
+    The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
+    clients take an incomplete response for an error, and turns of training are cut now and then.
+    """
+    return _response(identity, asked, "completed", _output(identity, said), said)
+
+
+def events(identity: str, asked: Asked, said: Said) -> list[dict[str, Any]]:
+    """The events of a streamed answer."""
+    stream = Events(identity, asked)
+    found = stream.begin()
+    if said.text or not said.calls:
+        found += stream.delta(said.text)
+    return [*found, *stream.end(said)]
+
+
+class Events:
+    """
+    The events of an answer that grows.
+
+    Args:
+        identity (`str`): id of the answer.
+        asked ([`Asked`]): the request.
+    """
+
+    def __init__(self, identity: str, asked: Asked):
+        self._identity, self._asked, self._count, self._has_text = identity, asked, 0, False
+        self._place = {"item_id": f"msg_{identity}", "output_index": 0, "content_index": 0}
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The first events."""
+        begun = _response(self._identity, self._asked, "in_progress", [])
+        return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
+
+    def delta(self, text: str) -> list[dict[str, Any]]:
+        """Events of a further text."""
+        found = []
+        if not self._has_text:
+            self._has_text = True
+            item = {**_message_item(self._identity, ""), "status": "in_progress", "content": []}
+            found.append(self._event("response.output_item.added", output_index=0, item=item))
+            found.append(self._event("response.content_part.added", **self._place, part=_part("")))
+        if text:
+            found.append(self._event("response.output_text.delta", **self._place, delta=text, logprobs=[]))
+        return found
+
+    def end(self, said: Said) -> list[dict[str, Any]]:
+        """The last events."""
+        found, items = [], _output(self._identity, said)
+        for index, item in enumerate(items):
+            if item["type"] == "message":
+                found.append(self._event("response.output_text.done", **self._place, text=said.text, logprobs=[]))
+                found.append(self._event("response.content_part.done", **self._place, part=_part(said.text)))
+            else:
+                begun = {**item, "status": "in_progress", "arguments": ""}
+                place = {"item_id": item["id"], "output_index": index}
+                found.append(self._event("response.output_item.added", output_index=index, item=begun))
+                name, arguments = item["name"], item["arguments"]
+                found.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
+                found.append(
+                    self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+                )
+            found.append(self._event("response.output_item.done", output_index=index, item=item))
+        whole_answer = answer(self._identity, self._asked, said)
+        return [*found, self._event("response.completed", response=whole_answer)]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._count += 1
+        return {"type": kind, "sequence_number": self._count - 1, **fields}
+
+
+def _response(
+    identity: str, asked: Asked, status: str, output: list[dict[str, Any]], said: Said | None = None
+) -> dict[str, Any]:
+    is_cut = said is not None and said.is_cut
+    return {
+        "id": f"resp_{identity}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "model": asked.model,
+        "output": output,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": asked.sampling.get("temperature"),
+        "top_p": asked.sampling.get("top_p"),
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools],
+        "usage": _usage(said) if said is not None else None,
+    }
+
+
+def _output(identity: str, said: Said) -> list[dict[str, Any]]:
+    calls = [
+        {
+            "type": "function_call",
+            "id": f"fc_{identity}_{number}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        for number, call in enumerate(said.calls)
+    ]
+    return [_message_item(identity, said.text), *calls] if said.text or not calls else calls
+
+
+def _message_item(identity: str, text: str) -> dict[str, Any]:
+    head = {"type": "message", "id": f"msg_{identity}", "role": "assistant", "status": "completed"}
+    return {**head, "content": [_part(text)]}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(said: Said) -> dict[str, Any]:
+    return {
+        "input_tokens": said.read,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": said.written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": said.read + said.written,
+    }

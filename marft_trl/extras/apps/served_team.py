@@ -1,0 +1,711 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A team over HTTP: settings, request queue, routes, and answers as a whole or as streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+from yarl import URL
+
+from ...config.team_setup import decoding
+from ...episodes.live import LiveEpisode
+from ...episodes.records import EndOfEpisode, Episode, Given, PromptError
+from ...team import Event, Team, TextDelta
+from ...team.live import Ask
+from ...workflows import Sequential, Workflow
+from ..engines.server import EngineDownError
+from . import chat, responses
+from .external_app import OUTPUT, ExternalApp
+from .requests import Asked, RequestError, Said, problem_of
+from .server import body_of, streamed
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """
+    Address and limits of a gateway.
+
+    Args:
+        name (`str`, *optional*, defaults to `"team"`): name of the team as a model.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`): address to listen at.
+        port (`int`, *optional*, defaults to `8080`): port; 0 for any free one.
+        api_key (`str`, *optional*): key that requests bring as `Authorization: Bearer ...`. Demanded unless the
+            address is one of this machine alone.
+        show_turns (`bool`, *optional*, defaults to `True`): whether answers have the turns of teammates.
+        max_running (`int`, *optional*, defaults to `64`): largest number of answers that are written at a time.
+        max_programs (`int`, *optional*, defaults to `8`): the same for a team whose answers start programs.
+        max_waiting (`int`, *optional*, defaults to `256`): largest number of questions that wait for others to end.
+            Further ones are refused with status 503.
+        max_turns (`int`, *optional*, defaults to `64`): largest number of turns of an episode.
+        timeout (`float`, *optional*, defaults to `600.0`): seconds after which a question is given up.
+        max_body (`int`, *optional*, defaults to `1048576`): largest number of bytes of a request.
+        grace (`float`, *optional*, defaults to `10.0`): seconds that questions have left when the gateway ends.
+
+    Raises:
+        ValueError: the address is reachable by others and there is no key, or a limit is out of range.
+    """
+
+    name: str = "team"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = field(default=None, repr=False)
+    show_turns: bool = True
+    max_running: int = 64
+    max_programs: int = 8
+    max_waiting: int = 256
+    max_turns: int = 64
+    timeout: float = 600.0
+    max_body: int = 1 << 20
+    grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.is_loopback and not self.api_key:
+            raise ValueError(
+                f"`host={self.host!r}` can be reached by others, so an API key is needed: set the environment "
+                "variable `MARFT_API_KEY`. Or leave `host` at '127.0.0.1', which only this machine reaches."
+            )
+        for name in ("max_running", "max_programs", "max_turns", "timeout", "max_body"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)!r}.")
+        for name in ("max_waiting", "grace"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)!r}.")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"`port` must be from 0 to 65535, got {self.port!r}.")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the address."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine, by its address or as `localhost`. Other names may mean anything."""
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class FullError(RuntimeError):
+    """Too many questions are waiting already."""
+
+
+class Desk:
+    """
+    Places for answers that are written at the same time.
+
+    Args:
+        places (`int`): number of places.
+        waiting (`int`): largest number of questions that wait for some.
+    """
+
+    def __init__(self, places: int, waiting: int):
+        self.places, self._free, self._most = places, asyncio.Semaphore(places), waiting
+        self._first = asyncio.Lock()  # held by the question that has waited longest
+        self.running = self.waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def place(self, answers: int = 1) -> AsyncIterator[None]:
+        """
+        Asynchronous context manager: a place for each answer to a question, as soon as so many are free.
+
+        Raises:
+            FullError: too many are waiting.
+        """
+        if (self._free.locked() or self._first.locked()) and self.waiting >= self._most:
+            raise FullError(f"{self.running} questions are being answered, and {self.waiting} wait.")
+        self.waiting += 1
+        taken = 0
+        try:
+            try:
+                async with self._first:
+                    while taken < answers:
+                        await self._free.acquire()
+                        taken += 1
+            finally:
+                self.waiting -= 1
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
+        finally:
+            for _ in range(taken):
+                self._free.release()
+
+
+class Counts:
+    """What a gateway has done, in Prometheus' text format."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._tokens: Counter[tuple[str, str]] = Counter()
+        self._turns: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+
+    def request(self, model: str, status: int, seconds: float) -> None:
+        """A request has ended."""
+        self._requests[model, status] += 1
+        self._seconds[model] = self._seconds.get(model, 0.0) + seconds
+
+    def episodes(self, episodes: Sequence[Episode]) -> None:
+        """Episodes have ended."""
+        for turn in (turn for episode in episodes for turn in episode.turns):
+            self._turns[turn.agent] += 1
+            self._tokens[turn.agent, "prompt"] += len(turn.prompt_ids)
+            self._tokens[turn.agent, "completion"] += len(turn.completion_ids)
+
+    def text(self, desk: Desk) -> str:
+        """All of it, with the present numbers of a desk."""
+        lines = [
+            "# TYPE marft_requests_running gauge",
+            f"marft_requests_running {desk.running}",
+            "# TYPE marft_requests_waiting gauge",
+            f"marft_requests_waiting {desk.waiting}",
+            "# TYPE marft_requests_total counter",
+            *(f'marft_requests_total{{model="{m}",status="{s}"}} {n}' for (m, s), n in self._requests.items()),
+            "# TYPE marft_request_seconds_total counter",
+            *(f'marft_request_seconds_total{{model="{m}"}} {n:.6f}' for m, n in self._seconds.items()),
+            "# TYPE marft_turns_total counter",
+            *(f'marft_turns_total{{agent="{agent}"}} {n}' for agent, n in self._turns.items()),
+            "# TYPE marft_tokens_total counter",
+            *(f'marft_tokens_total{{agent="{agent}",kind="{k}"}} {n}' for (agent, k), n in self._tokens.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def completion(identity: str, request: Asked, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The answer to a request as a whole."""
+    choices = []
+    for index, episode in enumerate(episodes):
+        message = {"role": "assistant", "content": answer_text(episode)}
+        if request.show_turns and (said := thoughts(episode)):
+            message["reasoning_content"] = said
+        choice = {"index": index, "message": message, "finish_reason": finish_reason(episode), "logprobs": None}
+        choices.append(choice)
+    shown = {"marft": [as_data(episode) for episode in episodes]} if request.show_turns else {}
+    head = {"id": identity, "object": "chat.completion", "created": int(time.time()), "model": request.model}
+    return {**head, "choices": choices, "usage": usage(episodes), **shown}
+
+
+class Chunks:
+    """
+    The parts of a streamed answer.
+
+    Args:
+        identity (`str`): id of the answer.
+        request ([`Asked`]): what is asked for.
+    """
+
+    def __init__(self, identity: str, request: Asked):
+        self._request = request
+        created = int(time.time())
+        self._head = {"id": identity, "object": "chat.completion.chunk", "created": created, "model": request.model}
+
+    def delta(self, fields: Mapping[str, Any], reason: str | None = None, **further: Any) -> dict[str, Any]:
+        """A part of the answer."""
+        choice = {"index": 0, "delta": dict(fields), "finish_reason": reason, "logprobs": None}
+        return {**self._head, "choices": [choice], **further}
+
+    def last(self, episode: Episode) -> list[dict[str, Any]]:
+        """What ends the answer."""
+        shown = {"marft": [as_data(episode)]} if self._request.show_turns else {}
+        parts = [self.delta({}, finish_reason(episode), **shown)]
+        if self._request.with_usage:
+            parts.append({**self._head, "choices": [], "usage": usage([episode])})
+        return parts
+
+
+def heading(agent: str, is_first: bool) -> str:
+    """What stands above a turn among the turns of teammates."""
+    return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
+
+
+def thoughts(episode: Episode) -> str:
+    """The turns before the answer, with their agents' names."""
+    turns = [turn for turn in episode.turns if turn is not episode.answer]
+    return "".join(heading(turn.agent, not number) + turn.text for number, turn in enumerate(turns))
+
+
+def answer_text(episode: Episode) -> str:
+    """The team's answer; empty if there was no turn."""
+    return episode.answer.text if episode.answer is not None else ""
+
+
+def finish_reason(episode: Episode) -> str:
+    """`"length"` if the answer was cut at its length limit."""
+    return "length" if episode.answer is not None and episode.answer.truncated else "stop"
+
+
+def usage(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Numbers of tokens, all together and of each agent."""
+    agents: dict[str, dict[str, int]] = {}
+    for turn in (turn for episode in episodes for turn in episode.turns):
+        its = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
+        its["prompt_tokens"] += len(turn.prompt_ids)
+        its["completion_tokens"] += len(turn.completion_ids)
+    read = sum(its["prompt_tokens"] for its in agents.values())
+    said = sum(its["completion_tokens"] for its in agents.values())
+    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said, "agents": agents}
+
+
+def as_data(episode: Episode) -> dict[str, Any]:
+    """An episode as JSON: who said what, in order, and what they were told. The output of a program is not shown."""
+    return {
+        "turns": [
+            {
+                "agent": turn.agent,
+                "text": turn.text,
+                "sees": list(turn.sees),
+                "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
+                "truncated": turn.truncated,
+                "is_answer": turn is episode.answer,
+                "prompt_tokens": len(turn.prompt_ids),
+                "completion_tokens": len(turn.completion_ids),
+            }
+            for turn in episode.turns
+        ],
+        "feedback": [{"source": one.agent, "text": one.text} for one in episode.feedback if one.agent != OUTPUT],
+    }
+
+
+# Seconds after which a stream without news gets a comment, so that nobody in between takes it for dead
+_SILENCE = 15.0
+# Parts of a stream that are written at once
+_AT_ONCE = 256
+# What anybody may ask without a key
+_OPEN = ("/", "/health")
+_UNSUPPORTED = "unsupported_parameter"
+_MODEL, _STARTED = web.RequestKey("marft_model", str), web.RequestKey("marft_started", float)
+
+
+def serve(team: Team, settings: GatewaySettings | None = None) -> None:
+    """
+    Serve a team until the process is told to end.
+
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`], *optional*): address and limits.
+    """
+    asyncio.run(_serve(team, settings or GatewaySettings()))
+
+
+async def _serve(team: Team, settings: GatewaySettings) -> None:
+    is_told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, is_told.set)
+    runner = web.AppRunner(
+        application(team, settings),
+        handler_cancellation=True,
+        shutdown_timeout=settings.grace,
+        access_log=None,
+        auto_decompress=False,  # a few bytes would become any number of them before the key is looked at
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+        url = URL.build(scheme="http", host=settings.host, port=runner.addresses[0][1])  # port 0 is any
+        logger.info(f"Serving {team!r} on {str(url).rstrip('/')}.")
+        await is_told.wait()
+    finally:
+        await runner.cleanup()
+
+
+def application(team: Team, settings: GatewaySettings | None = None) -> web.Application:
+    """
+    The gateway as an application of aiohttp, to be run or mounted by others. Run it with `handler_cancellation=True`,
+    so that questions end when nobody waits for the answer.
+
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`], *optional*): address and limits.
+
+    Raises:
+        ValueError: an agent has the name of the team.
+    """
+    return _Gateway(team, settings or GatewaySettings()).application()
+
+
+class _Alone(Workflow):
+    """One agent answers by itself."""
+
+    def __init__(self, agent: str):
+        self.agent = agent
+
+    async def run(self, episode: LiveEpisode) -> None:
+        await episode.turn(self.agent)
+
+
+class _OnMessages(Workflow):
+    """An agent is asked on the messages of a request."""
+
+    def __init__(self, asked: Asked):
+        self._asked = asked
+
+    async def run(self, episode: LiveEpisode) -> None:
+        asked = self._asked
+        try:
+            await episode.turn_on(asked.model, Given(asked.messages, asked.tools, asked.stop))
+        except EndOfEpisode as end:
+            raise PromptError(str(end), end.is_too_long) from end
+
+
+class _Gateway:
+    """
+    Args:
+        team ([`Team`]): the team.
+        settings ([`GatewaySettings`]): address and limits.
+    """
+
+    def __init__(self, team: Team, settings: GatewaySettings):
+        names = [agent.name for agent in team.agents]
+        if settings.name in names:
+            raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
+        self._team, self._settings = team, settings
+        starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
+        places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
+        self._desk, self._counts = Desk(places, settings.max_waiting), Counts()
+        self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+        self._ends = False
+
+    @property
+    def _workflows(self) -> dict[str, Workflow | None]:
+        """What may be asked: the team, by its own workflow, and each of its present agents."""
+        agents: dict[str, Workflow | None] = {agent.name: _Alone(agent.name) for agent in self._team.agents}
+        workflow = self._team.workflow
+        if isinstance(workflow, ExternalApp) and workflow.app is None:  # nobody knows whom to ask in which order
+            return agents
+        return {self._settings.name: None, **agents}
+
+    def _is_direct(self, model: Any) -> bool:
+        """Whether an agent is asked as in its training: on the messages that an application has written."""
+        return isinstance(self._team.workflow, ExternalApp) and model in [one.name for one in self._team.agents]
+
+    def application(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=self._settings.max_body, middlewares=[self._around])
+        app.router.add_get("/", self._show_page)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.cleanup_ctx.append(self._connected)
+        app.on_shutdown.append(self._end)
+        return app
+
+    async def _connected(self, _: web.Application) -> AsyncIterator[None]:
+        async with self._team.live.connected():
+            yield
+
+    async def _end(self, _: web.Application) -> None:
+        self._ends = True
+
+    # ---- Around every request ----
+
+    @web.middleware
+    async def _around(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        start, status = time.monotonic(), 499  # as nginx has it: the client is gone
+        try:
+            try:
+                self._check(request)
+                response = await handler(request)
+            except web.HTTPException as error:
+                wrong = RequestError(error.reason, error.status)
+                response = _problem(wrong, {k: v for k, v in error.headers.items() if k == "Allow"})
+            except Exception as error:
+                response = self._as_problem(error)
+            status = response.status
+            return response
+        finally:
+            if request.method == "POST":
+                self._counts.request(request.get(_MODEL, ""), status, time.monotonic() - start)
+
+    def _check(self, request: web.Request) -> None:
+        """
+        Raises:
+            RequestError: the request has no key, or comes from a page of another server.
+        """
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.host:
+            raise RequestError("Pages of other servers may not ask this one.", 403, code="forbidden_origin")
+        key = self._settings.api_key
+        if key is None and not is_loopback(_host_of(request)):
+            # A page elsewhere whose name is made to mean this machine (DNS rebinding) has an origin of the same name
+            raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
+        if key is None or request.path in _OPEN:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+            raise RequestError("A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key")
+
+    def _as_problem(self, error: Exception) -> web.Response:
+        wrong = _described(error)
+        return _problem(wrong, {"Retry-After": "1"} if wrong.status == 503 else {})
+
+    # ---- Routes ----
+
+    async def _show_page(self, request: web.Request) -> web.Response:
+        rules = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff"}
+        return web.Response(text=self._page, content_type="text/html", headers=headers)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ending" if self._ends else "ok"}, status=503 if self._ends else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._counts.text(self._desk))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(chat.models(list(self._workflows)))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._workflows:
+            raise RequestError(f"There is no {name[:80]!r}.", 404, "model", "model_not_found")
+        return web.json_response(chat.model(name))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._read(request, chat)
+        if self._is_direct(asked.model):
+            return await self._message(request, asked, chat)
+        asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
+        identity = f"chatcmpl-{secrets.token_hex(12)}"
+        if asked.stream:
+            return await self._streamed(request, asked, identity)
+        episodes = await self._answered(asked)
+        return web.json_response(completion(identity, asked, episodes))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._message(request, await self._read(request, responses), responses)
+
+    async def _read(self, request: web.Request, form: Any) -> Asked:
+        """
+        Raises:
+            RequestError: the request cannot be answered.
+        """
+        if request.content_type != "application/json":
+            raise RequestError("`Content-Type` must be `application/json`.", 415)
+        asked = form.read(await body_of(request), list(self._workflows))
+        request[_MODEL] = asked.model
+        if not self._is_direct(asked.model):
+            _check_question(asked)
+            return asked
+        asked.check_turn()
+        if asked.tools and not self._team.workflow.uses_tools:
+            raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
+        return asked
+
+    async def _message(self, request: web.Request, asked: Asked, form: Any) -> web.StreamResponse:
+        """
+        One message: of an agent of an application, on the messages as they are, or the answer of the team or of
+        another agent. A stream begins when it is there.
+        """
+        (episode,) = await self._answered(asked)
+        identity = secrets.token_hex(12)
+        said = Said.of(episode.answer, asked.stop, f"{identity}_") if episode.answer is not None else Said("")
+        total = usage([episode])
+        said = dataclasses.replace(said, read=total["prompt_tokens"], written=total["completion_tokens"])
+        if asked.stream:
+            return await streamed(request, form.events(identity, asked, said), form is chat)
+        return web.json_response(form.answer(identity, asked, said))
+
+    # ---- Answers ----
+
+    async def _answered(self, asked: Asked) -> list[Episode]:
+        async with asyncio.timeout(self._settings.timeout):
+            return await self._episodes(asked)
+
+    async def _episodes(self, asked: Asked, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+        is_direct = self._is_direct(asked.model)
+        ask = Ask(
+            [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
+            secrets.randbits(62) if asked.seed is None else asked.seed,
+            decoding(asked.sampling),
+            _OnMessages(asked) if is_direct else self._workflows[asked.model],
+            asked.max_tokens,
+            self._settings.max_turns,
+        )
+        if asked.count > self._desk.places:
+            raise RequestError(f"`n` must be at most {self._desk.places} here, got {asked.count}.", field="n")
+        async with self._desk.place(asked.count):
+            episodes = await self._team.live.run(ask, tell)
+        self._counts.episodes(episodes)
+        return episodes
+
+    async def _streamed(self, request: web.Request, asked: Asked, identity: str) -> web.StreamResponse:
+        """
+        The answer as server-sent events. A client that reads slowly holds nobody up: the episode does not wait for it,
+        and its place is free when the episode is over.
+        """
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self._episodes(asked, events.put_nowait))
+        work.add_done_callback(lambda _: events.put_nowait(None))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        parts = _Parts(Chunks(identity, asked), asked.show_turns, self._answering_turn(asked.model))
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                first = await events.get()
+                if first is None and work.exception() is not None:  # nothing was sent yet
+                    await work
+                await response.prepare(request)
+                await response.write(_event(parts.begin()))
+                await self._write(response, events, parts, first)
+                (episode,) = await work
+                for part in parts.end(episode):
+                    await response.write(_event(part))
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(_described(error).body()))
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()  # else asyncio logs it
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                await response.write(b"data: [DONE]\n\n")
+                await response.write_eof()
+        except TimeoutError:  # of a client that reads nothing
+            response.force_close()
+        return response
+
+    async def _write(
+        self, response: web.StreamResponse, events: asyncio.Queue, parts: _Parts, event: Event | None
+    ) -> None:
+        """Write events as they come. What has come meanwhile is written at once."""
+        while event is not None:
+            written = list(map(_event, parts.of(event)))
+            while len(written) < _AT_ONCE and not events.empty() and (event := events.get_nowait()) is not None:
+                written += map(_event, parts.of(event))
+            if written:
+                await response.write(b"".join(written))
+            while event is not None:
+                try:
+                    # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with an event
+                    async with asyncio.timeout(_SILENCE):
+                        event = await events.get()
+                    break
+                except TimeoutError:
+                    await response.write(b": still at it\n\n")
+
+    def _answering_turn(self, model: str) -> int | None:
+        """Number of the turn that is the answer, where it is known before."""
+        workflow, agents = self._workflows[model] or self._team.workflow, self._team.agents
+        if any(agent.tools for agent in agents):
+            return None
+        if isinstance(workflow, _Alone):
+            return 0
+        if type(workflow) is Sequential:
+            return len(workflow.agents or agents) * workflow.rounds - 1
+        return None
+
+
+class _Parts:
+    """
+    Events as parts of a streamed answer: what the answering agent says is content, what others say is reasoning.
+
+    Args:
+        chunks ([`Chunks`]): makes them.
+        show_turns (`bool`): whether the turns of teammates are shown.
+        answering (`int`, *optional*): number of the turn that answers, if it is known. Else the answer comes at the
+            end, as a whole.
+    """
+
+    def __init__(self, chunks: Chunks, show_turns: bool, answering: int | None):
+        self._chunks, self._show_turns, self._answering = chunks, show_turns, answering
+        self._speaks: int | None = None
+        self._is_first = True
+
+    def begin(self) -> dict[str, Any]:
+        """The first part."""
+        return self._chunks.delta({"role": "assistant", "content": ""})
+
+    def of(self, event: Event) -> list[dict[str, Any]]:
+        """The parts that an event makes."""
+        if isinstance(event, TextDelta) and event.turn == self._answering:
+            return [self._chunks.delta({"content": event.text, "agent": event.agent, "turn": event.turn})]
+        if not self._show_turns or not isinstance(event, TextDelta):
+            return []
+        text = event.text
+        if self._speaks != event.turn:  # branches may speak at the same time
+            text = heading(event.agent, self._is_first) + text
+            self._speaks, self._is_first = event.turn, False
+        return [self._chunks.delta({"reasoning_content": text, "agent": event.agent, "turn": event.turn})]
+
+    def end(self, episode: Episode) -> list[dict[str, Any]]:
+        """The last parts."""
+        text = answer_text(episode)
+        missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
+        return [*missing, *self._chunks.last(episode)]
+
+
+def _host_of(request: web.Request) -> str | None:
+    """The name or address under which a client has asked, without the port."""
+    try:
+        return URL(f"http://{request.host}").host
+    except ValueError:
+        return None
+
+
+def _check_question(asked: Asked) -> None:
+    """
+    Raises:
+        RequestError: a request asks a team, or an agent of it, for what only applications have.
+    """
+    has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in asked.messages)
+    for name, value in {"tools": asked.tools, "stop": asked.stop, "messages": has_calls}.items():
+        if value:
+            why = "Calls of tools in messages are" if name == "messages" else f"`{name}` is"
+            text = f"{why} not supported: a team has the tools and the stop texts of its training."
+            raise RequestError(text, 400, name, _UNSUPPORTED)
+    if any(message["role"] == "user" and not message["content"].strip() for message in asked.messages):
+        raise RequestError("A message of the user is empty, so there is nothing to answer.", field="messages")
+
+
+def _event(part: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
+
+
+def _problem(wrong: RequestError, headers: Mapping[str, str]) -> web.Response:
+    return web.json_response(wrong.body(), status=wrong.status, headers=headers)
+
+
+def _described(error: Exception) -> RequestError:
+    """An error as one that a client is told."""
+    if isinstance(error, FullError):
+        return RequestError(f"{error} Ask again later.", 503, code="overloaded")
+    if isinstance(error, TimeoutError):
+        return RequestError("The answer took too long.", 504, code="timeout")
+    if isinstance(error, web.RequestPayloadError):
+        return RequestError(f"The body cannot be read: {error}")
+    wrong = problem_of(error)
+    if isinstance(error, EngineDownError):
+        return RequestError(str(wrong), 503, code="engine_down")
+    return wrong

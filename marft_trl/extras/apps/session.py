@@ -1,0 +1,285 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The requests of one episode of an application. Its key is a secret, which is all that tells episodes apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...episodes.records import Turn
+from .requests import Asked, RequestError, Said
+
+
+# Largest number of requests of an episode that are not answered yet
+_MOST_WAITING = 512
+# What the keys of this process and its forks begin with
+_TOKEN = f"marft-{secrets.token_hex(4)}"
+# Modules whose `api_key` is that of all clients of the process, and that of the Agents SDK with its default client
+_CLIENTS = ("openai", "litellm")
+_AGENTS_SDK = "agents.models._openai_shared"
+
+
+class AppEndpoint(NamedTuple):
+    """
+    Where an application asks the agents in one episode.
+
+    Args:
+        base_url (`str`): base URL of the API, ending in `/v1`.
+        api_key (`str`): key of the episode.
+    """
+
+    base_url: str
+    api_key: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that OpenAI's clients read."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+
+def mark_of_process() -> str:
+    """What the keys of this process begin with. It may have a key of another process, whose application it is."""
+    return f"{_TOKEN}-{os.getpid()}-"
+
+
+def shared_keys() -> list[str]:
+    """Places that have a key of an episode, although all episodes of this process share them, as code names them."""
+    variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
+    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
+    return found + ["the default client of the Agents SDK"] * (mark_of_process() in _key_of_agents_sdk())
+
+
+def _key_of_agents_sdk() -> str:
+    shared = sys.modules.get(_AGENTS_SDK)
+    if shared is None:
+        return ""
+    return f"{shared.get_default_openai_key()} {getattr(shared.get_default_openai_client(), 'api_key', None)}"
+
+
+def forget_shared_keys() -> None:
+    """Remove keys that functions have left in shared places, so that others are not blamed for them."""
+    for name in [name for name, value in os.environ.items() if mark_of_process() in value]:
+        del os.environ[name]
+    for name in [name for name in _CLIENTS if mark_of_process() in str(_key_of(name))]:
+        sys.modules[name].api_key = None  # type: ignore[attr-defined]
+    if mark_of_process() in _key_of_agents_sdk():
+        shared = sys.modules[_AGENTS_SDK]
+        shared.set_default_openai_key(None)
+        shared.set_default_openai_client(None)
+
+
+def _key_of(module: str) -> Any:
+    return getattr(sys.modules.get(module), "api_key", None)
+
+
+class _Once(logging.Filter):
+    """Lets each message through once, so that clients cannot fill a disk with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[tuple[str, Any]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        what = str(record.msg), record.exc_info[0] if record.exc_info else None
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+
+# Of what clients can cause
+logger = logging.getLogger(__name__)
+logger.addFilter(_Once())
+
+
+class Waiting:
+    """
+    A request that waits for a turn. `gone`, `settle` and `answer` belong to the thread of the endpoint, the rest to
+    the event loop of the episode.
+
+    Args:
+        asked ([`Asked`]): the request.
+        seen (`tuple[Turn, ...]`): turns that were answered before it came.
+    """
+
+    def __init__(self, asked: Asked, seen: tuple[Turn, ...]):
+        self.asked, self.seen = asked, seen
+        self.answer: asyncio.Future[tuple[Said, Turn]] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+        self.clients = 0
+        self.is_gone = self.is_settled = False
+        self.task: asyncio.Task | None = None
+
+    @property
+    def order(self) -> str:
+        """Requests that come at the same time are taken in this order, whichever was the first."""
+        asked = self.asked
+        return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
+
+    def settle(self, result: tuple[Said, Turn] | BaseException) -> None:
+        """Answer the request, from the event loop of the episode, unless it is answered."""
+        if self.is_settled:
+            return
+        self.is_settled = True
+        self.loop.call_soon_threadsafe(_settle, self.answer, result)
+
+
+class Session:
+    """
+    An episode as its endpoint knows it. Made in the event loop of the episode.
+
+    Args:
+        agents (`Sequence[str]`): names that may be asked for.
+        takes_tools (`bool`): whether requests may bring tools.
+        earns (`bool`): whether rewards may be posted.
+
+    Attributes:
+        inbox (`asyncio.Queue`): requests, in the event loop of the episode.
+        counts (`Counter`): of requests by what became of them.
+        refused (`str`, *optional*): why the latest refused request was.
+        rewards (`list`): posted rewards, each with the last turn that was answered before.
+    """
+
+    def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):
+        self.agents, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
+        self.secret = mark_of_process() + secrets.token_urlsafe(32)
+        self.loop = asyncio.get_running_loop()
+        self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.counts: Counter[str] = Counter()
+        self.refused: str | None = None
+        self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
+        self._answered: list[Turn] = []
+        self._by_body: dict[str, list[Waiting]] = {}
+        self._firsts: Counter[str] = Counter()  # requests that were no further tries, by body
+        self._num_waiting = 0
+
+    # ---- In the thread of the endpoint ----
+
+    async def ask(self, asked: Asked, body: bytes, is_again: bool) -> tuple[Said, Waiting]:
+        """
+        The answer to a request, and what `lost` is told if it cannot be sent. If the caller is cancelled, the request
+        is given up.
+
+        Args:
+            asked ([`Asked`]): the request.
+            body (`bytes`): its body, by which a client's further try is known.
+            is_again (`bool`): whether the client says that it has tried before.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        self._check(asked)
+        key = hashlib.sha256(body).hexdigest()
+        same = self._by_body.setdefault(key, [])
+        self._firsts[key] += not is_again
+        waiting = self._earlier(same, is_again, self._firsts[key])
+        if waiting is not None:
+            self.counts["retried"] += 1
+        else:
+            if self._num_waiting >= _MOST_WAITING:
+                raise RequestError(f"{_MOST_WAITING} requests of this episode wait already.", 429)
+            waiting = Waiting(asked, tuple(self._answered))
+            same.append(waiting)
+            self.counts["requests"] += 1
+            self._call(self.inbox.put_nowait, waiting)
+        waiting.clients += 1
+        self._num_waiting += 1
+        try:
+            said, turn = await asyncio.shield(waiting.answer)
+        except asyncio.CancelledError:
+            self.lost(waiting)
+            raise
+        except RequestError:
+            if waiting in same:  # so that it may be asked again
+                same.remove(waiting)
+            raise
+        finally:
+            self._num_waiting -= 1
+        if turn not in self._answered:
+            self._answered.append(turn)
+        return said, waiting
+
+    def lost(self, waiting: Waiting) -> None:
+        """The client of a request is gone, before the answer or while it was sent. It may ask again."""
+        waiting.clients -= 1
+        if not waiting.clients and not waiting.answer.done():
+            with contextlib.suppress(RequestError):  # the episode has ended
+                self._call(self._give_up, waiting)
+
+    @staticmethod
+    def _earlier(same: Sequence[Waiting], is_again: bool, firsts: int) -> Waiting | None:
+        """
+        The request that a further try is of: one whose client is gone, else the latest if the client says so, and if
+        each of the first tries has a turn already.
+        """
+        there = [one for one in same if not one.is_gone]
+        left = [one for one in there if not one.clients]
+        return left[0] if left else there[-1] if there and is_again and len(there) >= firsts else None
+
+    def refuse(self, error: RequestError) -> None:
+        """Note that a request was refused."""
+        self.counts["refused"] += 1
+        self.refused = str(error)
+
+    def reward(self, given: Any) -> None:
+        """
+        Note a reward: a number for the team, or numbers by the names of agents.
+
+        Raises:
+            RequestError: rewards are not asked for, or it is none.
+        """
+        if not self.earns:
+            raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.")
+        by_name = given if isinstance(given, dict) else {"": given}
+        for name, value in by_name.items() or [("", None)]:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+            if not is_number or (isinstance(given, dict) and name not in self.agents):
+                raise RequestError(
+                    f"`reward` must be a number, or an object of numbers by names of agents "
+                    f"({', '.join(map(repr, self.agents))}), got {json.dumps(given)[:80]}.",
+                    field="reward",
+                )
+        self.rewards.append((given, self._answered[-1] if self._answered else None))
+
+    def _check(self, asked: Asked) -> None:
+        asked.check_turn()
+        if asked.tools and not self.takes_tools:
+            raise RequestError(
+                "The request has `tools`, for which the chat template was not prepared. Set `ExternalApp(..., "
+                "tools=True)`.",
+                field="tools",
+                code="unsupported_parameter",
+            )
+
+    def _give_up(self, waiting: Waiting) -> None:
+        """In the event loop of the episode: a turn that is there already is kept for a further try."""
+        if waiting.clients or waiting.is_settled:
+            return
+        waiting.is_gone = True
+        self.counts["abandoned"] += 1
+        if waiting.task is not None:
+            waiting.task.cancel()
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:  # the loop is closed: the run has ended
+            raise RequestError("The episode of this key has ended.", 401, code="invalid_api_key") from error
+
+
+def _settle(future: asyncio.Future, result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+        future.exception()  # nobody may wait for it any more
+    else:
+        future.set_result(result)

@@ -1,0 +1,202 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What commands have in common: options of the command line and of YAML files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...seams.libraries import options_of
+from ...system.hints import did_you_mean
+
+
+class UsageError(ValueError):
+    """A command was called in a way that it cannot be."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises [`UsageError`] where argparse ends the process, and that takes no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. `--help` has the options.")
+
+
+class BaseCommand:
+    """
+    A command.
+
+    Args:
+        name (`str`): its name.
+        help (`str`): what it does.
+    """
+
+    def __init__(self, name: str, help: str):
+        self.name, self.help = name, help
+
+    @property
+    def sentence(self) -> str:
+        """What it does, as a sentence."""
+        return f"{self.help[0].upper()}{self.help[1:]}."
+
+    def main(self, argv: Sequence[str]) -> int | None:
+        """Do what the arguments ask for. Returns the exit status, 0 by default."""
+        raise NotImplementedError
+
+
+class OptionsCommand(BaseCommand):
+    """A command with options of its own. Subclasses add them and do the work."""
+
+    def parser(self) -> Parser:
+        """The parser of its options."""
+        parser = Parser(prog=f"marft {self.name}", description=self.sentence)
+        self.add_arguments(parser)
+        parser.add_argument("--config", metavar="FILE", help="YAML file with options; those given here win.")
+        return parser
+
+    def add_arguments(self, parser: Parser) -> None:
+        """Add the options of the command."""
+        raise NotImplementedError
+
+    def run(self, args: argparse.Namespace) -> int | None:
+        """Do the work. Returns the exit status, 0 by default."""
+        raise NotImplementedError
+
+    def main(self, argv: Sequence[str]) -> int | None:
+        parser = self.parser()
+        given, rest = config_of(argv)
+        tokens = as_tokens(given, parser, rest)
+        args, unknown = parser.parse_known_args([*tokens, *rest])
+        check_unknown(unknown, parser)
+        try:
+            return self.run(args)
+        except OSError as error:  # of a file or folder that an option names
+            if isinstance(error, BrokenPipeError) or os.environ.get("MARFT_TRACEBACK"):
+                raise
+            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
+
+
+# ---- Options in YAML files ----
+
+
+def config_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """
+    The YAML file that `--config` names, and the other arguments. Its `env` sets environment variables.
+
+    Raises:
+        UsageError: there is no such file, or it is no mapping.
+    """
+    rest = list(argv)
+    if rest and rest[-1] == "--config":
+        raise UsageError("`--config` needs the name of a YAML file.")
+    for index, token in enumerate(rest):
+        name, _, value = token.partition("=")
+        if name == "--config":
+            path = value or (rest[index + 1] if index + 1 < len(rest) else "")
+            del rest[index : index + (1 if value else 2)]
+            return read_yaml(path), rest
+    return {}, rest
+
+
+def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    The mapping of a YAML file, without `env`, which sets environment variables.
+
+    Raises:
+        UsageError: there is no such file, or it is no mapping.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"`--config {path}` cannot be read: {error}") from error
+    found = {} if found is None else found
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise UsageError(f"`--config {path}` must be a mapping of options, got {type(found).__name__}.")
+    variables = found.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise UsageError(f"`env` of {path} must be a mapping of environment variables.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    return found
+
+
+def as_tokens(
+    given: Mapping[str, Any],
+    parser: argparse.ArgumentParser,
+    line: Iterable[str] = (),
+    others: Iterable[str] = (),
+    where: str = "The YAML file",
+) -> list[str]:
+    """
+    Options of a file as they would be given on the command line, in front of those that are: of an option that is
+    there twice, the last one counts. So each is read and checked in the same way.
+
+    Args:
+        given (`Mapping[str, Any]`): the options.
+        parser (`argparse.ArgumentParser`): knows them.
+        line (`Iterable[str]`, *optional*): the command line. What it has is left out, also of options that add up.
+        others (`Iterable[str]`, *optional*): names of options that another parser takes, for the error.
+        where (`str`, *optional*, defaults to `"The YAML file"`): where they stand, for the error.
+
+    Raises:
+        UsageError: a key is no option.
+    """
+    known, tokens = options_of(parser), list[str]()
+    there = {token.partition("=")[0] for token in line}
+    for key, value in given.items():
+        action = known.get(key.replace("-", "_"))
+        if action is None or action.dest in ("help", "config"):
+            hint = did_you_mean(key, [*known, *others]) or " `--help` has them."
+            raise UsageError(f"{where} has {key!r}, which is no option.{hint}")
+        if there.isdisjoint(action.option_strings):
+            tokens += _tokens(action, value, key, parser)
+    return tokens
+
+
+def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.ArgumentParser) -> list[str]:
+    option = next(text for text in action.option_strings if text.startswith("--"))
+    if value is None or (isinstance(value, dict) and not _reads_json(action)):
+        parser.set_defaults(**{action.dest: value})
+        return []
+    if action.nargs == 0:  # a flag
+        if not isinstance(value, bool):
+            raise UsageError(f"{key!r} of the YAML file must be true or false, got {value!r}.")
+        return [option] if value else []
+    values = value if isinstance(value, list) and action.nargs in ("*", "+") else [value]
+    texts = [json.dumps(one) if isinstance(one, (dict, list)) else str(one) for one in values]
+    if action.nargs in ("*", "+"):
+        return [option, *texts]
+    return [f"{option}={texts[0]}"]  # so that a value may begin with "-"
+
+
+def _reads_json(action: argparse.Action) -> bool:
+    """transformers (5.23) declares some options as mappings that no text of a command line becomes."""
+    try:
+        return not callable(action.type) or isinstance(action.type("{}"), (dict, str))
+    except (TypeError, ValueError):
+        return False
+
+
+def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:
+    """
+    Args:
+        unknown (`Iterable[str]`): arguments that no parser has taken.
+        parser (`argparse.ArgumentParser`): the last of them.
+        others (`Iterable[str]`, *optional*): names of options that another parser takes, for the error.
+
+    Raises:
+        UsageError: arguments are left that the parser does not know.
+    """
+    first = next(iter(unknown), None)
+    if first is not None:
+        name = first.partition("=")[0].removeprefix("--").replace("-", "_")
+        hint = did_you_mean(name, [*options_of(parser), *others]) if first.startswith("--") else ""
+        hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " `--help` has the options."
+        raise UsageError(f"{first!r} is no argument.{hint}")

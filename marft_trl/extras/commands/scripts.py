@@ -1,0 +1,303 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Teams in scripts and YAML files: their settings, and the trainer that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trl.rewards
+from datasets import load_dataset
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from ... import rewards, workflows
+from ...agents import AgentSpec
+from ...config.marft_config import MARFTConfig
+from ...system.files import module_of
+from ...system.hints import did_you_mean
+from ...trainer import MARFTTrainer
+from ...workflows import Workflow, rebuild
+from .command import Parser, UsageError, as_tokens, check_unknown, read_yaml
+
+
+# Keys of a YAML file that hold more than an option can
+_NOT_OPTIONS = ("agents", "workflow", "reward_funcs")
+_FORM = "It needs a function `make(args)` that returns a `MARFTTrainer`; `marft init duo` writes one."
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+class _TrlParser(TrlParser):
+    error = Parser.error
+
+
+class Recipe:
+    """
+    A team that is to be trained: the options that it has, and the trainer that it makes with them.
+
+    Args:
+        parser (`argparse.ArgumentParser`): of its options.
+        given (`Mapping[str, Any]`): options that it sets itself, as in a YAML file.
+        make (`Callable`): `make(parsed)` makes the trainer of the parsed options.
+    """
+
+    def __init__(self, parser: TrlParser, given: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
+        self.parser, self.given, self._make = parser, given, make
+        self.others: Sequence[str] = ()  # options that the launcher takes
+        self.where = "`SETTINGS`"  # where `given` stands
+        self.code: str | None = None  # the script, if it has what trained teams need
+
+    def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
+        """
+        Make the trainer.
+
+        Args:
+            tokens (`Sequence[str]`): options as on a command line.
+
+        Raises:
+            UsageError: an option is unknown.
+        """
+        parsed = self.parse(tokens)
+        try:
+            return self._make(parsed)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            if isinstance(error, UsageError) or os.environ.get("MARFT_TRACEBACK") or self._is_theirs(error):
+                raise
+            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
+
+    def _is_theirs(self, error: BaseException) -> bool:
+        """Whether an error was raised in the user's own file."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        mine = Path(__file__).parents[1]
+        return (
+            trace is not None
+            and "site-packages" not in (name := trace.tb_frame.f_code.co_filename)
+            and not (Path(name).is_relative_to(mine))
+        )
+
+    def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
+        """The options in their dataclasses."""
+        own = as_tokens(self.given, self.parser, tokens, self.others, self.where)
+        *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
+        check_unknown(unknown, self.parser, self.others)
+        return parsed
+
+    @classmethod
+    def read(cls, path: str) -> Recipe:
+        """
+        The team of a script (`.py`) or a YAML file.
+
+        Raises:
+            UsageError: there is no such file, or it has no team.
+        """
+        if not Path(path).is_file():
+            raise UsageError(f"There is no file {path!r}. `marft init duo` writes a script to begin with.")
+        if Path(path).suffix in (".yaml", ".yml"):
+            return _of_yaml(read_yaml(path))
+        return _of_script(path)
+
+
+# ---- Scripts ----
+
+
+def load_module(path: str) -> Any:
+    """
+    The module of a file.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"There is no file {path!r}.")
+    if file.suffix != ".py":
+        raise UsageError(f"{path!r} is no Python script.")
+    return module_of(file)
+
+
+def _of_script(path: str) -> Recipe:
+    module = load_module(path)
+    make = getattr(module, "make", None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function `make`. {_FORM}")
+    parameters = list(inspect.signature(make).parameters.values())
+    if not parameters:
+        raise UsageError(f"`make` of {path} takes no arguments. {_FORM}")
+    own = _as_dataclass(parameters[1:], path)
+    parser = _TrlParser((MARFTConfig, own), allow_abbrev=False)
+
+    def trainer(parsed: Sequence[Any]) -> MARFTTrainer:
+        args, more = parsed
+        made = make(args, **{field.name: getattr(more, field.name) for field in dataclasses.fields(more)})
+        if not isinstance(made, MARFTTrainer):
+            raise UsageError(f"`make` of {path} must return a `MARFTTrainer`, got {type(made).__name__}.")
+        return made
+
+    settings = getattr(module, "SETTINGS", {})
+    if not isinstance(settings, dict):
+        raise UsageError(f"`SETTINGS` of {path} must be a dictionary of settings, got {type(settings).__name__}.")
+    recipe = Recipe(parser, settings, trainer)
+    recipe.code = path if isinstance(getattr(module, "TEAM", None), dict) else None
+    return recipe
+
+
+def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
+    """The further parameters of `make`, which are options, too."""
+    fields = []
+    for parameter in parameters:
+        # What has no default has a class there, `Parameter.empty`
+        if not isinstance(parameter.default, (str, int, float, bool, type(None))):
+            raise UsageError(
+                f"The parameter `{parameter.name}` of `make` in {path} becomes an option, so it needs a default that "
+                "is a text, a number, true, false or None."
+            )
+        kind = str if parameter.default is None else type(parameter.default)
+        help_text = {"help": "Of the script."}
+        fields.append((parameter.name, kind, dataclasses.field(default=parameter.default, metadata=help_text)))
+    taken = {field.name for field in dataclasses.fields(MARFTConfig)} & {name for name, *_ in fields}
+    if taken:
+        raise UsageError(f"The parameter `{min(taken)}` of `make` in {path} is a setting of `MARFTConfig`; rename it.")
+    return dataclasses.make_dataclass("ScriptOptions", fields)
+
+
+def code_of(path: str) -> dict[str, Any]:
+    """
+    What a script gives to a trained team: its `TEAM`.
+
+    Raises:
+        UsageError: it has none.
+    """
+    found = getattr(load_module(path), "TEAM", None)
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"{path} needs `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as `workflow`."
+        )
+    return found
+
+
+def base_named(name: str | None) -> str | None:
+    """A base by its name; `"tiny"` is the embedded one."""
+    if name != "tiny":
+        return name
+    from ...tiny import tiny_team_model
+
+    return tiny_team_model()
+
+
+# ---- YAML files ----
+
+
+def _of_yaml(given: dict[str, Any]) -> Recipe:
+    more = {name: given.pop(name, None) for name in _NOT_OPTIONS}
+    if not more["agents"] or not more["reward_funcs"]:
+        missing = "agents" if not more["agents"] else "reward_funcs"
+        raise UsageError(f"The YAML file of a team needs `{missing}`. `docs/reference/command.md` has an example.")
+    parser = _TrlParser((MARFTConfig, ModelConfig, ScriptArguments), allow_abbrev=False)
+    agents = [_agent(agent, number) for number, agent in enumerate(more["agents"])]
+    functions = more["reward_funcs"] if isinstance(more["reward_funcs"], list) else [more["reward_funcs"]]
+    reward_funcs = [reward_named(name) for name in functions]
+    workflow = _workflow(more["workflow"])
+
+    def trainer(parsed: Sequence[Any]) -> MARFTTrainer:
+        args, model, data = parsed
+        if model.model_name_or_path is None or data.dataset_name is None:
+            missing = "model_name_or_path" if model.model_name_or_path is None else "dataset_name"
+            raise UsageError(f"`{missing}` is missing: set it in the YAML file, or as `--{missing}`.")
+        model_options = {"revision": model.model_revision, "dtype": model.dtype}
+        model_options["attn_implementation"] = model.attn_implementation
+        args.model_init_kwargs = {**model_options, **(args.model_init_kwargs or {})}
+        train, held_out = _datasets(data, args.eval_strategy != "no")
+        return MARFTTrainer(
+            model=base_named(model.model_name_or_path),
+            agents=agents,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            workflow=workflow,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+
+    recipe = Recipe(parser, given, trainer)
+    recipe.where = "The YAML file"
+    return recipe
+
+
+def _agent(given: Any, number: int) -> AgentSpec:
+    if isinstance(given, str):
+        return AgentSpec(given)
+    if not isinstance(given, dict):
+        raise UsageError(f"Agent {number} of the YAML file must be a name, or a mapping of fields of `AgentSpec`.")
+    try:
+        return AgentSpec(**given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Agent {number} of the YAML file: {error}") from error
+
+
+def _workflow(given: Any) -> Workflow | None:
+    if given is None:
+        return None
+    if isinstance(given, dict) and isinstance(given.get("class"), str):
+        known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
+        known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
+        if given["class"] not in known:
+            hint = did_you_mean(given["class"], known) or f" There are {', '.join(known)}."
+            raise UsageError(f"`workflow` of the YAML file has the class {given['class']!r}, which is none.{hint}")
+        try:
+            return rebuild(given)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"`workflow` of the YAML file: {error}") from error
+    if isinstance(given, str) and ":" in given:
+        made = _named(given)
+        return made() if isinstance(made, type) else made
+    raise UsageError(
+        "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class'."
+    )
+
+
+def reward_named(name: Any) -> Callable:
+    """
+    A reward function: of TRL or of this package by its name, or as 'file.py:function' or 'module:function'.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f"A reward function must be named, got {name!r}.")
+    if ":" in name:
+        return _named(name)
+    every = {one: getattr(place, one) for place in (trl.rewards, rewards) for one in place.__all__}
+    known = {one: its for one, its in every.items() if one.endswith("_reward") and not one.startswith("get_")}
+    if name not in known:
+        hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
+        raise UsageError(f"There is no reward function {name!r}.{hint} Your own is 'file.py:function'.")
+    return known[name]
+
+
+def _named(name: str) -> Any:
+    place, _, what = name.rpartition(":")
+    try:
+        module = load_module(place) if place.endswith(".py") else importlib.import_module(place)
+        return getattr(module, what)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{name!r} cannot be imported: {error}") from error
+
+
+def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
+    name, kind = str(data.dataset_name), _KINDS.get(Path(str(data.dataset_name)).suffix)
+    if kind is not None:
+        if not Path(name).is_file():
+            raise UsageError(f"There is no file {name!r} (`dataset_name`).")
+        return load_dataset(kind, data_files=name, split="train"), None
+    splits = load_dataset(name, name=data.dataset_config, streaming=data.dataset_streaming)
+    for split in (data.dataset_train_split, *((data.dataset_test_split,) if evaluates else ())):
+        if split not in splits:
+            raise UsageError(f"{name} has no split {split!r}; it has {', '.join(map(repr, splits))}.")
+    return splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None

@@ -1,0 +1,314 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A base that is sharded over the processes (FSDP2), under adapters that every process has as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from trl import GRPOTrainer
+
+from ...adapters.policies import Policies
+from ...config.marft_config import MARFTConfig
+from ...seams.libraries import get_logger
+from ...seams.runs import timeout_of_processes
+from ...seams.sharding import (
+    WholeAdapters,
+    gather_in_one_order,
+    in_the_precision_of_the_head,
+    is_sharded,
+    keep_what_is_gathered,
+    names_of_layers,
+    storage_of_4bit,
+)
+from ...system.processes import Processes
+
+
+logger = get_logger(__name__)
+
+# What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they
+# come first. A backward pass comes last: when no process wants a forward pass, whoever has none of its own to go back
+# through has lent those that are open, so it can go back through one of them.
+_FORWARD, _FORWARD_WITH_GRADIENTS, _BACKWARD, _NOTHING = range(4)
+
+
+class LockStep:
+    """
+    Keeps the passes of the processes in step.
+
+    Args:
+        model (`nn.Module`): the model as it is trained; it may be sharded later.
+        backbone (`nn.Module`): its transformer without the head, through which every pass goes once.
+        timeout (`float`, *optional*): seconds that a process waits for the others; `None` for the default of torch.
+
+    Attributes:
+        num_lent (`int`): number of passes, forward or backward, that this process has lent.
+        is_in_pass (`bool`): whether the other processes wait in the middle of a pass of this one.
+    """
+
+    def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
+        self._model, self._backbone = model, backbone
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        # A group of its own: its messages are small and meant for the CPU, whatever the device
+        self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
+        self._is_ready = self._is_lending = False
+        # Whether a pass of its own runs, or has ended with an error: the others are in the middle of theirs, too
+        self.is_in_pass = False
+        self._num_open = 0  # forward passes of its own that wait for their backward pass
+        self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
+        self.num_lent = 0
+        backbone.register_forward_pre_hook(self._before_forward)
+        backbone.register_forward_hook(self._after_forward)
+
+    def wait(self) -> None:
+        """Lend passes until no process wants one. All processes call this, before every collective."""
+        if is_sharded(self._model):
+            self._get_ready()
+            self._until(_NOTHING)
+            self._lent.clear()
+            self._num_open = 0
+
+    def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """A function that runs backward passes, in step with those of the other processes."""
+
+        @functools.wraps(backward)
+        def in_step(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            # Not in a hook: within a backward pass, FSDP2 would keep the weights of a lent forward pass
+            own, self._num_open = self._num_open, 0
+            most = self._until(_BACKWARD, own) if own else 0
+            self.is_in_pass = own > 0
+            backward(loss, *args, **kwargs)
+            self._lend_backward(most - own)
+            self.is_in_pass = False
+
+        return in_step
+
+    # ---- Agreement ----
+
+    def _until(self, wanted: int, passes: int = 0) -> int:
+        """
+        Return when all processes are about to do what this one wants.
+
+        Args:
+            wanted (`int`): what that is.
+            passes (`int`, *optional*, defaults to 0): forward passes that its backward pass goes through.
+
+        Returns: the largest number of forward passes that the backward pass of a process goes through.
+        """
+        while True:
+            first = torch.tensor([wanted, -passes])
+            torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN, self._group)
+            chosen, most = int(first[0]), -int(first[1])
+            if chosen == wanted:
+                return most
+            if chosen == _BACKWARD:
+                self._lend_backward(most)
+            else:
+                self._lend_forward(with_gradients=chosen == _FORWARD_WITH_GRADIENTS)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_lending or not is_sharded(self._model):
+            return
+        self._get_ready()
+        self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
+        self._num_open += torch.is_grad_enabled()
+        self.is_in_pass = True
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_lending:
+            self.is_in_pass = False
+
+    def _get_ready(self) -> None:
+        """
+        FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within. All
+        processes do this when they first have a pass or wait for those of others, whichever comes first.
+        """
+        if self._is_ready:
+            return
+        self._is_ready = True
+        gather_in_one_order(self._model)
+        with self._lending(), torch.no_grad():
+            self._model(input_ids=self._token(), use_cache=False)
+        keep_what_is_gathered(self._model)
+
+    # ---- Lending ----
+
+    @contextlib.contextmanager
+    def _lending(self) -> Iterator[None]:
+        self._is_lending = True
+        device = next(self._model.parameters()).device
+        devices = [] if device.type == "cpu" else [device]
+        try:
+            with torch.random.fork_rng(devices, device_type=device.type):  # what is lent draws for dropout, too
+                yield
+        finally:
+            self._is_lending = False
+
+    def _token(self) -> torch.Tensor:
+        return torch.zeros(1, 1, dtype=torch.long, device=next(self._model.parameters()).device)
+
+    def _lend_backward(self, passes: int) -> None:
+        """Go back through forward passes that were lent."""
+        self.num_lent += passes
+        with self._lending():
+            for _ in range(passes):
+                hidden, start = self._lent.pop()
+                torch.autograd.grad(hidden.sum(), start)  # gradients of no parameter
+
+    def _lend_forward(self, with_gradients: bool) -> None:
+        self.num_lent += 1
+        starts: list[torch.Tensor] = []
+        embeddings = self._backbone.get_input_embeddings()
+        handle = embeddings.register_forward_hook(lambda module, args, output: starts.append(output))
+        with self._lending(), torch.set_grad_enabled(with_gradients):
+            hidden = self._backbone(input_ids=self._token(), use_cache=False).last_hidden_state
+        handle.remove()
+        if with_gradients:
+            self._lent.append((hidden, starts[0]))
+
+
+_OTHER_DIMENSIONS = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("TP", "CP", "SP")]
+
+
+def _is_on_above_one(variable: str) -> bool:
+    return os.environ.get(variable, "1").isdecimal() and int(os.environ.get(variable, "1")) > 1
+
+
+def check_plugin(args: MARFTConfig) -> None:
+    """
+    Check how FSDP2 would spread the base over processes, before it is loaded.
+
+    Raises:
+        ValueError: in a way that does not go with several adapters. The message names what does.
+    """
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    for holds, message in _refused(plugin, args):
+        if holds:
+            raise ValueError(message)
+    if args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise ValueError(
+            "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
+            "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
+        )
+
+
+def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[tuple[bool, str]]:
+    return [
+        (
+            plugin.fsdp_version != 2,
+            f"FSDP{plugin.fsdp_version} is not supported by MARFTTrainer: it joins the parameters of several adapters "
+            "into one. Set `fsdp_version: 2` in the config of accelerate, or pass `--fsdp_version 2`.",
+        ),
+        (
+            plugin.auto_wrap_policy is not transformer_auto_wrap_policy,
+            "MARFTTrainer shards the base by its layers, so FSDP2 needs `fsdp_auto_wrap_policy: "
+            "TRANSFORMER_BASED_WRAP`.",
+        ),
+        (
+            plugin.activation_checkpointing,
+            "`fsdp_activation_checkpointing` renames the layers that the adapters belong to. Set it to false, and "
+            "`MARFTConfig(gradient_checkpointing=True)` for the same memory.",
+        ),
+        (
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set "
+            "it to false. A base that is stored in 4 bits takes a quarter of the memory.",
+        ),
+        (
+            bool(plugin.ignored_modules),
+            "`fsdp_ignored_modules` is what MARFTTrainer sets itself, to the adapters. Leave it out.",
+        ),
+        (
+            bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+            "Reentrant gradient checkpointing does not go with FSDP2 here: processes lend passes of which only parts "
+            "have gradients. Leave `use_reentrant` out of `gradient_checkpointing_kwargs`.",
+        ),
+        (
+            any(_is_on_above_one(name) for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", *_OTHER_DIMENSIONS)),
+            "MARFTTrainer shards the base over all processes. Replicas of shards (hybrid sharding), tensor and "
+            "context parallelism are not supported: leave `parallelism_config` out.",
+        ),
+        (
+            bool(args.torch_compile),
+            "`torch_compile=True` does not go with FSDP2 here: passes are kept in step by hooks. Leave it out.",
+        ),
+    ]
+
+
+def check_team(has_adapters: bool) -> None:
+    """
+    Check that a team can be trained on a sharded base.
+
+    Raises:
+        ValueError: it has no adapters.
+    """
+    if not has_adapters:
+        raise ValueError(
+            "Under FSDP2 the base is sharded and frozen, and adapters are trained. This team has none: pass "
+            "`peft_config=LoraConfig(...)`, or launch without FSDP."
+        )
+
+
+def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
+    """
+    Let accelerate shard the base alone when it prepares the model.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): its constructor has run.
+        policies ([`Policies`]): the adapters.
+    """
+    if trainer.accelerator.is_fsdp2:
+        _check_layers(trainer)
+        _check_4bit(trainer)
+        WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
+        if not trainer.model.get_base_model().config.get_text_config().tie_word_embeddings:
+            in_the_precision_of_the_head(trainer.model)
+        # All layers then take part in every backward pass, whichever of them the adapter of an agent has
+        trainer.model.enable_input_require_grads()
+        logger.info("The base is sharded over the processes (FSDP2). Adapters and critics are whole on each of them.")
+
+
+def _check_layers(trainer: GRPOTrainer) -> None:
+    given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    layers = names_of_layers(trainer.model)
+    if given is not None and sorted(given) != layers:
+        raise ValueError(
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
+            f"{', '.join(layers)}. Leave it out."
+        )
+
+
+def _check_4bit(trainer: GRPOTrainer) -> None:
+    """FSDP2 casts what it gathers to the type of mixed precision. That would change the bytes of 4-bit weights."""
+    stored, policy = storage_of_4bit(trainer.model), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    computes = getattr(policy, "param_dtype", None)
+    if stored is None or not stored.is_floating_point or computes in (None, stored):
+        return
+    raise ValueError(
+        f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "
+        f"changes the bytes. Set `BitsAndBytesConfig(bnb_4bit_quant_storage={computes})`."
+    )
+
+
+def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
+    """
+    Keep the passes of the processes in step, if the base is sharded.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): has the model.
+        processes ([`Processes`]): their collectives wait for passes.
+    """
+    if trainer.accelerator.is_fsdp2 and processes.count > 1:
+        backbone = trainer.model.get_base_model().base_model
+        steps = LockStep(trainer.model, backbone, timeout_of_processes())
+        processes.before_collectives(steps.wait, lambda: steps.is_in_pass)
+        trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)

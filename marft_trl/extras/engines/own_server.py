@@ -1,0 +1,238 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Start vLLM servers: the command for a server, and a server that a training process starts for itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftConfig
+
+from ...adapters.copies import served_entries
+from ...adapters.lora import config_of
+from ...agents import AgentSpec
+from ...config.marft_config import MARFTConfig
+from ...system.child_processes import keep, kill_group, let_go
+from ...system.event_loop import run_coroutine
+from .server import EngineDownError, ServerDownError, VLLMServer
+
+
+_MODULE = "vllm.entrypoints.openai.api_server"
+# Environment variable under which a server takes adapters while it runs
+_UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# Ranks that vLLM has kernels for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Flags of the CPU build, whose engine stops at a request with a seed if it may read a prompt in parts
+_ON_CPU = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--enforce-eager", "--dtype", "float32")
+
+
+def vllm_command(
+    model: str,
+    agents: Sequence[AgentSpec],
+    args: MARFTConfig | None = None,
+    peft_config: PeftConfig | None = None,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    max_model_len: int | None = None,
+    device: str = "cuda",
+    extra: Sequence[str] = (),
+) -> str:
+    """
+    The shell command that starts a vLLM server for a team, with all flags that the team needs. Run it in an
+    environment that vLLM is installed in, once for each address in `vllm_server_base_url`.
+
+    Args:
+        model (`str`):
+            Name or folder of the base.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        args ([`MARFTConfig`], *optional*):
+            Training arguments.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter config of agents without one of their own, as passed to [`MARFTTrainer`].
+        port (`int`, *optional*, defaults to `8000`):
+            Port of the server.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address that the server listens at. The server takes adapters from whoever reaches it, so let only the
+            trainer reach it.
+        max_model_len (`int`, *optional*):
+            Longest prompt and turn together, in tokens. If `None`, the server takes the model's window.
+        device (`str`, *optional*, defaults to `"cuda"`):
+            `"cpu"` adds the flags that vLLM's CPU build needs.
+        extra (`Sequence[str]`, *optional*):
+            Further flags, such as `["--tensor-parallel-size", "2"]`.
+
+    Returns: one line.
+    """
+    ranks = adapter_ranks(agents, peft_config)
+    flags = server_flags(model, ranks, args or MARFTConfig(), port, host, max_model_len, device)
+    return f"{_UPDATES}=True python -m {_MODULE} {shlex.join([*flags, *extra])}"
+
+
+def server_arguments(*arguments: Any, **limits: Any) -> tuple[dict[str, str], list[str]]:
+    """Environment variables, and the arguments of an interpreter that start a server, see [`server_flags`]."""
+    return {_UPDATES: "True"}, ["-m", _MODULE, *server_flags(*arguments, **limits)]
+
+
+def server_flags(
+    model: str,
+    adapters: Mapping[str, int],
+    args: MARFTConfig,
+    port: int,
+    host: str = "127.0.0.1",
+    max_model_len: int | None = None,
+    device: str = "cuda",
+) -> list[str]:
+    """
+    Flags of a server.
+
+    Args:
+        model (`str`): name or folder of the base.
+        adapters (`Mapping[str, int]`): rank of each adapter.
+        args ([`MARFTConfig`]): training arguments.
+        port (`int`): port.
+        host (`str`): address to listen at.
+        max_model_len (`int`, *optional*): longest prompt and turn together.
+        device (`str`): `"cuda"` or `"cpu"`.
+    """
+    most = max_loras(len(adapters), args.max_staleness)
+    return [
+        *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
+        *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
+        *("--max-lora-rank", str(next((rank for rank in _RANKS if rank >= max(adapters.values())), _RANKS[-1]))),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--max-num-seqs", str(args.vllm_max_inflight)),
+        *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
+        *(("--revision", revision) if (revision := (args.model_init_kwargs or {}).get("revision")) else ()),
+        *(("--trust-remote-code",) if args.trust_remote_code else ()),
+        *(_ON_CPU if device == "cpu" else ()),
+    ]
+
+
+def max_loras(num_adapters: int, max_staleness: int = 0) -> int:
+    """
+    Number of adapters that a server needs room for: those of the team in all versions that are sampled from at a time,
+    and the base as an adapter.
+    """
+    return num_adapters * (max_staleness + 1) + 1
+
+
+def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
+    """Rank of each adapter that servers have of a team."""
+    ranks: dict[str, int] = {}
+    for agent in agents:
+        config = config_of(agent, agents, peft_config)
+        rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
+        ranks |= {name: max(rank, ranks.get(name, 0)) for name in served_entries(agent)}
+    return ranks
+
+
+# Variables by which launchers tell a process its place. The server is no process of the run.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES = ("TORCHELASTIC_", "ROLE_", "ACCELERATE_", "FSDP_")
+# Packages of the interpreter that trains are not those of the server's
+_OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
+# Seconds that it has to say whether it is well
+_LOOK = 5.0
+# Characters of the log that are shown if the server does not start
+_MOST_SHOWN = 2000
+
+
+class OwnServer:
+    """
+    A server of this process. It ends when this process does, in whatever way.
+
+    Args:
+        flags (`Callable`): `flags(port)` returns the arguments of vLLM's server.
+        python (`str`): interpreter of an environment with vLLM.
+        log (`Path`): file that the server's output is appended to.
+        variables (`Mapping[str, str]`, *optional*): environment variables of the server.
+
+    Attributes:
+        url (`str`): its address, on this machine only.
+        key (`str`): its API key, without which it answers nobody.
+    """
+
+    def __init__(
+        self,
+        flags: Callable[[int], Sequence[str]],
+        python: str,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+    ):
+        port = _free_port()
+        self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(  # noqa: S603
+                [python, *flags(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**_inherited(), **(variables or {}), "VLLM_API_KEY": self.key},
+                start_new_session=True,
+            )
+        keep(f"server-{self._process.pid}", self._process.pid)
+        self.close = weakref.finalize(self, _end, self._process)
+
+    def wait(self, seconds: float) -> None:
+        """
+        Wait until it answers.
+
+        Raises:
+            EngineDownError: it has ended, or needs longer.
+        """
+        end = time.monotonic() + seconds
+        while not run_coroutine(self._is_well):
+            status = self._process.poll()
+            if status is None and time.monotonic() < end:
+                time.sleep(0.5)
+                continue
+            what = f"needed more than {seconds:g} seconds to start" if status is None else f"ended with {status}"
+            self.close()
+            raise EngineDownError(
+                f"The vLLM server of this process (`vllm_mode='colocate'`) {what}. Its output is in {self._log} and "
+                f"ends with:\n{self._end_of_log()}"
+            )
+
+    async def _is_well(self) -> bool:
+        from aiohttp import ClientSession
+
+        async with ClientSession() as session:
+            try:
+                await VLLMServer(self.url, session, _LOOK, self.key).check_health(_LOOK)
+            except ServerDownError:
+                return False
+            return True
+
+    def _end_of_log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-_MOST_SHOWN:]
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
+
+
+def _inherited() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*_OF_LAUNCHERS, *_OF_PYTHON) and not name.startswith(_PREFIXES)
+    }
+
+
+def _end(server: subprocess.Popen) -> None:
+    """End a server, and engines of it that outlive it."""
+    kill_group(server.pid)
+    server.wait()
+    let_go(f"server-{server.pid}")

@@ -1,0 +1,254 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Episodes of later generation batches, sampled by a thread while training runs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+from ...config.team_setup import RunContext
+from ...episodes.records import Episode
+from ...learning.adapter_updates import Schedule
+from ...rollout.failures import Failures, OnFailure, run_episodes
+from ...rollout.runner import EpisodeRunner
+from ...seams.trl import TrlState
+from .vllm_generator import VLLMGenerator
+
+
+class LookAhead:
+    """
+    Reads dataloaders ahead. Batches come in the order of the dataloader, and none is read beyond the end of a pass.
+
+    Args:
+        state ([`TrlState`]): position in the run.
+        schedule ([`Schedule`]): when new episodes are due.
+        batches (`int`): number of generation batches to read ahead.
+    """
+
+    def __init__(self, state: TrlState, schedule: Schedule, batches: int):
+        self._state, self._schedule, self._batches = state, schedule, batches
+        self._source: Iterator | None = None
+        self._reader: _Reader | None = None
+
+    def over(self, iterator: Iterator) -> Iterator:
+        """The iterator of a pass over the dataset, read ahead."""
+        if self._source is not iterator or self._reader is None:
+            depth = self._batches * self._schedule.generate_every
+            self._source, self._reader = iterator, _Reader(iterator, self._state.micro_step, depth)
+        return self._reader
+
+    def number(self) -> int:
+        """Number of the generation batch that is due."""
+        return self._state.micro_step // self._schedule.generate_every
+
+    def upcoming(self) -> dict[int, list[dict[str, Any]]]:
+        """Rows of the generation batches that are due later, by their numbers, as far as they are known."""
+        ahead = self._reader.ahead if self._reader is not None else {}
+        for place in [place for place in ahead if place <= self._state.micro_step]:
+            del ahead[place]
+        due = filter(self._schedule.is_due, ahead)
+        return {place // self._schedule.generate_every: ahead[place] for place in due}
+
+
+class _Reader:
+    """
+    Attributes:
+        ahead (`dict[int, list[dict]]`): rows by the micro-step that they are for.
+    """
+
+    def __init__(self, iterator: Iterator, first: int, depth: int):
+        self._iterator, self._depth = iterator, depth
+        self._buffer: deque[Any] = deque()
+        self._read = first
+        self.ahead: dict[int, Any] = {}
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> Any:
+        while len(self._buffer) <= self._depth:
+            try:
+                rows = next(self._iterator)
+            except StopIteration:
+                break
+            self._buffer.append(rows)
+            self.ahead[self._read] = rows
+            self._read += 1
+        if not self._buffer:
+            raise StopIteration
+        return self._buffer.popleft()
+
+
+# Seconds that the thread has to end
+_LAST_WORDS = 10.0
+
+
+class _Job(NamedTuple):
+    """
+    A generation batch.
+
+    Args:
+        rows (`Sequence[dict]`): dataset rows of this process.
+        key (`tuple`): its place in the run.
+        pin (`Any`): weights that it is sampled from.
+        failures ([`Failures`]): those of its episodes.
+        episodes (`concurrent.futures.Future`): gets its episodes.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    key: tuple
+    pin: Any
+    failures: Failures
+    episodes: concurrent.futures.Future[list[Episode]]
+
+
+class Overlap:
+    """
+    Episodes of generation batches, begun before they are due.
+
+    When batch `k` is due, the weights are published, and batch `k + max_staleness` begins with them. So each batch is
+    sampled from the weights of `max_staleness` publications ago, the first ones from the first weights. Which weights
+    a batch is sampled from does not depend on how long rollouts and training take.
+
+    Args:
+        run ([`RunContext`]): the run that trains it.
+        runner ([`EpisodeRunner`]): runs episodes, on servers.
+        look_ahead ([`LookAhead`]): the number of the batch that is due, and the rows of later ones.
+        failures ([`Failures`]): gets them.
+    """
+
+    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: LookAhead, failures: Failures):
+        self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
+        self._generator = cast(VLLMGenerator, runner.generator)
+        self._policy, self._failures, self._processes = OnFailure.of(run.args), failures, run.processes
+        self._jobs: dict[int, _Job] = {}
+        self._worker: _Worker | None = None
+
+    def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
+        """
+        The episodes of the batch that is due, with these rows. Later batches begin.
+
+        Raises:
+            EpisodeError: an episode has failed, and is not skipped.
+        """
+        now = self._look_ahead.number()
+        self._generator.publish()
+        with self._processes.together():
+            self._begin(now, rows)
+            for number, its_rows in sorted(self._look_ahead.upcoming().items()):
+                if now < number <= now + self._staleness:
+                    self._begin(number, its_rows)
+            return self._take(now)
+
+    def close(self) -> None:
+        """End the thread. Episodes under way are given up."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+        for job in self._jobs.values():
+            self._generator.release(job.pin)
+        self._jobs.clear()
+
+    def _begin(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
+        if number in self._jobs:
+            return
+        if self._worker is None:
+            self._worker = _Worker(self._runner.in_background(), self._policy)
+        key = self._runner.next_key(self._processes.index * len(rows))
+        job = self._jobs[number] = _Job(
+            list(rows), key, self._generator.pin(), Failures(), concurrent.futures.Future()
+        )
+        self._worker.begin(job)
+
+    def _take(self, number: int) -> list[Episode]:
+        job = self._jobs[number]
+        try:
+            episodes = job.episodes.result()
+        finally:
+            del self._jobs[number]
+            self._generator.release(job.pin)
+            self._failures.add(job.failures)
+            if self._worker is not None:
+                self._runner.dropped_turns += self._worker.take_dropped()
+        return episodes
+
+
+class _Worker:
+    """A thread with an event loop, in which all batches under way run."""
+
+    def __init__(self, runner: EpisodeRunner, policy: OnFailure):
+        self._runner, self._policy, self._generator = runner, policy, cast(VLLMGenerator, runner.generator)
+        self._loop = asyncio.new_event_loop()
+        self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
+        self._thread.start()
+
+    def begin(self, job: _Job) -> None:
+        self._loop.call_soon_threadsafe(self._wishes.put_nowait, job)
+
+    def take_dropped(self) -> int:
+        """Number of turns that did not fit the model's window since the last call."""
+        dropped, self._runner.dropped_turns = self._runner.dropped_turns, 0
+        return dropped
+
+    def end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._wishes.put_nowait, None)
+        self._thread.join(_LAST_WORDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._work())
+        finally:
+            self._loop.close()
+
+    async def _work(self) -> None:
+        tasks: set[asyncio.Task] = set()
+        job: _Job | None = None
+        while True:
+            try:
+                async with self._runner.connected():
+                    while True:
+                        job = job or await self._wishes.get()
+                        if job is None:
+                            break
+                        task = asyncio.ensure_future(self._episodes(job))
+                        tasks.add(task)
+                        task.add_done_callback(tasks.discard)
+                        job = None
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                    return
+            except Exception as error:  # no connection, for instance
+                waiting = job or await self._wishes.get()
+                if waiting is None:
+                    return
+                waiting.episodes.set_exception(error)
+                job = None
+
+    async def _episodes(self, job: _Job) -> None:
+        tries = itertools.count()
+
+        async def run(rows, failures):  # a repeated episode is no copy of another one
+            number = next(tries)
+            key = job.key if number == 0 else (*job.key[:-1], f"try {number}", job.key[-1])
+            return await self._runner.collect(rows, key, failures=failures)
+
+        try:
+            with self._generator.using(job.pin):
+                episodes = await run_episodes(run, job.rows, self._policy, job.failures)
+        except asyncio.CancelledError:
+            job.episodes.cancel()
+            raise
+        except BaseException as error:
+            job.episodes.set_exception(error)
+        else:
+            job.episodes.set_result(episodes)

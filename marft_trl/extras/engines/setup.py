@@ -1,0 +1,321 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Training with vLLM servers: checks before anything is loaded, and the generator of a team."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from ...adapters.copies import PastCopies, copy_entries, served_entries
+from ...adapters.policies import Policies
+from ...agents import AgentSpec
+from ...algorithms.baselines import CREDITS
+from ...config.marft_config import MARFTConfig
+from ...config.team_setup import RunContext, Sampling, TeamSetup
+from ...seams.libraries import get_logger
+from ...system.event_loop import run_coroutine
+from .library import AdapterLibrary, Entry, adapter_tensors, check_servable, served_config, zero_tensors
+from .own_server import OwnServer, server_arguments
+from .replicas import ServerSettings, addresses, longest_turn
+from .vllm_generator import BASE, SamplingCorrection, VLLMGenerator, reference_of
+
+
+logger = get_logger(__name__)
+
+# Seconds that the server of a process may need to start; large bases are read slowly
+_STARTS = 1800.0
+# Mean difference of log-probabilities: both sides in float32, or at least one of them less precise
+_EXACT, _ROUGH = 1e-3, 0.2
+
+# `next_token(agent, ids, by_reference=False)`: the trainer's log-probabilities of all tokens after some tokens
+NextToken = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """
+    The servers that generate for a trainer.
+
+    Args:
+        servers ([`ServerSettings`]): addresses and limits.
+        longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn together, if they tell.
+    """
+
+    servers: ServerSettings
+    longest_turn: int | None
+
+
+def tolerance_of(given: float | None, is_exact: bool) -> float:
+    """Largest mean difference between log-probabilities of servers and our own. `given`: what the user allows."""
+    if given is not None:
+        return given
+    return _EXACT if is_exact else _ROUGH
+
+
+def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> SamplingCorrection:
+    """
+    What compares and weighs the turns that the servers of a generator sampled. A server in float32 (`is_exact`) has to
+    agree closely with the trainer; one in bfloat16 cannot.
+    """
+    return SamplingCorrection(run, tolerance_of(run.args.fidelity_tolerance, is_exact), generator.staleness)
+
+
+def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> Engine:
+    """
+    Check that servers can generate for a team, start the one of this process if it has one, and wait until they run.
+
+    Raises:
+        ImportError: the HTTP client, or vLLM, is not installed.
+        ValueError: the team cannot be served.
+        EngineDownError: a server does not run.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install 'marft-trl[vllm]'`.")
+    if not policies.has_adapters:
+        raise ValueError(
+            "`use_vllm=True` needs adapters: servers are given the weights of adapters after each update, never those "
+            "of the base. Pass `peft_config=LoraConfig(...)`, or set `use_vllm=False`."
+        )
+    served = [agent for agent in agents if agent.has_policy]
+    for agent in served:
+        check_servable(agent, model.peft_config[agent.adapter])
+        if agent.copy_of is not None and args.max_staleness:
+            raise ValueError(
+                f"Agent {agent.name!r} acts with past copies, whose pool changes while episodes run ahead of training "
+                f"(`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
+            )
+    own = None
+    if args.vllm_mode == "colocate":
+        ranks = {name: model.peft_config[one.adapter].r for one in served for name in served_entries(one)}
+        own = start_own_server(args, model, ranks)
+    elif is_quantized(model):
+        logger.warning(
+            "The base is quantized. If the servers have it in another precision, they sample from another "
+            "distribution than is trained; `sampling/sampling_logp_difference/mean` tells how far it is off."
+        )
+    if own is None:
+        urls = addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+    else:
+        urls = (own.url,)
+    servers = ServerSettings(
+        urls=urls,
+        request_timeout=args.vllm_request_timeout,
+        server_timeout=args.vllm_server_timeout,
+        max_inflight=args.vllm_max_inflight,
+        own=own,
+        sleep=own is not None and args.vllm_enable_sleep_mode,
+    )
+    engine = Engine(servers, longest_turn(servers))
+    if servers.sleep:
+        run_coroutine(_put_to_sleep, servers)
+    return engine
+
+
+def make_vllm_generator(
+    team: TeamSetup,
+    run: RunContext,
+    servers: ServerSettings,
+    model: PeftModel,
+    settings: Callable[[Sampling], dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    vocabulary: int,
+    is_exact: bool,
+    next_token: NextToken,
+    past: PastCopies | None = None,
+) -> VLLMGenerator:
+    """
+    The generator of a team on vLLM servers.
+
+    Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        run ([`RunContext`]): the run that trains it.
+        servers ([`ServerSettings`]): addresses and limits.
+        model ([`~peft.PeftModel`]): has the adapters.
+        settings (`Callable`): all settings of `generate` of a [`Sampling`].
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
+        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        vocabulary (`int`): number of token ids.
+        is_exact (`bool`): whether the trainer computes in float32.
+        next_token (`Callable`): the trainer's log-probabilities.
+        past ([`PastCopies`], *optional*): past copies that opponents act with.
+    """
+    args = run.args
+    served = [agent for agent in team.agents if agent.has_policy]
+    entries = _entries(args, served, team.policies, model, next_token)
+    for agent in served:
+        entries |= _copies(agent, past, model, next_token) if past is not None and agent.copy_of is not None else {}
+    library = AdapterLibrary(
+        folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters",
+        entries=entries,
+        servers=servers,
+        vocabulary=vocabulary,
+        tolerance=tolerance_of(args.fidelity_tolerance, is_exact),
+    )
+    generator = VLLMGenerator(
+        team.policies, team.samplings, library, servers, settings, tokenizer, ends, run.processes, past
+    )
+    others = [agent.name for agent in served if not generator.samples_what_is_scored(agent.name)]
+    trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
+    if trained and args.max_staleness:
+        raise ValueError(
+            f"`max_staleness={args.max_staleness}` weighs turns by the ratio of the present to the earlier weights, "
+            f"which is not known for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, `repetition_penalty` "
+            "or `generation_kwargs` change the distribution that is sampled from. Leave them out, or set "
+            "`max_staleness=0`."
+        )
+    if others:
+        logger.warning(
+            f"{', '.join(map(repr, others))} sample from a part of their distribution (`top_p`, `top_k`, `min_p` or "
+            "`repetition_penalty`), so log-probabilities of servers cannot be compared with the trainer's: their "
+            "tokens have the weight 1 in the loss, and only the adapters themselves are checked."
+        )
+    return generator
+
+
+def _entries(
+    args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
+) -> dict[str, Entry]:
+    """What servers are given: the adapters, and the references where turns are sampled from them."""
+    agents = [agent for agent in agents if agent.copy_of is None]
+    entries = adapter_entries(agents, model, next_token, policies.trained)
+    if not CREDITS[args.credit].uses_references:
+        return entries
+    for agent in agents:
+        adapter, reference = agent.adapter, functools.partial(next_token, agent.name, by_reference=True)
+        if policies.starts_as_base(agent.name):
+            tensors = functools.partial(zero_tensors, model, adapter)
+            entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)
+        else:
+            tensors = functools.partial(_reference_tensors, policies, model, agent)
+            entries[reference_of(adapter)] = Entry(tensors, served_config(model, adapter), reference)
+    return entries
+
+
+def adapter_entries(
+    agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, trained: Sequence[str] = ()
+) -> dict[str, Entry]:
+    """The adapters of agents, by their names. `trained`: those whose weights change."""
+    return {
+        agent.adapter: Entry(
+            functools.partial(adapter_tensors, model, agent.adapter),
+            served_config(model, agent.adapter),
+            functools.partial(next_token, agent.name, by_reference=False),
+            is_fixed=agent.adapter not in trained,
+        )
+        for agent in agents
+    }
+
+
+def _copies(agent: AgentSpec, past: PastCopies, model: PeftModel, next_token: NextToken) -> dict[str, Entry]:
+    """What servers are given of an agent that acts with past copies: a place for each."""
+
+    def tensors(position: int) -> dict[str, Any]:
+        with past.acting(agent.name, past.at(agent.name, position)):
+            return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
+
+    def expected(position: int, ids: Sequence[int]) -> torch.Tensor:
+        with past.acting(agent.name, past.at(agent.name, position)):
+            return next_token(agent.name, ids, by_reference=False)
+
+    config = served_config(model, agent.adapter)
+    return {
+        name: Entry(functools.partial(tensors, position), config, functools.partial(expected, position))
+        for position, name in enumerate(copy_entries(agent))
+    }
+
+
+def _reference_tensors(policies: Policies, model: PeftModel, agent: AgentSpec) -> dict[str, Any]:
+    with policies.reference(agent.name):
+        return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
+
+
+# ---- The server of a process ----
+
+
+def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int]) -> OwnServer:
+    """
+    Start a server on the device of this process, and wait until it runs.
+
+    Args:
+        args ([`MARFTConfig`]): training arguments.
+        model ([`~peft.PeftModel`]): the base with its adapters.
+        adapters (`Mapping[str, int]`): rank of each adapter.
+    """
+    base, device = model.get_base_model(), args.device
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"`vllm_mode='colocate'` is not supported on {device.type!r}. Start a server with the command that "
+            "`marft_trl.extras.engines.vllm_command` gives, and set `vllm_mode='server'`."
+        )
+    if is_quantized(model):
+        raise ValueError(
+            "`vllm_mode='colocate'` cannot serve a quantized base: vLLM reads 4-bit weights only with a plugin. Start "
+            "a server that has the same base, with the command that `marft_trl.extras.engines.vllm_command` gives, "
+            "and set `vllm_mode='server'`."
+        )
+    name, dtype = str(base.name_or_path), str(base.dtype).removeprefix("torch.")
+    if not name:
+        raise ValueError(
+            "`vllm_mode='colocate'` starts a server with the same base, and this model has no name: it was not loaded "
+            "from the Hub or a folder. Save it with `save_pretrained`, and pass the folder as `model`."
+        )
+    limits = {"max_model_len": args.vllm_max_model_length, "device": device.type}
+    variables, _ = server_arguments(name, adapters, args, port=0, **limits)
+    if device.type == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = _visible(device.index or 0)
+    if args.vllm_enable_sleep_mode:
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # has the routes by which it sleeps and wakes
+    share = [] if device.type == "cpu" else ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    further = ["--dtype", dtype, *share, "--model-impl", args.vllm_model_impl]
+    further += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []
+
+    def flags(port: int) -> list[str]:
+        return [*server_arguments(name, adapters, args, port=port, **limits)[1], *further]
+
+    log = Path(args.output_dir or ".") / "_vllm" / f"server-{args.process_index}.log"
+    server = OwnServer(flags, _interpreter(args), log, variables)
+    server.wait(max(args.vllm_server_timeout, _STARTS))
+    return server
+
+
+def is_quantized(model: Any) -> bool:
+    """`True` if the base of a model has quantized weights."""
+    return bool(getattr(model.get_base_model(), "is_quantized", False))
+
+
+def _interpreter(args: MARFTConfig) -> str:
+    given = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
+    if given is None and importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "`vllm_mode='colocate'` starts vLLM, which is not installed here and cannot be beside this version of "
+            "transformers. Make an environment with vLLM, and set `vllm_python` to its interpreter, such as "
+            "'/opt/vllm/bin/python'."
+        )
+    found = shutil.which(given or sys.executable)
+    if found is None:
+        raise ValueError(f"`vllm_python` must be an interpreter, got {given!r}, which is no program.")
+    return found
+
+
+def _visible(index: int) -> str:
+    """The device of this process, as the servers' `CUDA_VISIBLE_DEVICES`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+async def _put_to_sleep(settings: ServerSettings) -> None:
+    async with settings.connected() as servers:
+        for server in servers:
+            await server.sleep(settings.server_timeout)

@@ -1,0 +1,397 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Generation by vLLM servers, and how sampled tokens are compared and weighted in the loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedTokenizerBase
+
+from ...adapters.copies import PastCopies
+from ...adapters.policies import Policies
+from ...algorithms import functional
+from ...algorithms.rows import Row
+from ...config.team_setup import RunContext, Sampling
+from ...episodes.records import SampledBy
+from ...rollout.generator import Generator, Observed, Sampled
+from ...rollout.turn_reader import StopTexts
+from ...seams.libraries import get_logger
+from ...system.event_loop import run_coroutine
+from ...system.processes import Processes
+from ...system.randomness import seed_of
+from .library import AdapterLibrary, Version
+from .replicas import Replicas, ServerSettings
+from .server import Order
+
+
+logger = get_logger(__name__)
+
+
+# Share of the tolerance above which a difference is said
+_ALARM = 0.25
+
+
+class FidelityError(RuntimeError):
+    """A server sampled with other weights than the trainer has. Nothing was trained on its turns."""
+
+
+class SamplingCorrection:
+    """
+    Compares the log-probabilities of servers with the trainer's, and weighs tokens by their ratio.
+
+    Args:
+        run ([`RunContext`]): the run that trains it.
+        tolerance (`float`): mean difference of log-probabilities above which a run ends.
+        staleness (`Callable`): `staleness(adapter, version)` returns how often an adapter was published since.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        tolerance: float,
+        staleness: Callable[[str, int], int] = lambda adapter, version: 0,
+    ):
+        self._args, self._tolerance = run.args, tolerance
+        self._metrics, self._processes, self._staleness = run.metrics, run.processes, staleness
+        self._told: set[tuple[str, str]] = set()
+
+    def corrected(self, rows: Sequence[Row]) -> list[Row]:
+        """
+        Rows with `sampling_weights`. They have `old_per_token_logps`, the log-probabilities under the weights that are
+        trained.
+
+        Raises:
+            FidelityError: a server computes something else than the trainer.
+        """
+        compared = [row for row in rows if row.sampling_logps is not None and row.old_per_token_logps is not None]
+        with self._processes.together():
+            stale = self._check_staleness(rows)
+            self._check([row for row in compared if not stale[row.number]])
+        total, count = self._processes.sum(
+            torch.tensor([sum(stale.values()), len(rows)], dtype=torch.float64)
+        ).tolist()
+        if count:
+            self._metrics.add("sampling/staleness", total / count)
+        weights = {}
+        if self._args.vllm_importance_sampling_correction:
+            weights = {row.number: self._weights(row) for row in compared}
+        self._report(compared, list(weights.values()))
+        ones = {row.number: torch.ones(len(row.completion_ids)) for row in rows} if weights else {}
+        filled = ones | weights
+        return [replace(row, sampling_weights=filled.get(row.number)) for row in rows]
+
+    def _check_staleness(self, rows: Sequence[Row]) -> dict[int, int]:
+        """Staleness of each row that a server sampled, by its number."""
+        stale = {
+            row.number: self._staleness(row.adapter, row.sampled_by.version) if row.sampled_by is not None else 0
+            for row in rows
+        }
+        worst = max(rows, key=lambda row: stale[row.number], default=None)
+        if worst is not None and stale[worst.number] > self._args.max_staleness:
+            raise RuntimeError(
+                f"A turn of {worst.agent!r} was sampled {stale[worst.number]} versions of its adapter ago; "
+                f"`max_staleness` is {self._args.max_staleness}. Please report this."
+            )
+        return stale
+
+    def _weights(self, row: Row) -> torch.Tensor:
+        args = self._args
+        bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        return functional.sampling_weights(-_differences(row), args.vllm_importance_sampling_mode, *bounds)
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        by_origin: dict[tuple[str, str, int], list[torch.Tensor]] = defaultdict(list)
+        for row in rows:
+            if row.sampled_by is not None:
+                by_origin[row.agent, row.sampled_by.server, row.sampled_by.version].append(_differences(row))
+        for (agent, server, version), found in by_origin.items():
+            differences = torch.cat(found).abs()
+            if not len(differences):
+                continue
+            mean, most = differences.mean().item(), differences.max().item()
+            what = (
+                f"The tokens of {agent!r} that {server} sampled (version {version} of its adapter) have other "
+                f"log-probabilities there than under the trainer's weights: they differ by {mean:.3g} on average over "
+                f"{len(differences)} tokens, and by {most:.3g} at most"
+            )
+            if not mean <= self._tolerance:
+                raise FidelityError(
+                    f"{what}. At most {self._tolerance:g} is expected. The server has other weights, or computes in "
+                    "another precision; nothing was trained on its turns. If the difference is known and meant, set "
+                    "`fidelity_tolerance`."
+                )
+            if mean > _ALARM * self._tolerance and (agent, server) not in self._told:
+                self._told.add((agent, server))
+                logger.warning(f"{what}. The run ends above {self._tolerance:g} (`fidelity_tolerance`).")
+
+    def _report(self, rows: Sequence[Row], weights: Sequence[torch.Tensor]) -> None:
+        """Differences and weights over all processes."""
+        own: dict[str, tuple[int, float, float]] = {}
+        for agent in {row.agent for row in rows}:
+            found = torch.cat([_differences(row).abs() for row in rows if row.agent == agent])
+            own[agent] = len(found), found.sum().item(), found.max().item() if len(found) else 0.0
+        of_tokens = torch.cat(list(weights)) if weights else torch.empty(0)
+        spread = tuple(map(float, of_tokens.aminmax())) if len(of_tokens) else None
+        masked = (of_tokens == 0.0).sum().item()
+        mine = (
+            own,
+            len(of_tokens),
+            of_tokens.sum().item(),
+            masked,
+            None if spread is None else tuple(map(float, spread)),
+        )
+        everywhere = self._processes.gather([mine])
+        self._report_differences([its for its, *_ in everywhere])
+        count = sum(number for _, number, *_ in everywhere)
+        if count:
+            name = "sampling/importance_sampling_ratio"
+            bounds = [bounds for *_, bounds in everywhere if bounds is not None]
+            self._metrics.add(f"{name}/min", min(low for low, _ in bounds))
+            self._metrics.add(f"{name}/mean", sum(total for _, _, total, _, _ in everywhere) / count)
+            self._metrics.add(f"{name}/max", max(high for _, high in bounds))
+            self._metrics.add("sampling/masked_tokens", sum(number for *_, number, _ in everywhere) / count)
+
+    def _report_differences(self, everywhere: Sequence[dict[str, tuple[int, float, float]]]) -> None:
+        name = "sampling/sampling_logp_difference"
+        agents = sorted({agent for its in everywhere for agent in its})
+        for agent in [None, *agents]:  # all of them together first
+            found = [value for its in everywhere for own, value in its.items() if agent in (None, own)]
+            count = sum(number for number, _, _ in found)
+            if count:
+                prefix = "" if agent is None else f"agents/{agent}/"
+                self._metrics.add(f"{prefix}{name}/mean", sum(total for _, total, _ in found) / count)
+                self._metrics.add(f"{prefix}{name}/max", max(largest for _, _, largest in found))
+
+
+def _differences(row: Row) -> torch.Tensor:
+    """Log-probabilities of a row's tokens on the server, minus those under the trainer's weights, `(L,)`."""
+    if row.sampling_logps is None or row.old_per_token_logps is None:
+        raise ValueError("The row has no log-probabilities to compare.")
+    return row.sampling_logps - row.old_per_token_logps.float()
+
+
+# Settings of `generate` that vLLM has under the same name, with the values that leave the distribution as it is
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+}
+# Settings of `generate` that say nothing about what is sampled, or that requests have by other means
+_ELSEWHERE = (
+    *("max_new_tokens", "temperature", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("cache_implementation", "disable_compile"),
+)
+# Number of pins that staleness is counted over
+_REMEMBERED = 1000
+# Versions that turns are sampled from, where they are not the present ones
+_PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.ContextVar("marft_pinned", default=None)
+# Entry of the library that is the base without an adapter. No agent can have such a name.
+BASE = "=base"
+
+
+class VLLMGenerator(Generator):
+    """
+    Generates turns on vLLM servers.
+
+    Args:
+        policies ([`Policies`]): of the team.
+        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
+        library ([`AdapterLibrary`]): the adapters on the servers.
+        servers ([`ServerSettings`]): addresses and limits.
+        settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
+        ends (`Sequence[int]`): ids of the tokens that end a turn.
+        processes ([`Processes`], *optional*): the first one publishes for all. Without them, this one is alone.
+        past ([`PastCopies`], *optional*): past copies that opponents act with.
+
+    Attributes:
+        library ([`AdapterLibrary`]): the adapters on the servers.
+        servers ([`ServerSettings`]): addresses and limits.
+    """
+
+    batches = False
+
+    def __init__(
+        self,
+        policies: Policies,
+        samplings: Mapping[str, Sampling],
+        library: AdapterLibrary,
+        servers: ServerSettings,
+        settings: Callable[[Sampling], dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        processes: Processes | None = None,
+        past: PastCopies | None = None,
+    ):
+        self._past = past
+        self.library, self.servers, self._policies = library, servers, policies
+        self._samplings, self._settings, self._ends = samplings, settings, list(ends)
+        self._processes = processes
+        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._requests = {agent: self._request(agent) for agent in samplings}
+        self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
+        self._pins: list[dict[str, Version]] = []
+        self._pinned: deque[dict[str, int]] = deque(maxlen=_REMEMBERED)  # numbers of the latest pins
+        self._asleep = servers.sleep  # as they were started
+
+    def settings(self, agent: str) -> dict[str, Any]:
+        """All settings of `generate` for an agent."""
+        return self._settings(self._samplings[agent])
+
+    def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
+        """Return `True` if a turn of an agent contains one of the agent's stop texts."""
+        return self._stops[self._samplings[agent]].are_in(ids)
+
+    def samples_what_is_scored(self, agent: str) -> bool:
+        """`True` if an agent samples from the distribution that it is scored by."""
+        settings, sampling = self.settings(agent), self._samplings[agent]
+        is_whole = all(settings.get(name) in neutral for name, neutral in _NEUTRAL.items())
+        return is_whole and settings["temperature"] == sampling.temperature
+
+    def publish(self, alone: bool = False) -> None:
+        """
+        Let the servers have the present weights. The first process does it, and tells the others the names.
+
+        Args:
+            alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this. Then it has
+                to be the first process, or nothing may have changed since the last time.
+        """
+        processes = self._processes
+        with contextlib.nullcontext() if alone or processes is None else processes.together():
+            run_coroutine(self._wake)
+            current = self.library.publish(self._kept()) if self._is_main else None
+        if alone or processes is None:
+            return
+        current = processes.broadcast(current)
+        if self.servers.own is None:
+            self.library.adopt(current, self._kept())
+            return
+        with processes.together():
+            if not processes.is_main:
+                self.library.follow(current, self._kept())
+
+    def pin(self) -> dict[str, Version]:
+        """The present versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
+        pin = self.library.current
+        self._pins.append(pin)
+        self._pinned.append({entry: version.number for entry, version in pin.items()})
+        return pin
+
+    def release(self, pin: dict[str, Version]) -> None:
+        """Versions of [`~VLLMGenerator.pin`] are no longer used."""
+        self._pins = [one for one in self._pins if one is not pin]
+
+    @contextlib.contextmanager
+    def using(self, pin: dict[str, Version]) -> Iterator[None]:
+        """Context manager: turns are sampled from versions of [`~VLLMGenerator.pin`]."""
+        before = _PINNED.set(pin)
+        try:
+            yield
+        finally:
+            _PINNED.reset(before)
+
+    def staleness(self, adapter: str, version: int) -> int:
+        """How many of the states that [`~VLLMGenerator.pin`] has given are later ones of an adapter than a version."""
+        return sum(number > version for number in {pin[adapter] for pin in self._pinned})
+
+    def _kept(self) -> list[Version]:
+        return [version for pin in self._pins for version in pin.values()]
+
+    def close(self) -> None:
+        """Take the adapters from the servers."""
+        if self._is_main or self.servers.own is not None:
+            run_coroutine(self._wake)
+            self.library.close(its_files=self._is_main)
+            run_coroutine(self._sleep)
+
+    @property
+    def _is_main(self) -> bool:
+        return self._processes is None or self._processes.is_main
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Asynchronous context manager: connections to the servers, for the present event loop."""
+        await self._wake()
+        loop = asyncio.get_running_loop()
+        async with Replicas(self.servers, self.library.make_ready) as replicas:
+            self._open[loop] = replicas
+            try:
+                yield
+            finally:
+                if self._open.get(loop) is replicas:
+                    del self._open[loop]
+        await self._sleep()
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            # The server is another process: what the allocator of this one keeps for later is gone for it
+            clear_device_cache(garbage_collection=True)
+            await self.library.wake()
+            self._asleep = False
+
+    async def _sleep(self) -> None:
+        if self.servers.sleep:
+            await self.library.sleep()
+            self._asleep = True
+
+    async def generate(
+        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[Sampled]:
+        return await asyncio.gather(*[self._sample(one, greedy, sampling) for one in observed])
+
+    async def _sample(self, observed: Observed, greedy: bool, sampling: Mapping[str, float] | None) -> Sampled:
+        agent, ids, key, by_reference, copy, live = observed
+        own = self._samplings[agent]
+        entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
+        if copy is not None and self._past is not None:
+            entry = self._past.entry(agent, copy)
+        version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
+        given = {"temperature": 0.0} if greedy else sampling or {}
+        settings = {**self._requests[agent], "seed": seed, **given}
+        limit = own.max_completion_length
+        if live is not None and live.limit is not None:
+            limit = min(limit, live.limit)
+        order = Order(version.name, ids, limit, settings)
+        hear = None if live is None else live.hear
+        generated, server = await self._open[asyncio.get_running_loop()].generate(order, hear)
+        ids = self._stops[own].cut(generated.ids)
+        is_scored = not (greedy or sampling or by_reference) and self.samples_what_is_scored(agent)
+        logps = generated.logps[: len(ids)] if is_scored else None
+        return Sampled(ids, logps, SampledBy(server, version.number, seed))
+
+    def reference_entry(self, agent: str) -> str:
+        """Entry of the library that has the reference of an agent."""
+        adapter = self._policies.adapter_of(agent)
+        return BASE if self._policies.starts_as_base(agent) else reference_of(adapter)
+
+    def _request(self, agent: str) -> dict[str, Any]:
+        """What all requests for an agent have in common, under vLLM's names."""
+        settings, sampling = self.settings(agent), self._samplings[agent]
+        unknown = sorted(
+            name
+            for name, value in settings.items()
+            if name not in _NEUTRAL and name not in _ELSEWHERE and value is not None
+        )
+        if unknown or settings.get("do_sample") is False:
+            raise ValueError(
+                f"`generation_kwargs` has {(unknown or ['do_sample'])[0]!r}, which marft_trl does not translate for "
+                f"vLLM. Leave it out, or set `use_vllm=False`. It translates temperature, {', '.join(_NEUTRAL)}."
+            )
+        given = {name: settings[name] for name in _NEUTRAL if settings.get(name) is not None}
+        stops = {"stop": list(sampling.stop)} if sampling.stop else {}
+        ends = {"ignore_eos": True, "stop_token_ids": self._ends}
+        return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **given, **ends, **stops}
+
+
+def reference_of(adapter: str) -> str:
+    """Entry of the library that has the reference of an adapter."""
+    return f"={adapter}-reference"

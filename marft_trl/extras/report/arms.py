@@ -1,0 +1,264 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Arms of a report: what is changed in an experiment, and what it is compared with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from ...agents import AgentSpec, check_team
+from ...system.hints import did_you_mean
+from ...workflows import (
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    Sequential,
+    UntilApproved,
+    Workflow,
+)
+from .experiment import Experiment
+
+
+# Workflows that end with an answer to the prompt, which one agent can give as well
+_ANSWERING = (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    One thing that is changed.
+
+    Args:
+        name (`str`): such as `"solo"` or `"frozen:planner"`.
+        what (`str`): the change in words.
+        change (`Callable`, *optional*): the experiment with the change; `None` for an arm that is evaluated with the
+            weights of another one.
+        evaluation (`str`): name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
+        of (`str`): the arm whose run has this evaluation.
+        is_budgeted (`bool`): whether training ends with as many generated tokens as the team has had.
+        is_variant (`bool`): whether the user has made it.
+        why_not (`str`, *optional*): why this arm is left out.
+    """
+
+    name: str
+    what: str
+    change: Callable[[Experiment], Experiment] | None = None
+    evaluation: str = "end"
+    of: str = ""
+    is_budgeted: bool = False
+    is_variant: bool = False
+    why_not: str | None = None
+
+    @property
+    def run(self) -> str:
+        """The arm whose run has the evaluation of this one."""
+        return self.of or self.name
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its run, without the seed."""
+        return folder_of(self.run)
+
+    def changed(self, experiment: Experiment) -> Experiment:
+        """The experiment of this arm, which has no variants of its own."""
+        alone = experiment.changed(variants={})
+        return alone if self.change is None else self.change(alone)
+
+
+def folder_of(name: str) -> str:
+    """Name of the folder of an arm of this name, without the seed."""
+    return name.replace(":", "-")
+
+
+def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
+    """
+    The arms of a report, the trained team first.
+
+    Args:
+        experiment ([`Experiment`]): what the report is about.
+        names (`Sequence[str]`, *optional*): those that are wanted; a kind such as `"frozen"` is that of each agent.
+
+    Raises:
+        ValueError: there is no such arm.
+    """
+    known = [*_of_team(experiment), *_of_agents(experiment)]
+    known += _of_variants(experiment, {arm.name for arm in known})
+    if names is None:
+        return known
+    names = [names] if isinstance(names, str) else names
+    kinds = {arm.name for arm in known} | {arm.name.partition(":")[0] for arm in known}
+    for name in names:
+        if name not in kinds:
+            shown = ", ".join(sorted(kinds))
+            raise ValueError(f"There is no arm {name!r}; there are {shown}.{did_you_mean(name, kinds)}")
+    wanted = {"team", *names}
+    return [arm for arm in known if arm.name in wanted or arm.name.partition(":")[0] in wanted]
+
+
+def _of_team(experiment: Experiment) -> list[Arm]:
+    def solo(one: Experiment) -> Experiment:
+        return one.changed(agents=[one.solo_agent()], workflow=_solo_workflow(one)[0], solo=None, solo_workflow=None)
+
+    is_alone = len(experiment.agents) == 1
+    alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
+    anonymous = "the team is anonymous" if experiment.options.get("anonymous") else None
+    return [
+        Arm("team", "the team, trained"),
+        Arm("untrained", "the team, untrained", evaluation="start", of="team"),
+        Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, why_not=alone),
+        Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", why_not=alone),
+        Arm("anonymous", "no names and no roles", _anonymous, why_not=anonymous),
+        *_of_adapters(experiment),
+    ]
+
+
+def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
+    """Arms of the user, which may not have the names of others."""
+    variants = dict(experiment.variants)
+    if twice := sorted({*variants} & {*taken, *map(folder_of, taken)}):
+        raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
+    alone = experiment.changed(variants={})
+    return [
+        Arm(name, name, change, is_budgeted=_checked(name, change(alone)).args.max_steps == alone.args.max_steps,
+            is_variant=True)
+        for name, change in variants.items()
+    ]  # fmt: skip
+
+
+def _checked(name: str, made: object) -> Experiment:
+    if not isinstance(made, Experiment):
+        raise TypeError(
+            f"The variant {name!r} must return an `Experiment`, such as `one.with_args(...)`, got "
+            f"{type(made).__name__}."
+        )
+    return made
+
+
+def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]:
+    """The workflow of the agent that works alone, and why there is none."""
+    workflow = experiment.workflow
+    if experiment.solo_workflow is not None or workflow is None or type(workflow) in _ANSWERING:
+        return experiment.solo_workflow, None
+    if type(workflow) is EnvironmentLoop and workflow.turns == "all":
+        alone = copy.copy(workflow)
+        alone.agents = None  # whoever is in the team
+        return alone, None
+    return None, f"`solo_workflow` of the experiment does not say how one agent works in `{type(workflow).__name__}`"
+
+
+def _anonymous(experiment: Experiment) -> Experiment:
+    return experiment.changed(options={**experiment.options, "anonymous": True})
+
+
+def _of_adapters(experiment: Experiment) -> list[Arm]:
+    """One adapter for all that are trained, and one for each, where that is a change."""
+    adapters = [agent.adapter for agent in _trained(experiment)]
+    if not _has_adapters(experiment):
+        alone: str | None = "there are no adapters"
+    else:
+        alone = "only one agent is trained" if len(adapters) < 2 else None
+    arms = []
+    if len({*adapters}) > 1 or alone:
+        arms.append(Arm("shared", "one adapter for all agents", _shared, why_not=alone))
+    if len({*adapters}) < len(adapters):
+        arms.append(Arm("own", "own adapters", _own, why_not=alone))
+    return arms
+
+
+def _of_agents(experiment: Experiment) -> list[Arm]:
+    agents = list(experiment.agents)
+    trained = [agent.name for agent in _trained(experiment)]
+    last = "it is the last agent, which nobody waits for"
+    is_chain = experiment.workflow is None or type(experiment.workflow) is Sequential
+    adapters = None if _has_adapters(experiment) else "there are no adapters"
+    arms: list[Arm] = []
+    for agent in agents:
+        name, is_last = agent.name, agent is agents[-1] and is_chain
+        only = "the team is one agent" if len(agents) == 1 else None
+        others = None if set(trained) - {name} else "no other agent is trained"
+        frozen = adapters or others if name in trained else "it is not trained"
+        without = only or others or (None if is_chain else "the workflow is no chain")
+        arms += [
+            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), why_not=frozen),
+            Arm(f"without:{name}", f"a team without {name}", _without(name), why_not=without),
+            Arm(f"emptied:{name}", f"what {name} says is emptied", evaluation=f"emptied:{name}", of="team",
+                why_not=only or (last if is_last else None)),
+        ]  # fmt: skip
+    return arms
+
+
+def _trained(experiment: Experiment) -> list[AgentSpec]:
+    return [agent for agent in experiment.agents if agent.trainable and agent.has_policy and agent.copy_of is None]
+
+
+def _has_adapters(experiment: Experiment) -> bool:
+    return experiment.peft_config is not None or any(agent.peft_config is not None for agent in experiment.agents)
+
+
+def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) -> Experiment:
+    return experiment.changed(agents=[change(agent) for agent in experiment.agents])
+
+
+def _shared(experiment: Experiment) -> Experiment:
+    return _with_adapters(experiment, lambda one: "team")
+
+
+def _own(experiment: Experiment) -> Experiment:
+    return _with_adapters(experiment, lambda one: one.name)
+
+
+def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> Experiment:
+    trained = {agent.name for agent in _trained(experiment)}
+    return _replaced(
+        experiment, lambda one: dataclasses.replace(one, adapter=name(one)) if one.name in trained else one
+    )
+
+
+def _frozen(name: str) -> Callable[[Experiment], Experiment]:
+    def frozen(experiment: Experiment) -> Experiment:
+        # Of agents that share an adapter, this one stays as the base is
+        others = {one.adapter for one in experiment.agents if one.name != name}
+        adapter = next(
+            free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others
+        )
+        return _replaced(
+            experiment,
+            lambda one: dataclasses.replace(one, trainable=False, adapter=adapter) if one.name == name else one,
+        )
+
+    return frozen
+
+
+def _without(name: str) -> Callable[[Experiment], Experiment]:
+    def without(experiment: Experiment) -> Experiment:
+        workflow = experiment.workflow
+        if isinstance(workflow, Sequential) and workflow.agents is not None:
+            workflow = Sequential([one for one in workflow.agents if one != name], workflow.rounds)
+        agents = [one for one in experiment.agents if one.name != name]
+        return experiment.changed(agents=agents, workflow=workflow)
+
+    return without
+
+
+def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
+    """
+    Raise before the first run if an arm cannot run.
+
+    Raises:
+        ValueError: the team or the workflow of an arm is not possible.
+    """
+    for arm in arms:
+        if arm.why_not is not None:
+            continue
+        try:
+            changed = arm.changed(experiment)
+            agents = check_team(changed.agents)
+            if changed.workflow is not None:
+                changed.workflow.check([agent.name for agent in agents])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The arm {arm.name!r} cannot run: {error} Leave it out (`arms`).") from error

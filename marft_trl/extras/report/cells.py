@@ -1,0 +1,227 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""One run of a report: an arm with a seed, trained and evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, set_seed
+
+from ...config.marft_config import MARFTConfig
+from ...reporting.evaluation import FILE
+from ...runs.run_folder import RunFolder
+from ...system.files import write_atomically
+from ...trainer import MARFTTrainer
+from .arms import Arm, arms_of
+from .experiment import Experiment, differences, settings_of
+
+
+# Files of a run: its result, the settings of its experiment, the step at which its budget was used up, its time, and
+# all metrics of its logged steps
+RESULT, SETTINGS, BUDGET, CLOCK = "result.json", "settings.json", "budget.json", "seconds.json"
+LOG = "log_history.json"
+# Arms whose untrained state is an arm of its own
+EVALUATED_BEFORE = ("team", "solo")
+
+
+class OtherExperimentError(ValueError):
+    """A folder has runs of another experiment, which cannot be compared with those of this one."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    An arm with a seed.
+
+    Args:
+        arm (`str`): name of the arm.
+        seed (`int`): seed of the run.
+        folder (`Path`): where it is written.
+    """
+
+    arm: str
+    seed: int
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / RESULT).exists()
+
+    def result(self) -> dict[str, Any]:
+        """`tokens` that were generated in training, `seconds`, `steps`, `curve` and `emptied` agents."""
+        return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """
+        Raise if the folder has a run, or a checkpoint of one, with other settings of the experiment.
+
+        Raises:
+            OtherExperimentError: the settings are not the same, or are not known.
+        """
+        file = self.folder / SETTINGS
+        if not self.is_done and RunFolder(self.folder).newest() is None:
+            return
+        if not file.exists():
+            raise OtherExperimentError(
+                f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`."
+            )
+        changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
+        if changes:
+            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise OtherExperimentError(
+                f"The run in {self.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
+                "compared: set another `output_dir`, or delete that folder."
+            )
+
+    def begin(self, settings: Mapping[str, Any]) -> bool:
+        """Record the settings of a run. Returns `True` if it goes on from a checkpoint."""
+        self.check_settings(settings)
+        goes_on = RunFolder(self.folder).newest() is not None
+        if not goes_on:
+            for name in (FILE, BUDGET, CLOCK):
+                (self.folder / name).unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / SETTINGS, json.dumps(settings))
+        return goes_on
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"arm": self.arm, "seed": self.seed, "folder": str(self.folder)}
+
+
+class TokenBudget(TrainerCallback):
+    """
+    Ends training when so many tokens were generated and the last batch was used up, and notes the step: a resumed run
+    ends there too.
+
+    Args:
+        tokens (`int`): the budget.
+        generated (`Callable`): `generated()` gives the tokens so far.
+        updates (`int`): updates for which a generation batch is used.
+        folder (`Path`): folder of the run.
+    """
+
+    def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):
+        self._tokens, self._generated, self._file = tokens, generated, folder / BUDGET
+        self._updates = updates
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that the budget ended with, if it has."""
+        return json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._generated() >= self._tokens and state.global_step % self._updates == 0:
+            write_atomically(self._file, json.dumps(state.global_step))
+            control.should_training_stop = True
+
+
+class Clock(TrainerCallback):
+    """Seconds of training, those before the checkpoint of a resumed run included."""
+
+    def __init__(self, folder: Path):
+        self._file, self._before, self._start = folder / CLOCK, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.perf_counter() - self._start
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start = time.perf_counter()
+        if state.global_step and self._file.exists():
+            self._before = json.loads(self._file.read_text(encoding="utf-8")).get(str(state.global_step), 0.0)
+
+    def on_save(self, args, state, control, **kwargs):
+        write_atomically(self._file, json.dumps({str(state.global_step): self.seconds}))
+
+
+def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) -> None:
+    """
+    Train and evaluate an arm.
+
+    Args:
+        experiment ([`Experiment`]): the experiment without the change of the arm.
+        cell ([`Cell`]): arm, seed and folder.
+        emptied (`Sequence[str]`): agents whose messages are emptied in further evaluations of the trained team.
+    """
+    (arm,) = (one for one in arms_of(experiment) if one.name == cell.arm)
+    settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
+    settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
+    changed = arm.changed(experiment).with_args(**settings)
+    changed = changed.with_args(per_device_eval_batch_size=_eval_batch(changed.args))
+    goes_on = cell.begin(recorded(experiment, arm))
+    callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
+    if arm.is_budgeted:
+        team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
+        args = changed.args
+        updates = max(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps, 1)
+        budget = TokenBudget(team["tokens"], lambda: trainer.parts.reporter.generated_tokens, updates, cell.folder)
+        callbacks.append(budget)
+        changed = _without_end(changed, team["steps"], budget.last_step)
+    trainer = changed.trainer()
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    if not goes_on and cell.arm in EVALUATED_BEFORE:
+        _evaluate(trainer, "start")
+    set_seed(cell.seed)  # the same training with and without an evaluation before
+    trainer.train(resume_from_checkpoint=goes_on or None)
+    seconds = clock.seconds
+    _evaluate(trainer, "end")
+    if cell.arm == "team":
+        trainer.save_model()
+        for name in emptied:
+            _evaluate_emptied(trainer, name)
+    result = {
+        "tokens": trainer.parts.reporter.generated_tokens,
+        "seconds": round(seconds, 1),
+        "steps": trainer.state.global_step,
+        "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
+        "rewards_differ": any(one.get("reward_std") for one in trainer.state.log_history),  # within a batch
+        "emptied": list(emptied),
+        **({"budget": team["tokens"]} if arm.is_budgeted else {}),
+    }
+    trainer.accelerator.end_training()
+    write_atomically(cell.folder / LOG, json.dumps(trainer.state.log_history))
+    write_atomically(cell.folder / RESULT, json.dumps(result))
+    for folder in cell.folder.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+
+
+def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+    """What is recorded with a run. Arms follow from the experiment, but for a user's function, which may change."""
+    return settings_of(arm.changed(experiment) if arm.is_variant else experiment)
+
+
+def _eval_batch(args: MARFTConfig) -> int:
+    """Episodes of an evaluation at once: as many as training generates at once, which is known to fit."""
+    several = args.num_generations_eval or args.num_generations
+    most = max(args.per_device_eval_batch_size, args.per_device_train_batch_size * args.steps_per_generation)
+    return max(most // several * several, args.per_device_eval_batch_size)
+
+
+def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:
+    """
+    Training until the budget is used up, with the warm-up that a team of so many steps has; `last` is the step at
+    which it was.
+    """
+    warmup = experiment.args.get_warmup_steps(steps)
+    schedule = "constant_with_warmup" if warmup else "constant"
+    return experiment.with_args(max_steps=last or 100 * steps, lr_scheduler_type=schedule, warmup_steps=warmup)
+
+
+def _evaluate(trainer: MARFTTrainer, name: str) -> None:
+    """Evaluate with the same random numbers each time: where nothing changes, nothing differs."""
+    set_seed(trainer.args.seed)
+    with trainer.parts.evaluations.without_losses():  # a report has none
+        trainer.evaluate(metric_key_prefix=name)
+
+
+def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
+    """Evaluate the team while an agent says nothing: teammates, environments and answers get an empty text."""
+    with trainer.parts.runner.silencing(name):
+        _evaluate(trainer, f"emptied:{name}")

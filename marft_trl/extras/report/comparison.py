@@ -1,0 +1,330 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Compare the arms of a report: accuracies and differences, as Markdown, CSV, a picture and a model card."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...reporting.evaluation import scores
+from ...reporting.metrics import Interval, interval, paired_difference
+from ...system.files import write_atomically
+from .arms import Arm
+from .cells import Cell
+from .experiment import Experiment
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """
+    What came of an arm.
+
+    Args:
+        arm ([`Arm`]): the arm.
+        accuracy ([`Interval`], *optional*): accuracy over seeds and questions; `None` for an arm that was left out.
+        difference ([`Interval`], *optional*): accuracy of the trained team minus that of this arm, by question.
+        tokens, seconds (`float`, *optional*): generated tokens and seconds of training, means over seeds; `None` where
+            nothing was trained.
+        curves (`list`): for each seed, the mean reward of each logged step.
+        rewards_differ (`bool`): whether episodes of a logged batch earned different rewards, in any seed.
+    """
+
+    arm: Arm
+    accuracy: Interval | None = None
+    difference: Interval | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+    curves: Sequence[Any] = ()
+    rewards_differ: bool = True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    A report.
+
+    Args:
+        name (`str`): its title.
+        results (`Sequence[ArmResult]`): the arms, the trained team first.
+        verdicts (`Sequence[str]`): what they say, in plain sentences.
+        margin (`float`): differences below it are too small to matter.
+        questions_in_both (`int`): evaluation questions that are also training questions.
+    """
+
+    name: str
+    results: Sequence[ArmResult]
+    verdicts: Sequence[str]
+    margin: float
+    questions_in_both: int = 0
+
+    def __getitem__(self, arm: str) -> ArmResult:
+        return next(one for one in self.results if one.arm.name == arm)
+
+
+def compare(
+    experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
+) -> Comparison:
+    """
+    Compare the runs of a report.
+
+    Args:
+        experiment ([`Experiment`]): its title and its agents.
+        arms (`Sequence[Arm]`): the arms.
+        runs (`Path`): folder of the runs.
+        seeds (`Sequence[int]`): their seeds.
+        margin (`float`): differences below it are too small to matter.
+    """
+    team = _scores(arms[0], runs, seeds)
+    results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
+    found = {one.arm.name: one for one in results}
+    said = verdicts(found, [one.name for one in experiment.agents], margin)
+    return Comparison(experiment.name, results, said, margin, experiment.questions_in_both())
+
+
+def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
+    return [runs / f"{arm.folder}-{seed}" for seed in seeds]
+
+
+def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):
+    return scores(_folders(arm, runs, seeds), "avg", name=arm.evaluation)
+
+
+def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
+    its = _scores(arm, runs, seeds)
+    places = zip(seeds, _folders(arm, runs, seeds), strict=True)
+    done = [Cell(arm.run, seed, folder).result() for seed, folder in places]
+    trains = not arm.of
+    return ArmResult(
+        arm,
+        _within(interval(its)),
+        None if arm.name == "team" else paired_difference(team, its),
+        statistics.mean(one["tokens"] for one in done) if trains else None,
+        statistics.mean(one["seconds"] for one in done) if trains else None,
+        [one["curve"] for one in done] if trains else (),
+        any(one.get("rewards_differ", True) for one in done),
+    )
+
+
+def _within(accuracy: Interval) -> Interval:
+    """An interval of shares: with few seeds, Student's distribution goes beyond 0 and 1."""
+    return accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
+
+
+def _compared(other: str) -> tuple[str, str, str]:
+    return f"is better than {other}", f"is worse than {other}", f"is as good as {other}"
+
+
+_TRAINED = "is better if it is trained", "is worse if it is trained", "is the same whether it is trained or not"
+_ALONE = "one agent with as many generated tokens"
+_SHARED, _OWN = "one with a shared adapter", "one with own adapters"
+# Arm, whom the sentence is about, and what it says of a team that is better, worse, or the same
+_QUESTIONS = (
+    ("untrained", "Training", ("helps", "harms", "changes nothing that matters")),
+    ("solo", "The team", _compared(_ALONE)),
+    ("anonymous", "A team with names and roles", _compared("an anonymous one")),
+    ("shared", "A team with own adapters", _compared(_SHARED)),
+    ("own", "A team with a shared adapter", _compared(_OWN)),
+)
+
+
+def judged(difference: Interval, margin: float) -> str:
+    """
+    What a difference says: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if it does not
+    contain 0, else `"open"`.
+    """
+    if -margin <= difference.low and difference.high <= margin:
+        return "same"
+    if difference.is_clear:
+        return "better" if difference.low > 0 else "worse"
+    return "open"
+
+
+def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
+    """What the differences say, in plain sentences."""
+    said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    said += [
+        _sentence(found, one.arm.name, margin, "The team", _compared(one.arm.name))
+        for one in found.values()
+        if one.arm.is_variant
+    ]
+    said.append(_too_few_tokens(found))
+    for agent in agents:
+        questions = (
+            ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
+            ("without", f"A team with {agent}", _compared("one without")),
+            ("frozen", f"With {agent}, the team", _TRAINED),
+        )
+        said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
+    return [one for one in said if one is not None]
+
+
+def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
+    """One agent that stopped before its budget, at its last step or by a callback, had less than the team."""
+    team, alone = found.get("team"), found.get("solo")
+    if team is None or alone is None or not alone.tokens or not team.tokens or alone.tokens >= team.tokens:
+        return None
+    return (
+        f"One agent has generated {alone.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so the two "
+        "were not compared with the same budget."
+    )
+
+
+def _sentence(
+    found: dict[str, ArmResult], arm: str, margin: float, subject: str, words: tuple[str, str, str]
+) -> str | None:
+    if arm not in found or found[arm].difference is None:
+        return None
+    difference = found[arm].difference
+    assert difference is not None  # noqa: S101 - checked above
+    kind = judged(difference, margin)
+    figures = f"{shown(difference, signed=True)} points"
+    seeds = "" if difference.seeds > 1 else ", one seed, so this is about this run alone"
+    if kind == "open":
+        return f"{subject}: the evidence is not enough to say whether it {words[0]} ({figures}{seeds})."
+    idle = _learned_nothing(found[arm])
+    return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds}).{idle}"
+
+
+def _learned_nothing(result: ArmResult) -> str:
+    """What is said of an arm that had nothing to learn: its rewards were the same in every episode."""
+    rewards = {reward for curve in result.curves for _, reward in curve}
+    if len(rewards) != 1 or result.rewards_differ:
+        return ""
+    return (
+        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every episode, so it had "
+        "nothing to learn from: this compares with an agent that could not begin. Give it a task that it solves now "
+        "and then (easier questions, a longer turn, another `solo` of the `Experiment`) to find out more."
+    )
+
+
+def shown(value: Interval, signed: bool = False) -> str:
+    """An interval in percent."""
+    form = "{:+.1f}" if signed else "{:.1f}"
+    mean, low, high = (form.format(100 * one) for one in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"
+
+
+_TITLE = "## Is the team worth it?"
+_COLUMNS = (
+    *("arm", "seeds", "questions", "accuracy", "low", "high", "difference", "difference_low", "difference_high"),
+    *("tokens", "seconds", "left_out"),
+)
+
+
+def write_pages(comparison: Comparison, folder: Path) -> None:
+    """Write `report.md`, `report.csv` and, where matplotlib is installed, `report.png`; and the cards of the teams."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = as_markdown(comparison)
+    write_atomically(folder / "report.md", page)
+    write_atomically(folder / "report.csv", as_csv(comparison))
+    for card in folder.glob("runs/team-*/README.md"):
+        text = card.read_text(encoding="utf-8").partition(_TITLE)[0].rstrip()
+        write_atomically(card, f"{text}\n\n{_TITLE}\n\n{page.partition(chr(10))[2].strip()}\n")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print('No picture: it needs matplotlib (`pip install "marft-trl[plots]"`).')
+    else:
+        save_picture([comparison], folder / "report.png")
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """Verdicts and the table of arms."""
+    accuracy = next(one.accuracy for one in comparison.results if one.accuracy is not None)
+    lines = [f"# {comparison.name}", "", *(f"- {one}" for one in comparison.verdicts), ""]
+    lines += [
+        f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
+        f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
+        f"{' and seeds' * (accuracy.seeds > 1)}. Differences are those of the trained team to an arm on the same "
+        f"questions; below {100 * comparison.margin:g} points they are too small to matter. Of twenty such "
+        "sentences, one is wrong by chance.",
+        "",
+        "| arm | accuracy | team minus arm | generated tokens | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_line(one) for one in comparison.results if one.accuracy is not None]
+    if comparison.questions_in_both:
+        count = comparison.questions_in_both
+        lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
+    left_out = [one for one in comparison.results if one.arm.why_not]
+    if left_out:
+        lines += ["", "Left out: " + "; ".join(f"{one.arm.what} ({one.arm.why_not})" for one in left_out) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _line(one: ArmResult) -> str:
+    assert one.accuracy is not None  # noqa: S101 - lines are of arms that have run
+    cells = [
+        one.arm.what,
+        shown(one.accuracy),
+        shown(one.difference, signed=True) if one.difference is not None else "",
+        f"{one.tokens:,.0f}" if one.tokens is not None else "",
+        f"{one.seconds:,.0f}" if one.seconds is not None else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def as_csv(comparison: Comparison) -> str:
+    """One row for each arm, accuracies and differences in percent, as on the page."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(_COLUMNS)
+    for one in comparison.results:
+        accuracy, difference = one.accuracy, one.difference
+        counts = [accuracy.seeds, accuracy.questions] if accuracy else ["", ""]
+        table.writerow(
+            [
+                one.arm.name,
+                *counts,
+                *_percent(accuracy),
+                *_percent(difference),
+                *("" if value is None else value for value in (one.tokens, one.seconds, one.arm.why_not)),
+            ]
+        )
+    return text.getvalue()
+
+
+def _percent(interval: Interval | None) -> list[float | str]:
+    return [100 * value for value in interval[:3]] if interval else [""] * 3
+
+
+def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
+    """Accuracies with their intervals, and the rewards of training; a row for each comparison. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    longest = max(len(comparison.results) for comparison in comparisons)
+    figure = Figure(figsize=(11, (1.5 + 0.4 * longest) * len(comparisons)), layout="constrained")
+    rows = figure.subplots(len(comparisons), 2, squeeze=False, width_ratios=(2, 3))
+    for comparison, (bars, curves) in zip(comparisons, rows, strict=True):
+        results = [one for one in comparison.results if one.accuracy is not None]
+        colors = {one.arm.name: f"C{number}" for number, one in enumerate(one for one in results if one.curves)}
+        _draw_accuracies(bars, results, colors)
+        _draw_curves(curves, results, colors)
+        if len(comparisons) > 1:
+            bars.set_title(comparison.name, fontsize="medium")
+    figure.savefig(file, dpi=120)
+
+
+def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
+    for place, one in enumerate(reversed(results)):
+        mean, low, high = (100 * value for value in (one.accuracy or (0.0, 0.0, 0.0))[:3])
+        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(one.arm.name, "0.4")
+        axes.errorbar(mean, place, xerr=error, fmt="o", color=color, capsize=3)
+    axes.set_yticks(range(len(results)), [textwrap.fill(one.arm.what, 32) for one in reversed(results)])
+    axes.set(xlabel="accuracy in percent, 95 % interval", xlim=(-2, 102), ylim=(-0.5, len(results) - 0.5))
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
+    for one in results:
+        for curve in one.curves:
+            steps, rewards = zip(*curve, strict=True) if curve else ((), ())
+            # A run with one logged step has a point and no line
+            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None)
+    axes.set(xlabel="step", ylabel="reward of a training batch")

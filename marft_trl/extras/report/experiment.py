@@ -1,0 +1,304 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The experiment of a report: a task, a model, a team and a budget, and the settings that decide the results."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftConfig
+
+from ...agents import AgentSpec, check_team
+from ...config.checks import check_names
+from ...config.marft_config import MARFTConfig
+from ...runs.resume import code_of, dataset_hash, fields_about, plain
+from ...system.files import module_of
+from ...system.hints import checked_names, did_you_mean
+from ...system.redaction import without_secrets
+from ...trainer import MARFTTrainer
+from ...workflows import Workflow
+
+
+# The seed is that of the cell
+_NOT_RECORDED = fields_about("files", "machines") | {"seed"}
+
+
+def settings_of(experiment: Experiment) -> dict[str, Any]:
+    """Settings of an experiment by name, without secrets, JSON-serializable and the same in every process."""
+    args = experiment.args
+    found: dict[str, Any] = {
+        f"args.{item.name}": plain(getattr(args, item.name))
+        for item in dataclasses.fields(MARFTConfig)
+        if item.name not in _NOT_RECORDED
+    }
+    agents = {agent.name: agent for agent in experiment.agents}
+    for place, agent in {**agents, "solo": experiment.solo_agent()}.items():
+        found |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
+        found[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
+        found[f"{place}.peft_config"] = _peft(agent.peft_config)
+        functions = {"view": agent.view, "reply": agent.reply, "tools": agent.tools}
+        found |= {f"{place}.{name}": _codes(its) for name, its in functions.items() if its is not None}
+    found |= {
+        "model": str(experiment.model),
+        "agents": list(agents),
+        "reward_funcs": _codes(experiment.reward_funcs),
+        "peft_config": _peft(experiment.peft_config),
+        "workflow": _workflow(experiment.workflow),
+        "solo.workflow": _workflow(experiment.solo_workflow),
+        "train_dataset": dataset_hash(experiment.train_dataset),
+        "eval_dataset": dataset_hash(experiment.eval_dataset),
+    }
+    found |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
+    return json.loads(json.dumps(without_secrets(found), default=str))
+
+
+# What decides which questions are asked in an evaluation, how they are answered and what is right
+EVALUATION = (
+    *("eval_dataset", "args.num_generations_eval", "args.eval_sampling", "args.eval_right_at", "args.eval_right_by"),
+)
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Settings that are not the same, as text."""
+    # Another version has other fields of the configuration
+    both = {name for name in {*theirs, *ours} if not name.startswith("args.") or (name in theirs and name in ours)}
+    names = sorted(name for name in both if theirs.get(name) != ours.get(name))
+    return [f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names]
+
+
+def _workflow(workflow: Workflow | None) -> Any:
+    """Its description, code and plain attributes: a workflow of one's own need not describe its settings."""
+    if workflow is None:
+        return None
+    attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
+    return {"describes": _value(dict(workflow.describe())), "code": code_of(workflow), "attributes": attributes}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Workflow):
+        return _workflow(value)
+    if isinstance(value, Mapping):
+        return {str(name): _value(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_value(one) for one in value]
+    return _code(value) if callable(value) else plain(value)
+
+
+def _code(function: Any) -> str:
+    """Name and hash of the source of a function, a class or an object."""
+    if not isinstance(function, type):
+        return code_of(function)
+    try:
+        return f"{function.__qualname__} ({hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]})"
+    except (OSError, TypeError):
+        return function.__qualname__
+
+
+def _codes(functions: Any) -> list[str]:
+    if functions is None:
+        return []
+    several = isinstance(functions, Sequence) and not isinstance(functions, str)
+    return [code_of(one) for one in (functions if several else [functions])]
+
+
+def _peft(config: Any) -> Any:
+    return None if config is None else plain(config.to_dict())
+
+
+# Settings that others follow from when a config is made
+_FOLLOWED = {
+    *("preset", "bf16", "fp16", "use_cpu", "num_generations", "per_device_train_batch_size", "steps_per_generation"),
+    *("gradient_accumulation_steps", "generation_batch_size", "loss_type"),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """
+    A task, a model, a team and a budget.
+
+    Args:
+        model (`str`):
+            Base model: a Hub id or a folder. Each run loads it anew.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        reward_funcs:
+            Reward functions, as in [`MARFTTrainer`].
+        train_dataset (`Dataset`):
+            Questions to train on.
+        eval_dataset (`Dataset`):
+            Questions that the arms are compared on. The more there are, the smaller the differences that can be seen.
+        args ([`MARFTConfig`]):
+            Training arguments of the team; `seed` and `output_dir` are set for each run. `eval_right_at`,
+            `eval_sampling` and `num_generations_eval` are those of the comparison.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapters of the agents.
+        workflow ([`Workflow`], *optional*):
+            The workflow of the team. Defaults to a chain.
+        solo ([`AgentSpec`], *optional*):
+            The agent that works alone. Defaults to the last agent without a teammate to wait for, whose turn may be as
+            long as those of the whole team.
+        solo_workflow ([`Workflow`], *optional*):
+            The workflow of the agent that works alone. Needed where that of the team holds a game or an environment
+            with fixed agents. By default, the agent answers, or acts in the [`EnvironmentLoop`] of the team.
+        options (`dict`, *optional*):
+            Further arguments of [`MARFTTrainer`].
+        variants (`dict[str, Callable[[Experiment], Experiment]]`, *optional*):
+            Arms of your own by name: functions that return the experiment with something changed, such as
+            `{"rate 1e-4": lambda one: one.with_args(learning_rate=1e-4)}`. Each is trained until it has generated as
+            many tokens as the team, or, if it changes `max_steps`, for these. A preset needs a new [`MARFTConfig`].
+        name (`str`, *optional*):
+            Title of the report.
+    """
+
+    model: str
+    agents: Sequence[AgentSpec]
+    reward_funcs: Any
+    train_dataset: Dataset
+    eval_dataset: Dataset
+    args: MARFTConfig
+    peft_config: PeftConfig | None = None
+    workflow: Workflow | None = None
+    solo: AgentSpec | None = None
+    solo_workflow: Workflow | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[Experiment], Experiment]] = field(default_factory=dict)
+    name: str = "Is the team worth it?"
+
+    def __post_init__(self):
+        check_team(self.agents)
+        if not isinstance(self.args, MARFTConfig):
+            raise TypeError(f"`args` of an `Experiment` must be a `MARFTConfig`, got {type(self.args).__name__}.")
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise TypeError(
+                "`model` of an `Experiment` must be a name or a folder, which each run loads anew, got "
+                f"{type(self.model).__name__}."
+            )
+        if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
+            raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
+        if not isinstance(self.variants, Mapping):
+            raise TypeError(f"`variants` of an `Experiment` must be a dict of functions, got {self.variants!r}.")
+        for name, change in self.variants.items():
+            if not name or {*name} & {*":/\\"} or not callable(change):
+                raise ValueError(
+                    f"`variants` of an `Experiment` must be functions of an experiment, by names without : and /; got "
+                    f"{name!r}: {change!r}."
+                )
+
+    def changed(self, **fields: Any) -> Experiment:
+        """The experiment with other fields."""
+        return dataclasses.replace(self, **fields)
+
+    def with_args(self, **settings: Any) -> Experiment:
+        """
+        The experiment with other training arguments.
+
+        Raises:
+            TypeError: there is no such argument.
+            ValueError: others follow from it when a config is made.
+        """
+        check_names(settings, [item.name for item in dataclasses.fields(MARFTConfig)])
+        if followed := sorted(_FOLLOWED.intersection(settings)):
+            names = ", ".join(f"`{name}`" for name in followed)
+            raise ValueError(
+                f"Other settings follow from {names} when a `MARFTConfig` is made. Make a new one: "
+                "`one.changed(args=MARFTConfig(...))`."
+            )
+        args = copy.copy(self.args)
+        for name, value in settings.items():
+            setattr(args, name, value)
+        return self.changed(args=args)
+
+    def solo_agent(self) -> AgentSpec:
+        """The agent that works alone."""
+        if self.solo is not None:
+            return self.solo
+        last = next((agent for agent in reversed(self.agents) if agent.has_policy and agent.copy_of is None), None)
+        if last is None:
+            raise ValueError("No agent of the team has a policy of its own, so none can work alone: set `solo`.")
+        lengths = [agent.max_completion_length or self.args.max_completion_length or 256 for agent in self.agents]
+        return dataclasses.replace(last, trainable=True, adapter=last.name, max_completion_length=sum(lengths))
+
+    def questions_in_both(self) -> int:
+        """Number of evaluation questions that are also training questions; 0 where all have the same prompt."""
+        if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
+            return 0
+        sets = (self.eval_dataset, self.train_dataset)
+        are_games = all("seed" in one.column_names for one in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_asked(one, ["prompt", "seed"] if are_games else ["prompt"]) for one in sets)
+        known = {*trained}
+        return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
+
+    def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
+        """The trainer of a run."""
+        return MARFTTrainer(
+            model=self.model,
+            reward_funcs=self.reward_funcs,
+            args=self.args,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            peft_config=copy.deepcopy(self.peft_config),
+            agents=list(self.agents),
+            workflow=self.workflow,
+            callbacks=list(callbacks),
+            **self.options,
+        )
+
+
+Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: ignore[method-assign]
+
+
+def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """What each row asks, from some columns."""
+    return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
+
+
+def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:
+    """
+    The experiment that a function makes.
+
+    Args:
+        place (`str`): `"file.py:function"` or `"module:function"`.
+        settings (`Mapping[str, Any]`, *optional*): arguments of the function.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    source, _, name = place.rpartition(":")
+    if not source:
+        raise ValueError(f"`experiment` must be 'file.py:function' or 'module:function', got {place!r}.")
+    module = _module(source)
+    make: Callable | None = getattr(module, name, None)
+    if make is None:
+        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise ValueError(f"{source} has no function {name!r}.{did_you_mean(name, known)}")
+    try:
+        inspect.signature(make).bind(**(settings or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` of {source} must be a function that returns an `Experiment`, and is called with "
+            f"`settings={dict(settings or {})}`: {error}."
+        ) from None
+    made = make(**(settings or {}))
+    if not isinstance(made, Experiment):
+        raise ValueError(f"`{name}` of {source} must return an `Experiment`, got {type(made).__name__}.")
+    return made
+
+
+def _module(source: str) -> Any:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
+    return module_of(path)

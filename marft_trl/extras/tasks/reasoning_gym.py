@@ -1,0 +1,267 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Questions of reasoning-gym, and their scores as reward functions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from ...rewards.functions import last_text
+
+
+def load(module: str, package: str, what: str) -> Any:
+    """
+    Import a module of a package of tasks.
+
+    Args:
+        module (`str`): name of the module.
+        package (`str`): name of the package on PyPI.
+        what (`str`): what needs it, for the message.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0]:
+            raise
+        raise ImportError(
+            f"{what} needs the package {package!r}, which is not installed: `pip install {package}`, or all packages "
+            'of tasks with `pip install "marft-trl[tasks]"`.'
+        ) from error
+
+
+# The first entry of the path is the current folder, whose files must not stand in for modules
+_CODE = """
+import sys
+sys.path.pop(0)
+import importlib, json
+place, function, file = sys.argv[1:4]
+try:
+    found = {"result": getattr(importlib.import_module(place), function)(**json.load(sys.stdin))}
+except ValueError as error:
+    found = {"error": str(error)}
+with open(file, "w", encoding="utf-8") as written:
+    json.dump(found, written)
+"""
+
+
+def is_fixed() -> bool:
+    """Whether this process has the hash seed 0. A variable that was set later changes nothing."""
+    return not sys.flags.hash_randomization
+
+
+def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any]) -> Any:
+    """
+    The result of `place.function(**arguments)` in a new process with the hash seed 0. Arguments and result are those
+    that JSON can hold.
+
+    Raises:
+        ValueError: the function has raised it.
+        RuntimeError: the process has failed; the message has the end of what it wrote.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, "-W", "ignore", "-c", _CODE, place, function, str(file)]
+        done = subprocess.run(  # noqa: S603
+            command, check=False, capture_output=True, text=True, env=environment, input=json.dumps(arguments)
+        )
+        if done.returncode:
+            raise RuntimeError(f"`{place}.{function}` has failed in a process of its own:\n{done.stderr[-2000:]}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in found:
+        raise ValueError(found["error"])
+    return found["result"]
+
+
+# The package draws question `i` from `seed + i`: seeds that are this far apart have no question in common by design
+_SEED_STEP = 2**20
+# Families whose questions depend on the order of sets, and thus on the hash seed of the process (0.1.25)
+_HASHED = {
+    "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"
+}  # fmt: skip
+# Draws for each question that is wanted, before a family is said to have no more of them
+_MOST_DRAWS = 50
+
+
+def reasoning_gym(
+    name: str, size: int = 500, seed: int = 0, without: Dataset | None = None, distinct: bool = False, **settings: Any
+) -> Dataset:
+    """
+    Questions of a family of [reasoning-gym](https://github.com/open-thought/reasoning-gym), with the columns that its
+    rewards need: `prompt`, `answer` (empty where there are many), `family` (name and settings), `entry`.
+
+    Args:
+        name (`str`): family, such as `"chain_sum"`, or `"composite"` with `datasets=[{"name": ..., "weight": ...,
+            "config": {...}}, ...]`.
+        size (`int`, *optional*, defaults to `500`): number of questions.
+        seed (`int`, *optional*, defaults to `0`): other seeds draw other questions. Small families draw the same ones
+            again: use `without` for a test set.
+        without (`Dataset`, *optional*): questions that are left out, such as those of the test set. Their prompts may
+            have been changed.
+        distinct (`bool`, *optional*, defaults to `False`): whether every question occurs once, as in a test set.
+        settings: as in `reasoning_gym.create_dataset`.
+
+    Raises:
+        ImportError: reasoning-gym is not installed.
+        ValueError: there is no such family, a setting is not valid, a question cannot be kept in a dataset, or there
+            are too few questions.
+    """
+    load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
+    family = json.dumps({"name": name, **settings}, sort_keys=True)
+    # Of entries, since prompts may have been changed, as by a hint at the format
+    known = {str(entry_of(one)["question"]) for one in _entries(without)}
+    given: dict[str, Any] = {
+        "family": family,
+        "size": size,
+        "seed": seed,
+        "known": sorted(known),
+        "distinct": distinct,
+    }
+    if is_fixed() or not _names_in(family) & _HASHED:
+        return Dataset.from_list(draw(**given))
+    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", given))
+
+
+def _entries(questions: Dataset | None) -> Sequence[str]:
+    if questions is None:
+        return ()
+    if "entry" not in questions.column_names:
+        raise ValueError(
+            f"`without` must be questions of `reasoning_gym`, with `entry`; it has {questions.column_names}."
+        )
+    return questions["entry"]
+
+
+def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:
+    """Rows of [`reasoning_gym`]; `family` has the name and the settings as JSON, `known` questions are left out."""
+    seen = {*known}
+    choose = bool(seen) or distinct
+    entries = family_of(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    rows: list[dict[str, Any]] = []
+    for index in range(len(entries)):
+        entry = entries[index]
+        question = str(entry["question"])
+        if question not in seen:
+            rows.append(
+                {
+                    "prompt": [{"role": "user", "content": question}],
+                    "answer": "" if entry["answer"] is None else str(entry["answer"]),
+                    "family": family,
+                    "entry": _text_of(entry, entries),
+                }
+            )
+            if distinct:
+                seen.add(question)
+        if len(rows) == size:
+            return rows
+    kind = "distinct questions" if distinct else "questions"
+    raise ValueError(
+        f"Among {len(entries):,} questions of {family} there are {len(rows)} {kind} that can be used, and `size` is "
+        f"{size}. Lower it, or choose settings with more questions."
+    )
+
+
+def _names_in(family: str) -> set[str]:
+    """Names of a family and of what it is composed of."""
+    settings = json.loads(family)
+    parts = settings.get("datasets")
+    return {settings["name"], *(str(one.get("name")) for one in parts or () if isinstance(one, Mapping))}
+
+
+@functools.lru_cache(maxsize=256)
+def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
+    settings = json.loads(family)
+    package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
+    if settings.get("datasets"):
+        if not all(isinstance(one, Mapping) for one in settings["datasets"]):
+            raise ValueError(
+                '`datasets` of a composite must be a list such as [{"name": "gcd", "weight": 2}], got '
+                f"{settings['datasets']!r}."
+            )
+        spec = load("reasoning_gym.composite", "reasoning-gym", "`reasoning_gym`").DatasetSpec
+        settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **one}) for one in settings["datasets"]]
+    try:
+        return package.create_dataset(settings.pop("name"), size=size, seed=seed, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning-gym has no questions for {family}: {error}") from error
+
+
+def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
+    """A question with all that its score needs, as text: Python's own notation, or JSON where that does not do."""
+    for write, read in ((repr, ast.literal_eval), (json.dumps, json.loads)):
+        try:
+            text = write(dict(entry))
+            again = read(text)
+            if all(
+                entries.score_answer(one, again) == entries.score_answer(one, entry) for one in ("", entry["answer"])
+            ):
+                return text
+        except (ValueError, TypeError, SyntaxError):
+            continue
+    raise ValueError(f"A question of reasoning-gym cannot be kept in a dataset: {str(entry)[:200]}")
+
+
+@functools.lru_cache(maxsize=4096)
+def entry_of(text: str) -> dict[str, Any]:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return json.loads(text)
+
+
+def reasoning_gym_answer(text: str) -> str | None:
+    """What is scored of a text: what stands in its last `<answer>` tag, or else all of it; `None` if it is empty."""
+    found = load("reasoning_gym.utils", "reasoning-gym", "`reasoning_gym_answer`").extract_answer(text)
+    return (text if found is None else found).strip() or None
+
+
+def get_reasoning_gym_reward(
+    answer: Callable[[str], str | None] = reasoning_gym_answer, exact: bool = False
+) -> Callable[..., list[float]]:
+    """
+    Make a reward function with the scores of reasoning-gym, from 0 to 1. Many families give a part for a text that
+    holds the right answer. A text that reasoning-gym fails to read scores 0.
+
+    Args:
+        answer (`Callable`, *optional*): what is scored of a text, such as [`~marft_trl.rewards.math_answer`], its last
+            number. Defaults to [`reasoning_gym_answer`].
+        exact (`bool`, *optional*, defaults to `False`): whether only the full score counts: 1, or else 0.
+    """
+
+    def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
+        """Scores of answers to questions of [`reasoning_gym`], by the family's own rules: a reward function."""
+        texts = [answer(last_text(completion)) for completion in completions]
+        scores = [_score(*one) for one in zip(texts, family, entry, strict=True)]
+        return [float(score >= 1.0) for score in scores] if exact else scores
+
+    reasoning_gym_reward.__name__ = "reasoning_gym_exact" if exact else "reasoning_gym_reward"
+    return reasoning_gym_reward
+
+
+reasoning_gym_reward = get_reasoning_gym_reward()
+reasoning_gym_exact = get_reasoning_gym_reward(exact=True)
+
+
+def _score(text: str | None, family: str, entry: str) -> float:
+    questions = family_of(family)
+    if text is None:
+        return 0.0
+    try:
+        return float(questions.score_answer(text, entry_of(entry)))
+    except Exception:  # of families that parse what a model wrote without a check
+        return 0.0

@@ -1,0 +1,607 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""
+Observations: turns and feedback -> messages -> token ids. Text of a model cannot become a control token or a turn.
+
+Text of teammates is never tokenized together with the chat template. The template is rendered with placeholders in
+place of the contents. Its pieces are tokenized with control tokens, the contents are tokenized without them, and the
+token ids are joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ..agents import AgentSpec
+from ..episodes.records import Feedback, Function, Messages, PromptError, Seen, Turn
+from ..episodes.tools import tool_name
+from ..workflows.base import renamed
+from .chat_template import ChatTemplate, EarlierReasoning, Part, Pieces, begins, naming_templates, unbound
+from .encoding import PlainEncoder
+from .views import (
+    SEPARATOR,
+    View,
+    calls_in,
+    fold_system,
+    merge_neighbours,
+    quoted,
+    shown_by,
+    speaker_line,
+    team_view,
+    without_roles,
+)
+
+
+# Of texts with more characters for each token of the window, so many are tokenized first
+_CHARACTERS = 16
+# Prompts of which it is remembered what they were made from
+_MOST_SHOWN = 100_000
+
+
+@dataclass(eq=False)
+class Observation:
+    """
+    Observation of an agent before a turn.
+
+    Args:
+        content (`str` or `list[dict]`): observation as text or messages.
+        ids (`list[int]`): token ids of the observation.
+        seen (`list[Turn]`): turns and feedback that are shown.
+        dropped (`int`): number of turns and feedback left out to fit the model's window.
+        problem (`str`, *optional*): reason why the observation cannot be shown, if its episode has to end.
+        is_too_long (`bool`): whether the reason is that it does not fit.
+        is_cut (`bool`): whether `ids` are the first ones alone, which do not fit by far.
+    """
+
+    content: str | Messages
+    ids: list[int]
+    seen: list[Seen]
+    dropped: int = 0
+    problem: str | None = None
+    is_too_long: bool = False
+    is_cut: bool = False
+
+    @property
+    def size(self) -> str:
+        """Number of tokens, in words."""
+        return f"{'more than ' if self.is_cut else ''}{len(self.ids)} tokens"
+
+
+class Query(NamedTuple):
+    """
+    Inputs of an observation.
+
+    Args:
+        agent ([`AgentSpec`]): agent that acts next.
+        prompt (`str` or `list[dict]`): prompt of the dataset row.
+        seen (`Sequence[Turn]`): turns and feedback to show to the agent.
+        functions (`tuple[Callable, ...]`): functions that the agent may call.
+        after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
+        messages (`list[dict]`, *optional*): what the agent is shown in place of its view, see [`Given`].
+    """
+
+    agent: AgentSpec
+    prompt: str | Messages
+    seen: Sequence[Seen] = ()
+    functions: tuple[Function, ...] = ()
+    after: Turn | None = None
+    messages: Messages | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """
+    The context window of a model, and what happens if an observation does not fit.
+
+    Args:
+        size (`int`, *optional*): number of tokens that the model can attend to. If `None`, there is no limit.
+        reserved (`Mapping[str, int]`): number of tokens that each agent may generate after its observation.
+        overflow (`str`): `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
+            `"end_episode"` (`problem` of the observation is set).
+        unread (`frozenset[str]`): names of agents whose observations no model reads, so that it does not limit them.
+    """
+
+    size: int | None = None
+    reserved: Mapping[str, int] = field(default_factory=dict)
+    overflow: str = "raise"
+    unread: frozenset[str] = frozenset()
+
+
+class PromptBuilder:
+    """
+    Builds the observations of agents, including their token ids.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the model.
+        tokenize (`Callable`):
+            TRL's tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)` if the
+            agent may call functions. It is used for observations of the default view without turns or feedback, so
+            that the prompts of a single agent equal those of `GRPOTrainer`.
+        view (`Callable`, *optional*, defaults to [`team_view`]):
+            Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
+            messages are encoded without control tokens.
+        chat_template (`str` or [`ChatTemplate`], *optional*):
+            Chat template to use instead of the tokenizer's own, or one with keyword arguments.
+        plain (`bool`, *optional*, defaults to `False`):
+            Whether to keep text prompts as text instead of converting them to a user message. Used for a single agent
+            without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
+        window (`Window`, *optional*):
+            The tokens that the model can attend to, and what happens if an observation does not fit.
+        ends (`Collection[int]`, *optional*):
+            Ids of the tokens that end a turn.
+        aliases (`Mapping[str, str]`, *optional*):
+            Names that agents are shown of one another, by agent name, if they differ from the agents' names.
+        alone (`bool`, *optional*, defaults to `False`):
+            Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
+            are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control
+            tokens, and neither they nor results contain lines that look like the name of a speaker.
+        show_reasoning (`bool`, *optional*, defaults to `False`):
+            Whether earlier turns are shown with their reasoning where the chat template cuts it.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        tokenize: Callable[..., list[list[int]]],
+        view: View = team_view,
+        chat_template: str | ChatTemplate | None = None,
+        plain: bool = False,
+        window: Window | None = None,
+        ends: Collection[int] = (),
+        aliases: Mapping[str, str] | None = None,
+        alone: bool = False,
+        show_reasoning: bool = False,
+    ):
+        given = chat_template
+        self.template = given if isinstance(given, ChatTemplate) else ChatTemplate(tokenizer, given)
+        self.tokenizer = tokenizer
+        self._tokenize = tokenize
+        self.view = view
+        self._plain = plain or tokenizer.chat_template is None
+        self._encode = PlainEncoder(tokenizer, self.template.source)
+        window = window or Window()
+        self.window, self._reserved, self._overflow = window.size, window.reserved, window.overflow
+        self._unread = window.unread
+        self._ends = frozenset(ends)
+        self.aliases = aliases or {}
+        self._alone = alone
+        self._folds_system = not self._plain and not self.template.renders_system
+        self._reasoning = None if self._plain else EarlierReasoning(self.template)
+        self.show_reasoning = show_reasoning
+        self._shown: dict[int, str] = {}  # functions that were shown with messages, by the hash of the tokens
+
+    def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
+        """
+        Args:
+            queries (`Iterable[Query]`):
+                Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
+
+        Returns: the observations, in order.
+
+        Raises:
+            ValueError: The chat template cannot render the messages, or they do not fit the model's window.
+        """
+        asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
+        built = {index: self._given(query) for index, query in enumerate(asked) if query.messages is not None}
+        for index, query in enumerate(asked):
+            if index not in built and self._view_of(query.agent) is team_view:  # which shows the whole prompt
+                cut = self._first_tokens(query.agent, query.prompt)
+                built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
+        contents = ["" if index in built else self._observe(query) for index, query in enumerate(asked)]
+        ids: dict[int, list[int]] = {}
+        alike: dict[tuple, list[int]] = {}
+        for index, query in enumerate(asked):
+            if index in built:
+                continue
+            if not query.seen and self._view_of(query.agent) is team_view and self._is_safe(contents[index]):
+                kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
+                alike.setdefault(kind, []).append(index)
+        for indices in alike.values():
+            functions = asked[indices[0]].functions
+            batch = [contents[index] for index in indices]
+            first = batch[0]
+            with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
+                tokenized = self._tokenize(batch, *([functions] if functions else []))
+            ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
+        for index, query in enumerate(asked):
+            if index in built:
+                continue
+            if query.after is not None:
+                own = self._go_on(query, query.after)
+            else:
+                own = ids[index] if index in ids else self._join(contents[index], query.functions)
+            built[index] = self._fit(query, Observation(contents[index], own, list(query.seen)))
+        return [built[index] for index in range(len(asked))]
+
+    def _given(self, query: Query) -> Observation:
+        """The observation of messages that another program has written. What is wrong with them is its `problem`."""
+        agent, given = query.agent, [dict(message) for message in query.messages or ()]
+        if agent.system_prompt is not None and all(message["role"] != "system" for message in given):
+            given.insert(0, {"role": "system", "content": agent.system_prompt})
+        turns = [message["content"] if isinstance(message["content"], Turn) else None for message in given]
+        shown = [one if turn is None else self._as_turn(one, turn) for one, turn in zip(given, turns, strict=True)]
+        observation = Observation(shown, [], list(query.seen))
+        try:
+            if (first := self._first_tokens(agent, shown)) is not None:
+                return self._overflowing(agent, first)
+            self._check(shown)
+            for schema in query.functions:
+                if self._encode.spells_control_token(_spelled(schema)):
+                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
+            if not self.template.renders_results:
+                shown = without_roles(shown, self.template.renders_called_results())
+            if self._folds_system:
+                shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
+            observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
+            self._shown = {} if len(self._shown) >= _MOST_SHOWN else self._shown
+            self._shown[hash(tuple(observation.ids))] = repr(list(query.functions))
+        except (MemoryError, TimeoutError):
+            raise
+        except Exception as error:  # whatever it is, it is that request's
+            observation.problem = str(error) or type(error).__name__
+            return observation
+        return observation if self._fits(agent, observation.ids) else self._overflowing(agent, observation)
+
+    def _overflowing(self, agent: AgentSpec, observation: Observation) -> Observation:
+        """An observation of messages with its problem: it does not fit."""
+        observation.is_too_long = True
+        observation.problem = (
+            f"The messages have {observation.size} and {agent.name!r} may generate "
+            f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
+        )
+        return observation
+
+    def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
+        """
+        The first tokens of a prompt that does not fit by far. They are enough to refuse it, and all of them could take
+        minutes. Twice as many as fit, since the last ones of a part of a text may be other ones in the whole.
+        """
+        if self.window is None or agent.name in self._unread:
+            return None
+        contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+        text = "\n".join(content for content in contents if isinstance(content, str))
+        most = _CHARACTERS * self.window
+        ids = self._encode(text[:most]) if len(text) > most else []
+        return Observation(prompt, ids, [], is_cut=True) if len(ids) > 2 * self.window else None
+
+    def _spelled_given(
+        self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
+    ) -> list[int]:
+        """
+        Token ids of messages, of which some are turns. If a conversation goes on from a turn, its prompt and the turn
+        stand as they were, unless the template shows something else of them now.
+        """
+        pieces = self._pieces(messages, functions)
+        found = {index: turn for index, turn in enumerate(turns) if turn is not None}
+        last = max(found, default=0)
+        if 0 < last < len(messages) - 1:
+            before = self._pieces(messages[:last], functions)
+            ids = self._spoken(found[last], messages[last])
+            tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
+            if tail and self._was_shown(found[last], messages[:last], turns[:last], functions):
+                return [*found[last].prompt_ids, *ids, *self._spell(tail, found)]
+        return self._spell(pieces, found)
+
+    def _was_shown(
+        self, turn: Turn, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
+    ) -> bool:
+        """Whether a turn was made from these messages. Known without another look at all turns before, as a rule."""
+        shown = self._shown.get(hash(tuple(turn.prompt_ids)))
+        is_known = messages == turn.observation and shown == repr(list(functions))
+        return is_known or self._spelled_given(messages, turns, functions) == list(turn.prompt_ids)
+
+    def _tail(
+        self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
+    ) -> Pieces | None:
+        """
+        What comes after a turn in the pieces of a conversation; `None` if the conversation does not go on from it, as
+        the template shows less of the turn, or something else before or after it.
+
+        Args:
+            ids (`Sequence[int]`): the tokens of the turn.
+            before (`list`): pieces of the messages before the turn.
+            pieces (`list`): pieces of all messages.
+            until (`list[dict]`): the messages up to the turn.
+            functions (`Sequence[Function]`): functions that the agent may call.
+        """
+        text, ending = until[-1]["content"], self._ending(ids)
+        own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
+        is_whole = not text or any(pieces[i].is_reasoning or pieces[i].text == text for i in own)
+        if not is_whole or not begins(pieces, before):
+            return None
+        if not until[-1].get("tool_calls"):
+            start, rest = own[-1] + 1, pieces[own[-1] + 1]
+        else:
+            said = self._pieces(until, functions, add_generation_prompt=False)
+            place = said[-1].rfind(ending, len(before[-1]) if len(said) == len(before) else 0) if ending else -1
+            if place >= 0:  # templates add a line break after it, which was not sampled
+                said[-1] = said[-1][:place]
+            if not begins(pieces, said):
+                return None
+            start, rest = len(said) - 1, pieces[len(said) - 1].removeprefix(said[-1])
+        return [rest.removeprefix(ending), *pieces[start + 1 :]] if rest.startswith(ending) else None
+
+    def _pieces(self, messages: Messages, functions: Sequence[Function], add_generation_prompt: bool = True) -> Pieces:
+        """The pieces of messages, in which reasoning is where the template has it."""
+        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
+        told = messages
+        if self._reasoning is not None:
+            told = [
+                self._reasoning.as_fields(message, index < last) if message["role"] == "assistant" else message
+                for index, message in enumerate(messages)
+            ]
+        pieces = self.template.pieces(told, functions, add_generation_prompt)
+        if not self.show_reasoning:
+            return pieces
+        shown = {piece.message for piece in pieces[1::2] if piece.is_reasoning}  # the rest is shown as a content
+        told = [new if index in shown else old for index, (new, old) in enumerate(zip(told, messages, strict=True))]
+        return self.template.pieces(told, functions, add_generation_prompt)
+
+    def _as_turn(self, message: dict[str, Any], turn: Turn) -> dict[str, Any]:
+        """A message that is a turn, with its text, and its calls if the template shows them."""
+        calls = message.get("tool_calls") or calls_in(turn)
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        if not self._shows(calls):
+            return rest | {"content": turn.raw_text}
+        return rest | {"content": turn.without_calls or "", "tool_calls": calls}
+
+    def _shows(self, calls: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template shows calls. They are its own text, which must not have control tokens of a model."""
+        return (
+            bool(calls)
+            and self.template.renders_called_results(len(calls))
+            and not self._encode.spells_control_token(_spelled(calls))
+        )
+
+    def _spoken(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
+        """The tokens of a turn that a conversation goes on from."""
+        return self._closed(turn) if message.get("tool_calls") else turn.completion_ids
+
+    def _ending(self, ids: Sequence[int]) -> str:
+        """The token that has ended a turn; empty if none has."""
+        return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
+
+    def _closed(self, turn: Turn) -> list[int]:
+        """The tokens of a turn with that which ends it: a turn that ended at a stop text has none."""
+        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
+        ending = self.tokenizer.eos_token_id
+        return [*turn.completion_ids, *([] if closed or ending is None else [ending])]
+
+    def _fits(self, agent: AgentSpec, ids: Sequence[int]) -> bool:
+        if self.window is None or agent.name in self._unread:
+            return True
+        return len(ids) + self._reserved.get(agent.name, 0) <= self.window
+
+    def written(self, agent: str, text: str) -> tuple[list[int], bool]:
+        """
+        Tokens of a turn that a function wrote, without control tokens, and whether it was cut to the length of the
+        agent's turns.
+
+        Args:
+            agent (`str`): name of the agent.
+            text (`str`): the text.
+        """
+        ids, most = self._encode(text), self._reserved.get(agent)
+        return ids[:most], most is not None and len(ids) > most
+
+    @property
+    def is_untaught(self) -> bool:
+        """`True` for a team whose tokenizer has no chat template."""
+        return not self._alone and self.tokenizer.chat_template is None
+
+    def unprotected(self, uses_tools: bool) -> str | None:
+        """
+        Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.
+
+        Args:
+            uses_tools (`bool`): whether agents call functions.
+        """
+        if self._alone:
+            return None
+        if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
+            return "the tokenizer reads line breaks as spaces, so the names of speakers have no lines of their own"
+        if self._plain:
+            return "the tokenizer has no chat template, so nothing but the lines with names tells texts apart"
+        marks = self.template.plain_marks(uses_tools)
+        if marks:
+            return (
+                f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
+            )
+        return None
+
+    def _fit(self, query: Query, observation: Observation) -> Observation:
+        agent, prompt = query.agent, query.prompt
+        if not observation.ids:
+            raise ValueError(
+                f"What agent {agent.name!r} is shown has no tokens: the chat template of the tokenizer "
+                f"{self.tokenizer.name_or_path!r} renders nothing. Use another template (`tokenizer.chat_template = "
+                "...`)."
+            )
+        reserved = self._reserved.get(agent.name, 0)
+        if self._fits(agent, observation.ids):
+            return observation
+        if self._overflow != "drop_oldest_turn" or not observation.seen:
+            problem = (
+                f"What agent {agent.name!r} is shown has {observation.size} and it may generate {reserved} "
+                f"more, but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
+                "`max_completion_length`, show fewer turns (`sees=`), set "
+                + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
+                + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
+            )
+            if self._overflow != "end_episode":
+                raise PromptError(problem, is_too_long=True)
+            observation.problem, observation.is_too_long = problem, True
+            return observation
+        return self._shorter(query, observation, reserved)
+
+    def _shorter(self, query: Query, observation: Observation, reserved: int) -> Observation:
+        """Drop as few of the oldest turns as necessary. A binary search finds the number."""
+
+        def without(count: int) -> Observation:
+            rest = query._replace(seen=_from(observation.seen, count), after=None)
+            content = self._observe(rest)
+            shown = Observation(content, self._join(content, query.functions), list(rest.seen))
+            shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
+            return shown
+
+        too_few, enough = 0, len(observation.seen)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            fits = len(without(middle).ids) + reserved <= (self.window or 0)
+            too_few, enough = (too_few, middle) if fits else (middle, enough)
+        shortest = without(enough)
+        return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
+
+    def _view_of(self, agent: AgentSpec) -> View:
+        return agent.view or self.view
+
+    def _observe(self, query: Query) -> str | Messages:
+        prompt = query.prompt
+        if query.after is not None and not isinstance(query.after.observation, str):
+            return [*query.after.observation, *self._own_messages(query, query.after)]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not self._alone:  # else as in `GRPOTrainer`
+            asked = [_filled(message) for message in asked]
+        if not self._alone or query.seen:
+            self._check(asked)
+        shown = query.seen
+        if self._reasoning is not None and not self.show_reasoning:
+            shown = self._reasoning.shown(query.seen, query.after)
+        if self._view_of(query.agent) is team_view:
+            shown = [
+                one if isinstance(one, Feedback) or self._shows(calls_in(one)) else _uncalled(one) for one in shown
+            ]
+        agent, seen = renamed(query.agent, shown, self.aliases)
+        messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
+        if not self.template.renders_results:
+            messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))
+        if self._plain and isinstance(prompt, str) and not query.functions:
+            return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
+        return fold_system(messages) if self._folds_system else messages
+
+    def _quoted(self, messages: Messages) -> Messages:
+        """Quote lines that look like the name of a speaker, unless there are no speakers."""
+        return messages if self._alone else [one | {"content": quoted(one.get("content") or "")} for one in messages]
+
+    def _check(self, prompt: Messages) -> None:
+        """
+        Raises:
+            ValueError: The content of a message is no text, or another field spells a control token.
+        """
+        for number, message in enumerate(prompt):
+            if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
+                raise PromptError(
+                    f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
+                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or write the calls as its content."
+                )
+            if not isinstance(message.get("content"), str | None):
+                raise PromptError(
+                    f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
+                    "a string. Agents of a team are shown texts: join the parts of the content to one string."
+                )
+            fields = {} if self._alone else {name: its for name, its in message.items() if name != "content"}
+            name = next(
+                (name for name, value in fields.items() if self._encode.spells_control_token(_spelled(value))), None
+            )
+            if name is not None:
+                raise PromptError(
+                    f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
+                    "spells a control token of the tokenizer. Only `content` can hold any text: remove it there."
+                )
+
+    def _is_safe(self, content: str | Messages) -> bool:
+        """`True` if no control token could come from a content when it is tokenized together with the template."""
+        if self._alone:
+            return True
+        texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
+        return all(map(self._encode.is_plain, texts))
+
+    def _own_messages(self, query: Query, turn: Turn) -> Messages:
+        """Return a turn with tool calls, and the results, as messages."""
+        results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
+        said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
+        return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(said)]
+
+    def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:
+        if isinstance(observation, str):
+            head = self.tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
+            return list(head) + self._encode(observation)
+        return self._spell(self._pieces(observation, functions))
+
+    def _spell(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
+        """
+        Return token ids of `pieces`, which alternate between template text and [`Part`]. `turns`: messages that are
+        turns, whose texts have the tokens that were sampled.
+        """
+        ids: list[int] = []
+        for piece in pieces:
+            turn = (turns or {}).get(piece.message) if isinstance(piece, Part) else None
+            if isinstance(piece, str):
+                ids += self.template.encode(piece)
+            elif turn is not None and piece.text == turn.raw_text:
+                ids += turn.completion_ids[:-1] if self._ending(turn.completion_ids) else turn.completion_ids
+            else:
+                ids += self._encode(piece.text)
+        return ids
+
+    def _go_on(self, query: Query, turn: Turn) -> list[int]:
+        """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
+        _, *said = self._own_messages(query, turn)
+        ids = self._closed(turn)
+        return [
+            *turn.prompt_ids,
+            *ids,
+            *self._spell(self.template.pieces_after(said, query.functions, self._ending(ids))),
+        ]
+
+
+def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
+    """Return `True` if text prompts stay text, as in `GRPOTrainer`: a single agent without role prompt and tools."""
+    return len(agents) == 1 and agents[0].system_prompt is None and not uses_tools
+
+
+def _as_shown(query: Query) -> Query:
+    """Restrict a query after tool calls to the items that the calling turn saw, so that its prompt is unchanged."""
+    after = query.after
+    if after is None:
+        return query
+    start = query.seen.index(after)
+    before = [
+        item
+        for item in query.seen[:start]
+        if (item.index in after.sees if isinstance(item, Turn) else item.index in after.hears)
+    ]
+    return query._replace(seen=[*before, *query.seen[start:]])
+
+
+def _uncalled(turn: Turn) -> Turn:
+    return replace(turn, tool_calls=()) if turn.tool_calls else turn
+
+
+def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
+    """Drop the `count` oldest items, and then tool results whose call was dropped."""
+    rest = list(seen[count:])
+    while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
+        rest.pop(0)
+    return rest
+
+
+def _filled(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without the empty fields that `datasets` adds."""
+    return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
+
+
+def _spelled(value: Any) -> str:
+    """Return all texts within a field of a message. Fields that are no texts are numbers, `None` and booleans."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return value if isinstance(value, str) else " ".join(map(_spelled, value)) if isinstance(value, Sequence) else ""
+
+
+def _as_text(message: dict[str, Any], name: str) -> str:
+    """Return a message without a chat template, which would tell an agent's own turns from other texts."""
+    content = message["content"]
+    return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content

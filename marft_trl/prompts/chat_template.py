@@ -1,0 +1,416 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Chat templates: the text between the contents of messages, and the reasoning that they show."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from ..config.dataset_checks import has_other_content
+from ..episodes.records import Function, Messages, PromptError, Seen, Turn
+
+
+# Number of pieces of templates whose tokens are kept
+_MOST_PIECES = 10_000
+
+
+# Fields in which templates take the reasoning of a message
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+class Part(NamedTuple):
+    """A text within a rendered conversation: the number of its message, and whether it is the message's reasoning."""
+
+    message: int
+    text: str
+    is_reasoning: bool = False
+
+
+# Template text, a part, template text, ...
+Pieces = list[Any]
+
+
+def begins(pieces: Pieces, beginning: Pieces) -> bool:
+    """Whether a conversation begins with the pieces of another."""
+    count = len(beginning) - 1
+    is_same = len(pieces) > count and pieces[:count] == beginning[:count]
+    return is_same and pieces[count].startswith(beginning[count])
+
+
+class ChatTemplate:
+    """
+    Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
+        source (`str`, *optional*): chat template to use instead of the tokenizer's own.
+        options (`dict`, *optional*): keyword arguments of the template.
+
+    Attributes:
+        options (`dict`): keyword arguments of the template.
+    """
+
+    def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
+        self._tokenizer = tokenizer
+        self.source = source
+        self.options = dict(options or {})
+        self._ids: dict[str, list[int]] = {}
+        self._schemas: dict[Callable, dict[str, Any]] = {}
+        self._renders_results: dict[int, bool] = {}
+
+    @property
+    def text(self) -> str:
+        """The template itself."""
+        return self.source or str(self._tokenizer.chat_template)
+
+    def encode(self, piece: str) -> list[int]:
+        """Token ids of template text, with its control tokens."""
+        if piece not in self._ids:  # cached, since all observations consist of the same few pieces
+            if len(self._ids) >= _MOST_PIECES:  # but for what other programs send
+                self._ids.clear()
+            ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            self._ids[piece] = ids
+        return self._ids[piece]
+
+    def pieces(
+        self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
+    ) -> Pieces:
+        """
+        Render the template and split it at the contents and reasoning: template text, [`Part`], template text, ...
+
+        Raises:
+            ValueError: The template does not render each content once.
+        """
+        mark, hollow, parts = _hollow(messages)
+        pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
+        if pieces is None:
+            raise ValueError(
+                "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
+                f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
+                "renders every message's content as it is, or pass `view=` to the trainer to show other messages."
+            )
+        return pieces
+
+    def pieces_after(self, messages: Messages, functions: Sequence[Function], ending: str = "") -> Pieces:
+        """
+        As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
+
+        Args:
+            messages (`list[dict]`): the results.
+            functions (`Sequence[Function]`): functions that the agent may call.
+            ending (`str`, *optional*): the token that has ended the turn.
+
+        Raises:
+            ValueError: The template rewrites what stands before the messages.
+        """
+        name = messages[0]["name"]
+        turn = _calling(name)
+        mark, hollow, parts = _hollow(messages)
+        before = self.render(turn, functions, add_generation_prompt=False)
+        whole = self.render([*turn, *hollow], functions)
+        end = self._tokenizer.eos_token or ""
+        if (
+            end and end in before[max(before.rfind(name), 0) :]
+        ):  # templates add a line break after it, which was not sampled
+            before = before[: before.rindex(end) + len(end)]
+        # GLM writes the same token at the end of a call and before a result
+        pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
+        if not whole.startswith(before) or pieces is None:
+            raise ValueError(
+                "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
+                f"cannot go on from its call of {name!r}. Use a template that keeps earlier messages "
+                "as they are (see `trl.chat_template_utils.get_training_chat_template`)."
+            )
+        return pieces
+
+    def render(
+        self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation."""
+        schemas = self.schemas(functions) or None
+        with naming_templates(self._tokenizer, messages):
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=schemas,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
+            )
+
+    def schemas(self, functions: Sequence[Function]) -> list[dict[str, Any]]:
+        """The JSON schemas of functions, which the model is shown."""
+        return [function if isinstance(function, dict) else self._schema(function) for function in functions]
+
+    def _schema(self, function: Callable) -> dict[str, Any]:
+        key = unbound(function)
+        if key not in self._schemas:
+            self._schemas[key] = get_json_schema(function)
+        return self._schemas[key]
+
+    @functools.cached_property
+    def renders_results(self) -> bool:
+        """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
+        roles = ["user", "assistant", "tool", "assistant", "user"]
+        return self._pieces_of(*roles) is not None
+
+    def renders_called_results(self, count: int = 1) -> bool:
+        """`True` if the template renders the results of tools after a message that calls so many."""
+        if count not in self._renders_results:
+            messages: Messages = [
+                *_calling(count=count),
+                *[{"role": "tool", "name": "x", "content": "x"}] * count,
+                {"role": "assistant", "content": "x"},
+                {"role": "user", "content": "x"},
+            ]
+            self._renders_results[count] = False
+            with contextlib.suppress(ValueError):
+                self._renders_results[count] = bool(self.pieces(messages))
+        return self._renders_results[count]
+
+    @functools.cached_property
+    def renders_calls(self) -> bool:
+        """`True` if the template shows the tool calls of a message."""
+        user: Messages = [{"role": "user", "content": "x"}]
+        with contextlib.suppress(ValueError):
+            return self.render([*_calling(), *user]) != self.render(
+                [*user, {"role": "assistant", "content": ""}, *user]
+            )
+        return False
+
+    @functools.cached_property
+    def renders_system(self) -> bool:
+        """`True` if the template has a system message."""
+        return self._pieces_of("system", "user") is not None
+
+    def plain_marks(self, results: bool = False) -> list[str]:
+        """
+        Template texts before messages that are marked by plain text alone, e.g. `"USER: "`. Control tokens that begin
+        or end every text do not mark a message.
+
+        Args:
+            results (`bool`, *optional*, defaults to `False`): whether to look at the results of tools too.
+        """
+        longest = ["user", "assistant", "user"]
+        shown = next(filter(None, (self._pieces_of(*longest[:count]) for count in range(len(longest), 0, -1))), [""])
+        openings = shown[::2] if shown[-1] else shown[:-1:2]  # no mark follows the last message in some templates
+        if results:
+            with contextlib.suppress(Exception):  # templates can raise any error
+                said: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
+                openings += self.pieces_after(said, [])[:-1:2]
+        return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
+
+    def _is_plain(self, piece: str) -> bool:
+        tokenizer = self._tokenizer
+        common = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+        control, ids = tokenizer.added_tokens_decoder.keys(), self.encode(piece)
+        if control.isdisjoint(ids):
+            return True
+        # Within a piece they do mark a message: `<|im_start|>` begins every text of SmolLM2, and every message
+        inner = [place for place, index in enumerate(ids) if index not in common]
+        rest = ids[inner[0] : inner[-1] + 1] if inner else []
+        return bool(tokenizer.decode(rest).strip()) and control.isdisjoint(rest)
+
+    def _pieces_of(self, *roles: str) -> list[str] | None:
+        named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
+        messages = [message | ({"name": "x"} if message["role"] == "tool" else {}) for message in named]
+        try:
+            return self.pieces(messages)
+        except Exception:  # templates can raise any error
+            return None
+
+
+@contextlib.contextmanager
+def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[None]:
+    """Context manager: errors of a chat template, which can raise any, say whose it is and what it was to render."""
+    try:
+        yield
+    except (TimeoutError, MemoryError):  # limits of time, and of the machine
+        raise
+    except Exception as error:
+        roles = [message.get("role") for message in messages]
+        raise PromptError(
+            f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
+            f"{roles}, {type(error).__name__}: {error}. Use a template that does (`tokenizer.chat_template = ...`)."
+        ) from error
+
+
+def unbound(function: Callable) -> Callable:
+    """Return a method without its object. All episodes share the tools, but each has its own environment."""
+    return getattr(function, "__func__", function)
+
+
+def _calling(name: str = "x", count: int = 1) -> Messages:
+    """A conversation that ends with calls of a tool."""
+    calls = [call_of(name) for _ in range(count)]
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+def call_of(name: str, arguments: Any = None) -> dict[str, Any]:
+    """The call of a function within a message."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
+    """Return a random mark, the messages with numbers between two marks in place of their texts, and these texts."""
+    # From the operating system: no text can guess the mark, and the random states of training do not change.
+    mark = f"@@{secrets.token_hex(8)}@@"
+    parts: list[Part] = []
+
+    def put(part: Part) -> str:
+        parts.append(part)
+        return f"{mark}{len(parts) - 1}{mark}"
+
+    hollow = []
+    for number, message in enumerate(messages):
+        fields = {name: message[name] for name in REASONING if isinstance(message.get(name), str) and message[name]}
+        if fields:
+            reasoning = put(Part(number, next(iter(fields.values())), is_reasoning=True))
+            fields = dict.fromkeys(fields, reasoning)
+        if not _is_without_text(message):
+            fields["content"] = put(Part(number, message.get("content") or ""))
+        hollow.append({**message, **fields})
+    return mark, hollow, parts
+
+
+def _split(text: str, mark: str, parts: Sequence[Part]) -> Pieces | None:
+    """A rendered text split at the parts; `None` unless each content occurs once, and each reasoning at most once."""
+    pieces: Pieces = re.split(f"{mark}(\\d+){mark}", text)
+    shown = [int(number) for number in pieces[1::2]]
+    missing = [part for number, part in enumerate(parts) if number not in shown and not part.is_reasoning]
+    if missing or len(set(shown)) < len(shown) or any(mark in piece for piece in pieces[::2]):
+        return None
+    pieces[1::2] = [parts[number] for number in shown]
+    return pieces
+
+
+def _is_without_text(message: dict[str, Any]) -> bool:
+    """Whether a template shows a message by its other fields. Many have a line break before a content, if any."""
+    return not message.get("content") and has_other_content(message)
+
+
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_REASONS, _ANSWER = "REASONS", "ANSWER"
+_USER: dict[str, Any] = {"role": "user", "content": "x"}
+
+
+class EarlierReasoning:
+    """
+    Tells the reasoning of a turn from its answer, in the way in which the chat template writes both. The template is
+    then given them apart, and shows the reasoning where it does so of any message. Texts do not go through the
+    template themselves, so that they cannot become control tokens.
+
+    Args:
+        template ([`ChatTemplate`]): is tried on messages with reasoning.
+    """
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._opening, self._closing, self._header = self._read_fields()
+        self._has_field = bool(self._closing)
+        if not self._has_field:
+            self._opening, self._closing = self._read_contents()
+        content = f"{self._opening}{_REASONS}{self._closing}{_ANSWER}"
+        said = {"content": _ANSWER, **dict.fromkeys(REASONING, _REASONS)} if self._has_field else {"content": content}
+        earlier = self._render(said, _USER)
+        self.is_cut = bool(self._closing) and _ANSWER in earlier and _REASONS not in earlier
+        self._is_cut_at_once = not self._has_field and self.is_cut and _REASONS not in self._render(said)
+        unclosed = self._render({"content": f"{self._opening}{_REASONS}"}, _USER)
+        self._is_cut_unclosed = bool(self._opening) and _REASONS not in unclosed
+
+    def _read_fields(self) -> tuple[str, str, str]:
+        """What the template writes before reasoning, after it, and before an answer. Empty if it has no reasoning."""
+        for said in ({"content": _ANSWER}, {"content": "", "tool_calls": [call_of("x")]}):
+            head, reasons, tail = self._render({**said, **dict.fromkeys(REASONING, _REASONS)}).partition(_REASONS)
+            closing = _TAG.search(tail.partition(_ANSWER)[0]) if reasons else None
+            if closing is None:
+                continue
+            plain, answered, _ = self._render(said).partition(_ANSWER)
+            shared = re.sub(r"<[^<>]*$", "", os.path.commonprefix([head, plain]))  # noqa: RUF071 (of characters)
+            opening, header = head[len(shared) :].strip(), plain[len(shared) :].strip() if answered else ""
+            if not opening:  # the template writes the tags of reasoning also where there is none
+                opening = next(iter(re.findall(rf"(?:{_TAG.pattern})\s*$", shared)), "").strip()
+            return opening, closing[0], "" if closing[0] in header else header
+        return "", "", ""
+
+    def _read_contents(self) -> tuple[str, str]:
+        """The tags between which the template cuts contents; the first is empty if it cuts all before the other."""
+        tags = sorted(set(_TAG.findall(self._template.text)))
+        for closing in tags:
+            if self._cuts("".join(tag for tag in tags if tag != closing), closing):
+                found = (tag for tag in ("", *tags) if self._cuts(tag, closing))
+                return next(found, ""), closing
+        return "", ""
+
+    def _cuts(self, opening: str, closing: str) -> bool:
+        shown = self._render({"content": f"{opening}{_REASONS}{closing}{_ANSWER}"}, _USER)
+        return _ANSWER in shown and _REASONS not in shown
+
+    def _render(self, said: dict[str, Any], *later: dict[str, Any]) -> str:
+        """A conversation with a turn; empty where the template cannot render it."""
+        try:
+            return self._template.render([_USER, {"role": "assistant", **said}, *later], add_generation_prompt=False)
+        except Exception:  # templates can raise any error
+            return ""
+
+    def shown(self, seen: Sequence[Seen], whole: Turn | None = None) -> list[Seen]:
+        """
+        Turns and feedback as the template would show them.
+
+        Args:
+            seen (`Sequence[Turn | Feedback]`): what is shown.
+            whole ([`Turn`], *optional*): a turn that is going on, whose reasoning stays.
+        """
+        if not self.is_cut:
+            return list(seen)
+        return [self._answered(one) if isinstance(one, Turn) and one is not whole else one for one in seen]
+
+    def _answered(self, turn: Turn) -> Turn:
+        before = turn.without_calls
+        return replace(
+            turn, raw_text=self.answer(turn.raw_text), without_calls=None if before is None else self.answer(before)
+        )
+
+    def answer(self, text: str) -> str:
+        """The text of a turn without its reasoning, if the template shows earlier messages without it."""
+        return self._parted(text)[1] if self.is_cut else text
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has reasoning, with the tags of the template."""
+        return any(tag and tag in text for tag in (self._opening, self._closing, self._header))
+
+    def as_fields(self, message: dict[str, Any], is_earlier: bool) -> dict[str, Any]:
+        """
+        A message of an assistant with its reasoning as the template takes it: in fields of its own.
+
+        Args:
+            message (`dict`): the message.
+            is_earlier (`bool`): whether a user's message follows it.
+        """
+        text = message.get("content") or ""
+        if not (self._has_field or self._is_cut_at_once or (is_earlier and self.is_cut)):
+            return message
+        reasoning, answer = self._parted(text)
+        fields = dict.fromkeys(REASONING, reasoning) if self._has_field and reasoning else {}
+        return {**message, "content": answer, **fields} if answer != text else message
+
+    def _parted(self, text: str) -> tuple[str, str]:
+        """The reasoning and the answer of a text. One that was cut off within reasoning is an answer, with tags."""
+        if not self.is_in(text):
+            return "", text
+        reasoning, found, answer = text.rpartition(self._header or self._closing)
+        if self._header:  # GPT-OSS; before a call, the reasoning has an end, but no answer follows
+            before, closed, _ = (reasoning if found else text).partition(self._closing)
+            reasoning, found, answer = before if closed else "", found or closed, answer if found else ""
+        if not found:
+            return "", "" if self._header or self._is_cut_unclosed else text
+        return reasoning.rpartition(self._opening)[2].strip() if self._opening else reasoning, answer.lstrip("\n")

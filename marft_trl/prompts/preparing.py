@@ -1,0 +1,92 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What is found out about a team, its model and its tokenizer before their prompts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..agents import AgentSpec
+from ..config.team_setup import Sampling
+from ..episodes.records import TOOL
+from ..episodes.tools import tool_name
+from ..seams.libraries import get_logger
+from ..workflows import Sequential, Workflow
+from .builder import PromptBuilder, Window
+from .tool_calls import check_functions, prepare_template
+
+
+logger = get_logger(__name__)
+
+
+def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:
+    """
+    Prepare the tokenizer for the tools of the team.
+
+    Returns: chat template to use instead of the tokenizer's, or `None` if the tokenizer's can be trained with.
+
+    Raises:
+        ValueError: no schema can be made of a tool, an agent has the name that tool results are shown under, or
+            the chat template does not support tools.
+    """
+    check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
+    of_workflow = {tool_name(function) for function in workflow.functions}
+    for agent in agents:
+        check_functions(agent.functions, f"agent {agent.name!r}")
+        twice = sorted(of_workflow & {tool_name(function) for function in agent.functions})
+        if twice:
+            raise ValueError(
+                f"Agent {agent.name!r} has a tool named {twice[0]!r}, and so has the workflow "
+                f"`{type(workflow).__name__}`: only one of them could be called. Rename one."
+            )
+        if agent.name == TOOL:
+            raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
+    owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
+    return prepare_template(tokenizer, owner)
+
+
+def is_alone(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
+    """`True` for a single agent that is shown the prompt, its own turns and the results of its calls, as in TRL."""
+    return len(agents) == 1 and type(workflow) is Sequential
+
+
+def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
+    """Warn if a text that an agent writes can look like a message of somebody else."""
+    reason = prompts.unprotected(uses_tools)
+    if prompts.is_untaught:
+        logger.warning(
+            "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
+            "follow the system prompts of agents or to end its turns. Use the instruction-tuned model of the family "
+            "(`-Instruct`, `-it`, `-Chat`), or set `processing_class.chat_template` to the template that it was tuned "
+            "with."
+        )
+    if reason is not None:
+        logger.warning(
+            f"An agent can write a text that looks to its teammates like a message of somebody else: {reason}. This "
+            "cannot be prevented for this tokenizer. Its tokens are still tokens of a text, never control tokens."
+        )
+
+
+def window_of(
+    model: PreTrainedModel | PeftModel,
+    samplings: Mapping[str, Sampling],
+    overflow: str,
+    unread: Collection[str],
+    longest_turn: int | None = None,
+) -> Window:
+    """
+    The context window of a model. It has no limit if the config of the model states none.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model.
+        samplings (`Mapping[str, Sampling]`): how many tokens each agent may generate.
+        overflow (`str`): `context_overflow` of the training arguments.
+        unread (`Collection[str]`): agents whose observations no model reads.
+        longest_turn (`int`, *optional*): limit of the servers that generate.
+    """
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size = min((limit for limit in (own, longest_turn) if limit is not None), default=None)
+    reserved = {name: sampling.max_completion_length for name, sampling in samplings.items()}
+    return Window(size, reserved, overflow, frozenset(unread))

@@ -1,0 +1,354 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Metrics of an evaluation: rewards of the team and its agents, and the accuracy of several episodes of a question."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+import numpy as np
+from trl.trainer.utils import get_callable_name
+
+from ..config.dataset_checks import column_names, named_sets
+from ..episodes.records import Turn
+from ..rewards import boxed
+from ..system.files import write_atomically
+from ..system.run_metrics import AGENT_METRICS, length_metrics
+from .metrics import Interval, avg_at_k, interval, maj_at_k, pass_at_k
+
+
+if TYPE_CHECKING:
+    import evaluate
+
+
+FILE = "evaluations.jsonl"
+# What is compared when samples vote
+Vote = Callable[[str], Hashable | None]
+_LONGEST_VOTE = 200  # characters in the file
+
+
+def last_box(text: str) -> str | None:
+    """What votes by default: the content of the last `\\boxed{}` of an answer, or else the whole of it."""
+    inside = boxed(text)
+    return (text if inside is None else inside).strip() or None
+
+
+def question_of(row: Mapping[str, Any]) -> str:
+    """Name of a question, made from its dataset row: the same in every run, in whatever order rows come."""
+    text = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def _brief(vote: str) -> str:
+    """A vote for the file: a long one is cut, and told from others that begin alike by a hash of the whole."""
+    if len(vote) <= _LONGEST_VOTE:
+        return vote
+    digest = hashlib.sha256(vote.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{vote[:_LONGEST_VOTE]}... ({digest})"
+
+
+def sample_rows(
+    records: Sequence[Mapping[str, Any]], vote: Vote, right_at: float, right_by: str | None
+) -> list[dict[str, Any]]:
+    """
+    The samples of an evaluation, one row each: `question`, `sample` (0, 1, ... within its question), `right` (0.0 or
+    1.0), `vote`, `reward`, a column for each reward function, `turns` and `tokens`.
+
+    Args:
+        records (`Sequence[dict]`): episodes, see [`~marft_trl.reporting.evaluation.summarize`].
+        vote (`Callable`): what is compared of the text of an answer.
+        right_at (`float`): reward from which an answer is right.
+        right_by (`str`, *optional*): reward function that decides it; by default, the reward of the episode.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    rows = []
+    for record in records:
+        question = question_of(record["row"])
+        score = record["reward"] if right_by is None else record["rewards"][right_by]
+        voted = vote(record["answer"])
+        rows.append(
+            {
+                "question": question,
+                "sample": counts[question],
+                "right": float(score is not None and score >= right_at),
+                "vote": None if voted is None else _brief(str(voted)),
+                "reward": record["reward"],
+                **{f"rewards/{name}": value for name, value in record["rewards"].items()},
+                "turns": len(record["turns"]),
+                "tokens": sum(len(turn.completion_ids) for turn in record["turns"]),
+            }
+        )
+        counts[question] += 1
+    return rows
+
+
+def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
+    """
+    A measure for each question.
+
+    Args:
+        rows (`Sequence[dict]`): rows of [`sample_rows`].
+        measure (`str`): `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`.
+
+    Raises:
+        ValueError: there is no such measure, or a question has fewer samples than `k`.
+    """
+    kind, _, number = measure.partition("@")
+    if kind not in ("avg", "pass", "maj") or (number and not number.isdecimal()) or (kind != "avg" and not number):
+        raise ValueError(f"`measure` must be 'avg', 'pass@<k>' or 'maj@<k>', got {measure!r}.")
+    samples: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        samples[row["question"]].append(row)
+    found = {}
+    for question, its in samples.items():
+        right = [row["right"] for row in its]
+        k = int(number) if number else len(its)
+        if kind == "pass":
+            found[question] = pass_at_k(len(its), int(sum(right)), k)
+        elif kind == "maj":
+            found[question] = maj_at_k([row["vote"] for row in its], right, k)
+        else:
+            found[question] = avg_at_k(right, k)
+    return found
+
+
+def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, float]:
+    """Metrics of an evaluation, with the ends of their 95 % intervals over questions."""
+    samples = min(Counter(row["question"] for row in rows).values())
+    metrics: dict[str, float] = {}
+    for name in (f"avg@{samples}", *(f"{kind}@{k}" for k in values for kind in ("pass", "maj"))):
+        found = interval(list(by_question(rows, name).values()))
+        metrics |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    return metrics
+
+
+def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, step: int, seed: int) -> Path:
+    """
+    Add the samples of an evaluation to the file of a run. Those of the same set from this step on are replaced: a
+    resumed run evaluates again.
+
+    Args:
+        folder (`Path`): the `output_dir` of the run.
+        rows (`Sequence[dict]`): rows of [`sample_rows`].
+        name (`str`): name of the evaluation set.
+        step (`int`): optimizer steps so far.
+        seed (`int`): seed of the run.
+    """
+    file = folder / FILE
+    kept = [one for one in read_samples(file) if one["set"] != name or one["step"] < step] if file.exists() else []
+    everything = [*kept, *({"set": name, "step": step, "seed": seed, **row} for row in rows)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in everything))
+    return file
+
+
+def read_samples(file: str | Path) -> list[dict[str, Any]]:
+    """Rows of an `evaluations.jsonl`."""
+    with open(file, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def scores(
+    files: Sequence[str | Path], measure: str = "avg", name: str | None = None, step: int | None = None
+) -> np.ndarray:
+    """
+    Scores of runs, for [`~reporting.metrics.interval`] and [`~reporting.metrics.paired_difference`].
+
+    Args:
+        files (`Sequence`):
+            The `evaluations.jsonl` of each run, or the folders that they are in. Runs differ in their seed.
+        measure (`str`, *optional*, defaults to `"avg"`):
+            `"avg"`, `"pass@<k>"` or `"maj@<k>"`.
+        name (`str`, *optional*):
+            Name of the evaluation set. Not needed if there is one.
+        step (`int`, *optional*):
+            Optimizer step of the evaluation. Defaults to the last one of each run.
+
+    Returns: `numpy.ndarray` of shape `(runs, questions)`, questions in the order of their names.
+
+    Raises:
+        ValueError: a run has no such evaluation, or runs have other questions.
+    """
+    if isinstance(files, (str, Path)):
+        raise TypeError(f"`scores` takes a list of runs, got a single one. Write `[{str(files)!r}]`.")
+    tables = []
+    for file in map(Path, files):
+        if not (file / FILE if file.is_dir() else file).is_file():
+            raise FileNotFoundError(f"There is no {FILE} in {file}: it is written by evaluations with `eval_k`.")
+        rows = read_samples(file / FILE if file.is_dir() else file)
+        sets = sorted({row["set"] for row in rows})
+        if name is None and len(sets) > 1:
+            raise ValueError(f"{file} has the evaluation sets {', '.join(sets)}. Choose one with `name=`.")
+        mine = [row for row in rows if row["set"] == (name or sets[0])]
+        at = max((row["step"] for row in mine), default=None) if step is None else step
+        mine = [row for row in mine if row["step"] == at]
+        if not mine:
+            raise ValueError(f"{file} has no evaluation of {name!r} at step {step}; it has {', '.join(sets)}.")
+        tables.append(by_question(mine, measure))
+    other = next((index for index, table in enumerate(tables) if set(table) != set(tables[0])), None)
+    if other is not None:
+        raise ValueError(f"{files[other]} was evaluated on other questions than {files[0]}.")
+    return np.array([[table[question] for question in sorted(tables[0])] for table in tables])
+
+
+def interval_of(files: Sequence[str | Path], measure: str = "avg", **options: Any) -> Interval:
+    """Interval over questions and seeds of a measure of runs, see [`scores`]."""
+    return interval(scores(files, measure, **options))
+
+
+# A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a
+# dict of numbers
+EvalMetric: TypeAlias = "evaluate.EvaluationModule | Callable[..., Any]"
+
+
+def is_of_evaluate(metric: object) -> TypeGuard[evaluate.EvaluationModule]:
+    """`True` for a metric of the `evaluate` package, which is loaded if there is one: who made it has loaded it."""
+    module = sys.modules.get("evaluate")
+    return module is not None and isinstance(metric, module.EvaluationModule)
+
+
+def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
+    """
+    Check the metrics and return them as a list.
+
+    Raises:
+        TypeError: an item is neither a metric of the `evaluate` package nor a callable.
+    """
+    if eval_metrics is None:
+        return []
+    metrics = list(eval_metrics) if isinstance(eval_metrics, (list, tuple)) else [eval_metrics]
+    for metric in metrics:
+        if not is_of_evaluate(metric) and not callable(metric):
+            raise TypeError(
+                "`eval_metrics` takes metrics of the `evaluate` package (`evaluate.load(...)`) and callables "
+                f"`metric(answers, **columns)`; got {metric!r} of type {type(metric).__name__}."
+            )
+    return metrics
+
+
+def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -> None:
+    """
+    Raise if an evaluation dataset lacks the column that metrics of the `evaluate` package take as references.
+
+    Raises:
+        ValueError: the message names the metric, the dataset and its columns.
+    """
+    named = [metric.name for metric in metrics if is_of_evaluate(metric)]
+    for name, dataset in named_sets(eval_dataset).items():
+        columns = column_names(dataset) or []
+        if named and column not in columns:
+            raise ValueError(
+                f"The metric `{named[0]}` needs references, but `{name}` has no column {column!r}; it has "
+                f"{sorted(columns)}. Set `eval_reference_column=`."
+            )
+
+
+def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:
+    """
+    Compute metrics over episodes: rewards, lengths and numbers of turns.
+
+    Args:
+        records (`Sequence[dict]`):
+            One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
+            `float` or `None`) and `turns` (`list[Turn]`).
+        agents (`Sequence[str]`):
+            Names of the agents.
+    """
+    metrics = {"reward": _mean(record["reward"] for record in records)}
+    metrics["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])
+    for name in records[0]["rewards"]:
+        metrics[f"rewards/{name}/mean"] = _mean(record["rewards"][name] for record in records)
+        metrics[f"rewards/{name}/std"] = _std(
+            [record["rewards"][name] for record in records if record["rewards"][name] is not None]
+        )
+    turns = [turn for record in records for turn in record["turns"]]
+    metrics |= _lengths(turns)
+    for agent in agents:
+        its = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent]
+        if its:
+            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
+            lengths = _lengths([turn for turn, _ in its])
+            metrics |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_METRICS}
+        metrics[f"agents/{agent}/turns"] = len(its) / len(records)
+    return metrics
+
+
+def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
+    """
+    Rewards of each question as means over its episodes, by metric of [`summarize`]: what intervals are made of.
+
+    Args:
+        records (`Sequence[dict]`): as in [`summarize`], those of a question next to each other.
+        size (`int`): number of episodes of a question.
+    """
+    scores = {"reward": [record["reward"] for record in records]}
+    scores |= {f"rewards/{name}/mean": [one["rewards"][name] for one in records] for name in records[0]["rewards"]}
+    means = {
+        name: [_mean(values[start : start + size]) for start in range(0, len(values), size)]
+        for name, values in scores.items()
+    }
+    return {name: [mean for mean in values if not math.isnan(mean)] for name, values in means.items()}
+
+
+def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
+    return length_metrics([len(turn.completion_ids) for turn in turns], [turn.truncated for turn in turns])
+
+
+def measure_answers(
+    metrics: Sequence[EvalMetric], answers: Sequence[str], columns: Mapping[str, list], reference_column: str
+) -> dict[str, float]:
+    """
+    Compute metrics over the team's answers.
+
+    Args:
+        metrics (`Sequence`):
+            Metrics of the `evaluate` package, or callables.
+        answers (`Sequence[str]`):
+            Text of the team's answer in each episode.
+        columns (`Mapping[str, list]`):
+            Columns of the dataset, and `turns`, with one value per episode.
+        reference_column (`str`):
+            Name of the column that metrics of the `evaluate` package get as `references`.
+
+    Raises:
+        TypeError: a callable returned neither a number nor a dict of numbers.
+    """
+    measured: dict[str, float] = {}
+    for metric in metrics:
+        if is_of_evaluate(metric):
+            result = metric.compute(predictions=list(answers), references=columns[reference_column])
+            measured |= _numbers(result, metric.name)
+        else:
+            name = get_callable_name(metric)
+            try:
+                result = metric(list(answers), **columns)
+            except Exception as error:
+                error.add_note(f"Raised by the metric `{name}`, called as `{name}(answers, {', '.join(columns)})`.")
+                raise
+            measured |= _numbers(result if isinstance(result, Mapping) else {name: result}, name)
+    return measured
+
+
+def _numbers(result: Mapping[str, Any], metric: str) -> dict[str, float]:
+    numbers = {key: value for key, value in result.items() if hasattr(value, "__float__")}
+    if result and not numbers:
+        raise TypeError(f"The metric `{metric}` returned {str(result)[:80]}; it must return numbers.")
+    return {key: float(value) for key, value in numbers.items()}
+
+
+def _mean(values) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,437 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""What decides the results of a run, as checkpoints record it, and what a resume compares."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from trl.trainer.utils import get_callable_name
+
+from ..adapters.manifest import BaseModel, hash_of_weights
+from ..config.inherited import ALWAYS_UNUSED, INHERITED
+from ..config.marft_config import MARFTConfig
+from ..config.options import rules_of
+from ..config.team_setup import TeamSetup
+from ..prompts.views import View
+from ..seams.libraries import installed_version
+from ..system.hints import did_you_mean
+from ..system.redaction import without_secrets
+from ..workflows.base import callable_name
+
+
+_PACKAGES = ("marft-trl", "trl", "transformers", "peft", "accelerate", "torch", "bitsandbytes")
+_OF_BATCHES = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "steps_per_generation"),
+    *("num_iterations", "update_order", "agent_iteration_interval"),
+)
+_OF_ORDER = ("seed", "shuffle_dataset")
+_OF_CRITIC = ("critic", "level")
+
+
+def fields_about(*what: str) -> frozenset[str]:
+    """Names of the settings that are about `"files"`, `"evaluations"` or `"machines"`, see [`Rule`]."""
+    return frozenset(name for name, rule in rules_of(MARFTConfig, INHERITED).items() if rule.about in what)
+
+
+# What does not change what is trained
+_NOT_RECORDED = fields_about("files", "evaluations", "machines") | ALWAYS_UNUSED
+# Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
+_SAMPLED_ROWS = 20_000
+_OF_LORA = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "lora_dropout", "target_parameters"),
+)
+
+
+class RunSettings:
+    """
+    Collects what decides the results of a run.
+
+    Args:
+        team ([`TeamSetup`]): the team as it is trained.
+        args ([`MARFTConfig`]): training arguments.
+        model (`nn.Module`): the model with its adapters.
+        base (`Callable`): `base()` describes the base, the tokenizer and the chat template.
+        rewards (`Mapping[str, Sequence]`): reward functions of the team, under `""`, and of agents.
+        weights (`Sequence[float]`): weights of the team's reward functions.
+        view (`Callable`): `view()` returns the present view.
+        dataset: the training dataset.
+        num_processes (`int`): number of processes.
+    """
+
+    def __init__(
+        self,
+        team: TeamSetup,
+        args: MARFTConfig,
+        model: Any,
+        base: Callable[[], BaseModel],
+        rewards: Mapping[str, Sequence],
+        weights: Sequence[float],
+        view: Callable[[], View],
+        dataset: Any,
+        num_processes: int,
+    ):
+        self._args, self._agents, self._policies = args, team.agents, team.policies
+        self._workflow, self._critic = team.workflow, team.critic
+        self._model, self._base, self._rewards, self._view = model, base, rewards, view
+        self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
+        self._slow: dict[str, Any] | None = None
+        # Now, because no process may have whole weights later
+        self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
+
+    def collect(self) -> dict[str, Any]:
+        """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.runs.resume`]."""
+        args = self._args
+        parts: dict[str, Any] = {
+            "agents": {agent.name: self._policies.adapter_of(agent.name) for agent in self._agents},
+            "adapters": self._adapters(),
+            "critic": {name: getattr(args, name) for name in _OF_CRITIC}
+            if self._critic is not None
+            else {"critic": None},
+            "optimizer": {"optim": str(getattr(args.optim, "value", args.optim))},
+            "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
+            "workflow": {**self._describe_workflow(), "team": [agent.name for agent in self._agents]},
+            "batch": {name: getattr(args, name) for name in _OF_BATCHES},
+            "processes": {"count": self._num_processes},
+            "versions": {name: installed_version(name) for name in _PACKAGES},
+            "tunable": without_secrets(self._tunables()),
+        }
+        if self._slow is None:
+            self._slow = self._of_base_and_data()
+        return json.loads(json.dumps({**parts, **self._slow}, default=str))
+
+    def _of_base_and_data(self) -> dict[str, Any]:
+        base = self._base()
+        return {
+            "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
+            "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
+            "dataset": dataset_hash(self._dataset),
+        }
+
+    def _describe_workflow(self) -> dict[str, Any]:
+        """Its description, and for a class outside of this package a hash of its source."""
+        described = dict(self._workflow.describe())
+        if type(self._workflow).__module__.partition(".")[0] != __name__.partition(".")[0]:
+            described["code"] = code_of(self._workflow)
+        return described
+
+    def _adapters(self) -> dict[str, Any]:
+        if not self._policies.has_adapters:
+            return {}
+        configs = {name: self._model.peft_config[name] for name in self._policies.names}
+        return {
+            name: {
+                "trained": name in self._policies.trained,
+                **{key: plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)},
+            }
+            for name, config in configs.items()
+        }
+
+    def _tunables(self) -> dict[str, Any]:
+        recorded = {
+            item.name: plain(getattr(self._args, item.name))
+            for item in fields(self._args)
+            if item.name not in (*_NOT_RECORDED, *_OF_BATCHES, *_OF_ORDER, *_OF_CRITIC, "optim")
+        }
+        for agent in self._agents:
+            spec = {
+                name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
+            }
+            recorded |= {f"agents.{agent.name}.{name}": plain(value) for name, value in spec.items()}
+            if agent.reply is not None:
+                recorded[f"agents.{agent.name}.reply"] = code_of(agent.reply)
+        for owner, functions in self._rewards.items():
+            for position, function in enumerate(functions):
+                recorded[f"{owner or 'team'}.rewards[{position}]"] = code_of(function)
+        recorded["reward_weights"] = self._weights
+        recorded["view"] = callable_name(self._view())
+        return recorded
+
+
+def plain(value: Any) -> Any:
+    """A value of a setting, JSON-serializable and the same in every process."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(its) for key, its in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, torch.dtype):
+        return str(value)
+    value = getattr(value, "value", value)  # of an enumeration
+    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+
+
+def code_of(function: Any) -> str:
+    """
+    Name of a reward function, and a hash of its source and of what it was made with (defaults, arguments of
+    `functools.partial`, variables of the function that returned it, as far as these are plain values or functions).
+    The name alone for models.
+    """
+    if isinstance(function, (str, nn.Module)):
+        return function if isinstance(function, str) else type(function).__name__
+    content = _content_of(function, set())
+    name = get_callable_name(getattr(function, "__wrapped__", function))
+    return name if content is None else f"{name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
+
+
+def _content_of(function: Any, seen: set[int]) -> str | None:
+    """Source of a function and what it was made with; `None` if neither is known."""
+    function = getattr(function, "__wrapped__", function)
+    seen.add(id(function))
+    made = _made_with(function)
+    kept = {name: its for name, one in made.items() if (its := _fixed(one, seen)) is not None}
+    try:
+        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        source = ""
+    return (source + (json.dumps(kept, sort_keys=True) if kept else "")) or None
+
+
+def _made_with(function: Any) -> dict[str, Any]:
+    """Values that a function was made with, by name."""
+    if isinstance(function, functools.partial):
+        return {"": function.func, **{str(n): one for n, one in enumerate(function.args)}, **function.keywords}
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    # A variable that the function assigns itself is a state, such as a counter
+    assigned = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    found = {f"default {number}": one for number, one in enumerate(function.__defaults__ or ())}
+    found |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name not in assigned:
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                found[name] = cell.cell_contents
+    return found
+
+
+def _fixed(value: Any, seen: set[int]) -> Any:
+    """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, tuple):
+        return [_fixed(one, seen) for one in value]
+    if is_dataclass(value) and not isinstance(value, type) and vars(type(value))["__dataclass_params__"].frozen:
+        return {item.name: _fixed(getattr(value, item.name), seen) for item in fields(value)}
+    if (inspect.isroutine(value) or isinstance(value, functools.partial)) and id(value) not in seen:
+        return [get_callable_name(value), _content_of(value, seen)]
+    return None
+
+
+def dataset_hash(dataset: Any) -> dict[str, Any]:
+    """Number of rows, columns and a hash of evenly spaced rows. Nothing is read from a stream."""
+    if not isinstance(dataset, Dataset):
+        return {"kind": "stream"}
+    count = len(dataset)
+    step = max(count // _SAMPLED_ROWS, 1)
+    digest = hashlib.sha256()
+    plain = dataset.with_format(None)
+    for index in range(0, count, step):
+        digest.update(json.dumps(plain[index], sort_keys=True, default=str).encode())
+    return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
+
+
+# Parts of the settings that a resumed run may change if it says so, and what the change costs
+ACCEPTABLE = {
+    "dataset": "the position in the dataset is counted in batches, so other rows are used",
+    "seed": "rows come in another order",
+    "workflow": "episodes take another course",
+    "base": "the adapters were trained on another base",
+    "tokenizer": "the adapters were trained on other tokens",
+    "batch": "the position in the dataset is counted in batches of another size",
+    "processes": "random states and rows in use cannot be divided among another number of processes",
+}
+# Parts that cannot be accepted: the state would not fit
+_FIXED = ("agents", "adapters", "critic", "optimizer")
+_UNKNOWN = "(not recorded)"
+
+
+@dataclass(frozen=True)
+class ResumeChanges:
+    """
+    Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`.
+
+    Args:
+        add (`Sequence[str]`): adapters that start anew.
+        remove (`Sequence[str]`): adapters of the checkpoint that are left out.
+        rename (`Mapping[str, str]`): new names of adapters, by their names in the checkpoint.
+        accept (`Sequence[str]`): parts of the settings that may differ, among [`ACCEPTABLE`].
+    """
+
+    add: Sequence[str] = ()
+    remove: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    accept: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
+        """
+        Check the changes that a user names.
+
+        Raises:
+            ValueError, TypeError: an unknown kind of change, or names of the wrong type.
+        """
+        if changes is None:
+            return cls()
+        if not isinstance(changes, Mapping):
+            raise TypeError(f"`resume_changes` must be a dictionary, got {type(changes).__name__}.")
+        kinds = ("add", "remove", "rename", "accept")
+        for kind, value in changes.items():
+            if kind not in kinds:
+                raise ValueError(
+                    f"`resume_changes` has the keys {', '.join(map(repr, kinds))}; got {kind!r}."
+                    f"{did_you_mean(kind, kinds)}"
+                )
+            names = [*value.keys(), *value.values()] if kind == "rename" and isinstance(value, Mapping) else value
+            if (
+                isinstance(value, Mapping) != (kind == "rename")
+                or isinstance(names, str)
+                or not isinstance(names, Collection)
+                or not all(isinstance(name, str) for name in names)
+            ):
+                wanted = "a dictionary of names" if kind == "rename" else "a list of names"
+                raise TypeError(f"`resume_changes[{kind!r}]` must be {wanted}, got {value!r}.")
+        for part in changes.get("accept", ()):
+            if part not in ACCEPTABLE:
+                raise ValueError(
+                    f"`resume_changes['accept']` can name {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
+                    f"{did_you_mean(part, list(ACCEPTABLE))}"
+                )
+        return cls(**changes)
+
+    @property
+    def is_empty(self) -> bool:
+        """`True` if nothing is to change."""
+        return not (self.add or self.remove or self.rename or self.accept)
+
+    def source_of(self, adapter: str) -> str | None:
+        """Name that an adapter of the team has in the checkpoint; `None` if it starts anew."""
+        if adapter in self.add:
+            return None
+        return next((old for old, new in self.rename.items() if new == adapter), adapter)
+
+    def check_names(self, saved: Collection[str], present: Collection[str]) -> None:
+        """
+        Raise unless the changes lead from the adapters of the checkpoint to those of the team.
+
+        Raises:
+            ValueError: the message has both and names what is left over.
+        """
+        wrong = [f"adds {name!r}, which the team does not have" for name in self.add if name not in present]
+        wrong += [f"removes {name!r}, which the checkpoint does not have" for name in self.remove if name not in saved]
+        wrong += [f"renames {old!r}, which the checkpoint does not have" for old in self.rename if old not in saved]
+        if len(set(self.rename.values())) < len(self.rename):
+            wrong.append("gives two adapters the same name")
+        after = ({self.rename.get(name, name) for name in saved if name not in self.remove}) | set(self.add)
+        if not wrong and after == set(present):
+            return
+        missing, extra = sorted(set(present) - after), sorted(after - set(present))
+        hints = [f"`add` {missing} (start anew)"] if missing else []
+        hints += [f"`remove` {extra}"] if extra else []
+        hints += [f"`rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
+        said = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
+        fix = f" Say with `resume_changes` what is meant: {', '.join(hints)}." if hints else ""
+        raise ValueError(
+            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team is {sorted(present)}.{said}"
+            f"{fix} Or resume with the team that the checkpoint was written with."
+        )
+
+
+def check_structure(
+    saved: Mapping[str, Any], present: Mapping[str, Any], changes: ResumeChanges, folder: Any
+) -> list[str]:
+    """
+    Compare what gives the state of a checkpoint its meaning.
+
+    Args:
+        saved, present (`Mapping[str, Any]`): settings by part, of the checkpoint and of the run.
+        changes ([`ResumeChanges`]): what the user has announced.
+        folder: the checkpoint, for messages.
+
+    Returns: a line for each accepted difference.
+
+    Raises:
+        ValueError: a difference that was not announced. The message has a table of then and now.
+    """
+    refused, accepted = [], []
+    for part in (*_FIXED, *ACCEPTABLE, "versions"):
+        differences = list(_differences(part, saved.get(part), present.get(part), changes))
+        if not differences:
+            continue
+        if part in changes.accept or part == "versions":
+            accepted += [f"{name}: {then} -> {now}" for name, then, now in differences]
+        else:
+            refused += [(part, *difference) for difference in differences]
+    if refused:
+        can = sorted({part for part, *_ in refused if part in ACCEPTABLE})
+        costs = "; ".join(f"{part!r}: {ACCEPTABLE[part]}" for part in can)
+        fix = f" If a change is meant, pass `resume_changes={{'accept': {can}}}` ({costs})." if can else ""
+        raise ValueError(
+            f"The run differs from the one that wrote {folder}, so its state would mean something else:\n"
+            f"{_table([(name, then, now) for _, name, then, now in refused])}\n"
+            f"Resume with the settings of the checkpoint, or start a new run from its adapters (`load_adapters`).{fix}"
+        )
+    return accepted
+
+
+def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """
+    Settings that take effect when they change: name, then, now. Nothing is said of a field of the configuration that
+    another version has not recorded.
+    """
+    differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
+    return [its for its in differences if _UNKNOWN not in its or not its[0].isidentifier()]
+
+
+def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) -> Iterable[tuple[str, str, str]]:
+    """Entries of a part that differ: name, then, now."""
+    if saved is None or present is None:
+        return
+    saved, present = dict(saved), dict(present)
+    if part == "seed":
+        saved.pop("data_seed", None)  # earlier versions recorded it; it has no effect
+    if part == "workflow" and isinstance(present.get("team"), list):  # names in team order
+        before = [changes.rename.get(name, name) for name in saved.get("team", ()) if name not in changes.remove]
+        after = [name for name in present["team"] if name not in changes.add]
+        saved["team"], present["team"] = before or after, after  # earlier versions did not record it
+    if part == "agents":
+        saved = {name: changes.rename.get(adapter, adapter) for name, adapter in saved.items()}
+    if part in ("agents", "adapters"):
+        saved = {changes.rename.get(name, name): value for name, value in saved.items() if name not in changes.remove}
+        present = {name: value for name, value in present.items() if name not in changes.add}
+    yield from _different(part, saved, present)
+
+
+def _different(where: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    for name in [*present, *(name for name in saved if name not in present)]:
+        then, now = saved.get(name, _UNKNOWN), present.get(name, _UNKNOWN)
+        full = f"{where}.{name}" if where else name
+        if isinstance(then, Mapping) and isinstance(now, Mapping):
+            yield from _different(full, then, now)
+        elif then != now:
+            yield full, _brief(then), _brief(now)
+
+
+def _brief(value: Any, limit: int = 60) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    lines = [("setting", "then", "now"), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return "\n".join("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)) for line in lines)

@@ -1,0 +1,136 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Small seams: what other libraries log, their versions, and parsers of argparse."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import MutableMapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from accelerate.logging import MultiProcessAdapter
+from packaging.version import Version
+
+
+# Messages that no user of a team can do anything about, as patterns of `warnings`, with who causes them
+_NOISE = {
+    # TRL (1.16) asks models for the name that transformers (5.23) has replaced, at each switch of checkpointing
+    r"`is_gradient_checkpointing` is deprecated": FutureWarning,
+    # `dataloader_pin_memory` of transformers is on by default, also without a device that it would help
+    r"'pin_memory' argument is set as true but no accelerator is found": UserWarning,
+}
+# bitsandbytes (0.50) looks for a kernel on the Hub when it is imported on a CPU, and says that it found none
+_KERNEL = "Failed to load CPU gemm_4bit_forward"
+
+
+class _Adapter(MultiProcessAdapter):
+    """Logger of accelerate (1.15) that names the process only where there are several."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        msg, kwargs = super().process(msg, kwargs)
+        return str(msg).removeprefix("[RANK 0] ") if _is_alone() else msg, kwargs
+
+
+def _is_alone() -> bool:
+    from accelerate import PartialState
+
+    return PartialState().num_processes == 1
+
+
+def get_logger(name: str) -> MultiProcessAdapter:
+    """Like `accelerate.logging.get_logger`: a message is logged once, whatever the number of processes."""
+    return _Adapter(logging.getLogger(name), {})
+
+
+def hush() -> None:
+    """Leave out what other libraries say and nobody can act on. All else they say is heard."""
+    for message, category in _NOISE.items():
+        warnings.filterwarnings("ignore", message=message, category=category)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_KERNEL)
+
+
+logger = get_logger(__name__)
+
+
+# The lowest version that works, and the newest that the tests have run with.
+TESTED = {
+    "trl": ("1.16", "1.16"),
+    "transformers": ("5.16", "5.24"),
+    "peft": ("0.20", "0.21"),
+    "accelerate": ("1.12", "1.15"),
+    "datasets": ("4.8", "5.2"),
+    "bitsandbytes": ("0.49", "0.50"),
+    "evaluate": ("0.4.5", "0.4.6"),
+    "torch": ("2.11", "2.14"),
+}
+
+
+def installed_version(package: str) -> str | None:
+    """
+    Version of a package, by the name of its distribution; `None` if there is none. A checkout on `PYTHONPATH` has no
+    metadata, or those of another version, so the code that is loaded comes first.
+    """
+    module = sys.modules.get(package.replace("-", "_"))
+    loaded = vars(module).get("__version__") if module is not None else None  # `getattr` may load a lazy module
+    try:
+        return str(loaded) if loaded else version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def release(text: str) -> tuple[int, int]:
+    """Major and minor version. Patches are neither warned of nor asked for."""
+    major, minor, *_ = (*Version(text).release, 0)
+    return major, minor
+
+
+def newer_than_tested() -> dict[str, str]:
+    """Installed versions by package, of those that are newer than what the tests have run with."""
+    found = {name: installed_version(name) for name in TESTED}
+    return {name: text for name, text in found.items() if text and release(text) > release(TESTED[name][1])}
+
+
+@functools.cache
+def warn_of_newer_versions() -> None:
+    """Log one line, once in a process, if packages are newer than what the tests have run with."""
+    newer = [f"{name} {its} (tested up to {TESTED[name][1]})" for name, its in newer_than_tested().items()]
+    if newer:
+        logger.warning(
+            f"marft_trl has not been tested with {', '.join(newer)}. It is likely to work. If something fails, "
+            "install the tested version and report it."
+        )
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Whether a model checkpoints gradients. transformers renamed the property in 5.23, like the field."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
+
+
+def checkpointing_fields(args: Any) -> list[str]:
+    """
+    Names of the field of training arguments that turns gradient checkpointing on. transformers renamed it in 5.23 and
+    keeps the former name until version 6; before, there is only that one.
+    """
+    return [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(args, name)]
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """
+    The options of a parser, by their long names without `--`, with `_` for `-`. Parsers of transformers and accelerate
+    are made by their own functions, so nothing else knows what was added to them (Python 3.11 to 3.13).
+    """
+    return {
+        text.removeprefix("--").replace("-", "_"): action
+        for action in parser._actions
+        for text in action.option_strings
+        if text.startswith("--")
+    }
