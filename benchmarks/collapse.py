@@ -27,7 +27,6 @@ import warnings
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.runs import collapse
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import Debate, Orchestrated, UntilApproved
 
@@ -207,12 +206,10 @@ def main():
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument("--window", type=int, default=4, help="generation batches whose mean reward is watched")
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir()) / "marft_trl_collapse_model")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    collapse.WINDOW = options.window
     if options.one:
         team, adapters, arm, rate, seed = json.loads(options.one)
         options.rate = rate
@@ -231,9 +228,7 @@ def in_process(team, adapters, arm, rate, seed, options):
     one = json.dumps([team, adapters, arm, rate, seed])
     command = [sys.executable, "-W", "ignore", __file__, "--one", one, "--steps", str(options.steps)]
     command += ["--episodes", str(options.episodes), "--every", str(options.every), "--model", str(options.model)]
-    done = subprocess.run(
-        [*command, "--window", str(options.window), "--set", *options.set], capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "--set", *options.set], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{one}:\n{done.stderr[-3000:]}")
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Servers that fail: what is no whole turn is never a turn, and what goes down is waited for or replaced."""
+"""Servers that fail: what is no whole turn is never a turn, and a server that goes down is waited for."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from .vllm_server import answered, as_text, fake_servers, turn
 
 
 def settings(servers, **changes):
-    fast = {"server_timeout": 20.0, "health_seconds": 0.1, "health_timeout": 0.5, "request_timeout": 20.0}
+    fast = {"server_timeout": 20.0, "health_timeout": 0.5, "request_timeout": 20.0}
     return ServerSettings(tuple(server.url for server in servers), **{**fast, **changes})
 
 
@@ -94,32 +94,6 @@ def test_what_a_server_refuses_is_said_and_not_tried_again():
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs", "answers 500"])
-def test_another_server_takes_over_with_the_same_turns(how):
-    with fake_servers(2) as servers:
-        for server in servers:
-            server.delay = lambda body: 0.02 * (1 + body["seed"] % 5)
-
-        def fails():
-            if how == "dies":
-                servers[0].stop()
-            elif how == "hangs":
-                servers[0].hangs = True
-            else:
-                servers[0].fault = lambda body: answered(500, "EngineCore encountered an issue")
-
-        try:
-            start = time.monotonic()
-            limits = {"max_inflight": 8, "server_timeout": 3.0, "request_timeout": 40.0}
-            found = generate(servers, orders(60), events={5: fails}, **limits)
-            assert time.monotonic() - start < 30  # its requests do not wait until they are given up
-        finally:
-            if how == "dies":
-                servers[0].start()
-        assert ids_of(found) == expected(orders(60))
-        assert {url for _, url in found[-20:]} == {servers[1].url}
-
-
 @pytest.mark.parametrize("how", ["dies", "hangs", "comes back empty"])
 def test_the_run_waits_for_the_only_server(how):
     with fake_servers() as (server,):
@@ -152,20 +126,19 @@ def test_a_server_that_stays_away_ends_the_run():
                 server.stop()
 
         start = time.monotonic()
-        with pytest.raises(
-            EngineDownError, match="No vLLM server has worked for 1 seconds.*vllm_server_timeout"
-        ) as error:
+        with pytest.raises(EngineDownError, match="has not answered for 1 seconds.*vllm_server_timeout") as error:
             generate(servers, events={3: fails}, max_inflight=2, server_timeout=1.0)
-        assert all(server.url in str(error.value) for server in servers) and time.monotonic() - start < 10
+        assert any(server.url in str(error.value) for server in servers) and time.monotonic() - start < 10
         for server in servers:
             server.start()
 
 
 def test_a_request_that_takes_too_long_is_given_up_and_sent_again():
-    with fake_servers(2) as servers:
-        servers[0].delay = lambda body: 30.0 if body["seed"] == 0 else 0.0
-        found = generate(servers, orders(2), request_timeout=0.5)
-        assert ids_of(found) == expected(orders(2)) and found[0][1] == servers[1].url
+    with fake_servers() as (server,):
+        waits = iter([30.0])
+        server.delay = lambda body: next(waits, 0.0) if body["seed"] == 0 else 0.0
+        assert ids_of(generate([server], orders(2), request_timeout=0.5)) == expected(orders(2))
+        assert len(server.requests) == 3
 
 
 def test_a_server_gets_no_more_requests_than_it_can_take():
@@ -223,17 +196,6 @@ def test_the_most_likely_tokens_are_those_without_the_sampled_one():
                 return await one.next_token("a", [1, 2], 1.0, 5.0)
 
         assert run_coroutine(ask) == {token: -1.0 - token for token in range(20)}
-
-
-def test_a_server_that_is_away_ends_no_run_that_another_one_serves():
-    with fake_servers(2) as servers:
-        servers[1].delay = lambda body: 0.1
-        servers[0].stop()
-        try:
-            found = generate(servers, orders(30), max_inflight=1, server_timeout=1.0)
-        finally:
-            servers[0].start()
-        assert ids_of(found) == expected(orders(30)) and {url for _, url in found} == {servers[1].url}
 
 
 @pytest.mark.parametrize("how", ["slow", "answers 500"])

@@ -713,7 +713,10 @@ def test_accumulation_is_set_in_one_place(model_folder, tmp_path):
     ("name", "message"),
     [
         ("learning_rat", "`MARFTConfig` has no setting `learning_rat`. Did you mean 'learning_rate'?"),
-        ("collapse_window", "There is no setting `collapse_window` any more: eight generation batches are watched."),
+        (
+            "collapse_window",
+            "There is no setting `collapse_window` any more: `eval_reward` is compared with its best.",
+        ),
     ],
 )
 def test_settings_that_are_none(tmp_path, name, message):

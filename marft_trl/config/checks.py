@@ -87,8 +87,8 @@ _GONE = {
     "max_prompt_length": "prompts are not cut; `context_overflow` says what happens at the model's window",
     "critic_max_grad_norm": "`max_grad_norm` is the critic's, too",
     "dynamic_sampling_limit": "three times the prompts of a batch are drawn at most",
-    "collapse_window": "eight generation batches are watched",
-    "collapse_drop": "a tenth is how far a reward may fall",
+    "collapse_window": "`eval_reward` is compared with its best",
+    "collapse_drop": "`eval_reward` may drop by a tenth",
     "max_tool_output_length": "4096 characters of a result are shown; let the tool return what is to be shown",
     "max_parallel_tools": "synchronous tools run one at a time; write one that may run beside others as `async def`",
     "candidate_reward": "`advantage='turn_itself'` is `advantage='turn'` with `candidate_reward='turn'`",
@@ -407,6 +407,11 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
             f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
             "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): those of an episode "
             "that fails would be learned from without it. Set `on_episode_error='raise'`.",
+        ),
+        (
+            args.on_collapse == "restore" and args.eval_strategy == "no",
+            "`on_collapse='restore'` restores the adapters of the best evaluation, and this run has none. Set "
+            "`eval_strategy='steps'` and pass an `eval_dataset`.",
         ),
         (
             args.on_collapse == "restore" and args.sync_ref_model,

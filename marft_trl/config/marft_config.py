@@ -503,11 +503,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             Clip range of the ratio products of `update_order="sequential"`, which are clipped to
             `[1 - sequential_clip, 1 + sequential_clip]`. `None` disables clipping.
         on_collapse (`str`, *optional*, defaults to `"warn"`):
-            What happens if the team has collapsed: the mean reward of the last eight generation batches, or an
-            evaluation, is below its best by more than a tenth and by more than five standard errors. `"warn"`: log one
-            warning. `"restore"`: adapters that have fallen, which is found by trial, go back to their weights and
-            optimizer state at the best mean (in a run with evaluations, at the best `eval_reward`), and the batch is
-            sampled anew. `"ignore"`: do nothing.
+            What happens if `eval_reward` drops below its best by more than a tenth and by more than five standard
+            errors. `"warn"`: log one warning. `"restore"`: also restore all trained adapters and their optimizer state
+            as they were at the best evaluation. `"ignore"`: do nothing.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
             Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
             of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a

@@ -292,25 +292,6 @@ class Reporter:
         self._clear("train")
         self._tabulate(rollout, advantages, own_rewards)
 
-    def forget(self, rollout: Rollout, others: int = 0) -> None:
-        """
-        A rollout is not trained on: its tokens count, and what reward functions logged of it is left out.
-
-        Args:
-            rollout ([`Rollout`]): the rollout.
-            others (`int`): tokens of candidates and re-runs that this process generated for it.
-        """
-        turns = [turn for episode in rollout.episodes for turn in episode.turns]
-        generated = sum(len(turn.completion_ids) for turn in turns if turn.agent in self._adapters) + others
-        tokens = others + sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
-        if rollout.drawn is not None:
-            tokens, generated = tokens + rollout.drawn.tokens, generated + rollout.drawn.generated
-        counts = self._processes.gather([(tokens, generated)])
-        self.generated_tokens += sum(one for _, one in counts)
-        self._state.see_tokens(sum(one for one, _ in counts))
-        self._state.take_user_columns()
-        self._state.take_user_metrics()
-
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
         """Numbers and lengths of turns, of the team and of each agent."""
         turns = self._processes.gather(

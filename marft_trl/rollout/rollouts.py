@@ -151,7 +151,7 @@ class Rollouts:
         Args:
             rows (`Sequence[dict]`): dataset rows of this process.
             training (`bool`): whether they are trained on; else they are evaluated.
-            further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch, or a trial. Limits
+            further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch. Limits
                 of what may fail in a generation batch are not applied to these.
 
         Raises:

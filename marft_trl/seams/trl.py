@@ -316,17 +316,6 @@ class TrlState:
         self._trainer._pending_extra_logs.clear()
         return taken
 
-    @contextlib.contextmanager
-    def user_logs_aside(self) -> Iterator[None]:
-        """Context manager: what reward functions log within it, of episodes that are not trained on, is forgotten."""
-        columns, metrics = self.take_user_columns(), self.take_user_metrics()
-        try:
-            yield
-        finally:
-            self.set_user_columns(columns)
-            self._trainer._pending_metrics.clear()
-            self._trainer._pending_metrics.update(metrics)
-
     def set_user_columns(self, columns: Mapping[str, list]) -> None:
         """Set the values that [`~TrlState.take_user_columns`] takes next."""
         self._trainer._pending_extra_logs.clear()

@@ -55,17 +55,6 @@ class Metrics:
         taken, self._latest = self._latest, {}
         return taken
 
-    def mark(self) -> dict[str, int]:
-        """How many values each name has, for [`~Metrics.drop`]."""
-        return {name: len(values) for name, values in self._store[self.mode].items()}
-
-    def drop(self, since: Mapping[str, int], until: Mapping[str, int]) -> None:
-        """Leave out the values that were added between two marks."""
-        for name, end in until.items():
-            del self._store[self.mode][name][since.get(name, 0) : end]
-            if not self._store[self.mode][name]:
-                del self._store[self.mode][name]
-
     def set(self, name: str, value: float) -> None:
         """Set the value of a name, in place of those added before."""
         self._store[self.mode][name] = [value]

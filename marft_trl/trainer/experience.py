@@ -79,7 +79,9 @@ class Evaluations:
         # `evaluate` of several sets calls itself; inner calls go on with the settings of the outer one
         kept = self._sampling, self._k
         is_other = is_other_set or num_samples is not None or sampling is not None
-        watch = self._collapse.looking_away(is_other) if self._collapse is not None else contextlib.nullcontext()
+        watch = (
+            self._collapse.ignoring_evaluations(is_other) if self._collapse is not None else contextlib.nullcontext()
+        )
         self._sampling, self._k = self._sampling if sampling is None else sampling, values
         try:
             with watch, self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
@@ -234,7 +236,7 @@ class Experience:
         batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
         reporter ([`Reporter`]): reports rollouts.
         reach ([`RewardReach`]): watches whether rewards reach the agents.
-        collapse ([`Collapse`], *optional*): may restore adapters once it has seen the rewards.
+        collapse ([`Collapse`], *optional*): may restore adapters before episodes are sampled.
     """
 
     def __init__(
@@ -257,8 +259,9 @@ class Experience:
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         """Episodes for the dataset rows of a generation batch, as slices of training rows."""
-        # Metrics of what is thrown away would be averaged with those of what is trained on
-        rollout = self._standing(inputs)
+        if self._collapse is not None:
+            self._collapse.undo()
+        rollout = self._rollouts.run(inputs, training=True)
         rows, std, credited, own_rewards = self._estimated(rollout, training=True)
         self._reach.note_advantages(self._have_advantages(credited))
         advantages, generated = advantages_by_turn(rollout, rows), self._rollouts.take_generated()
@@ -269,17 +272,6 @@ class Experience:
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = together(order, [(first + index) // size for index in range(len(rows))])
         return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
-
-    def _standing(self, inputs: Sequence[dict[str, Any]]) -> Rollout:
-        """The episodes that are trained on; sampled anew where adapters went back to their best."""
-        before = self._metrics.mark()
-        rollout = self._rollouts.run(inputs, training=True)
-        after = self._metrics.mark()
-        if self._collapse is not None and self._collapse.is_undone(rollout, inputs):
-            self._metrics.drop(before, after)
-            self._reporter.forget(rollout, self._rollouts.take_generated().get("tokens", 0))
-            rollout = self._rollouts.run(inputs, training=True)
-        return rollout
 
     def for_evaluation(self, inputs: Sequence[dict[str, Any]]) -> Evaluated:
         """Episodes for the dataset rows of an evaluation batch, as one slice, under the rules of training."""

@@ -46,7 +46,7 @@ from ..rollout.runner import EpisodeRunner, Limits
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
 from ..runs.checkpoints import BestAdapters, Checkpoints, Stateful
-from ..runs.collapse import Collapse, Restoring
+from ..runs.collapse import Collapse, RestoringCollapse
 from ..runs.resume import RunSettings
 from ..runs.run import Run
 from ..seams.generation import TrlEngine
@@ -174,7 +174,7 @@ def assemble(
     telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
     # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
-    collapse = _collapse(team, run, rolling.rollouts, telling.reporter, best, acting.copies)
+    collapse = _collapse(team, run, telling.reporter, best, acting.copies)
     further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
     sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
@@ -532,28 +532,14 @@ def _settings(
 
 
 def _collapse(
-    team: TeamSetup,
-    run: RunContext,
-    rollouts: Rollouts,
-    reporter: Reporter,
-    best: BestAdapters | None,
-    copies: PastCopies | None,
+    team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, copies: PastCopies | None
 ) -> Collapse | None:
-    def act(rows):
-        # A trial is no batch: neither its metrics nor what reward functions log may be averaged with others
-        before = run.metrics.mark()
-        with run.state.user_logs_aside():
-            rollout = rollouts.run(rows, training=False, further=True)
-            reporter.forget(rollout)
-        run.metrics.drop(before, run.metrics.mark())
-        return rollout.rewards
-
     def error():
         return reporter.evaluation_error
 
     if run.args.on_collapse == "ignore":
         return None
-    return Collapse(run, error) if best is None else Restoring(run, error, team.policies, best, act, copies)
+    return Collapse(run, error) if best is None else RestoringCollapse(run, error, team.policies, best, copies)
 
 
 def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts, files: TeamFiles) -> Run:

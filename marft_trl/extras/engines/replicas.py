@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Servers of one team: a request goes to one that works, and waits while none does."""
+"""The servers of a team: each request goes to one of them, and is sent again while that server does not answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -45,7 +44,6 @@ class ServerSettings:
         request_timeout (`float`): seconds after which a request for a turn is given up.
         server_timeout (`float`): seconds that requests wait while no server works.
         max_inflight (`int`): largest number of requests at a server at the same time.
-        health_seconds (`float`): seconds between two looks at a server that has requests.
         health_timeout (`float`): seconds after which a server that does not say that it is well is down.
         own ([`OwnServer`], *optional*): the only server, if this process has started it for itself.
         sleep (`bool`): whether it gives the memory of the device back while nothing is generated.
@@ -55,7 +53,6 @@ class ServerSettings:
     request_timeout: float = 600.0
     server_timeout: float = 240.0
     max_inflight: int = 256
-    health_seconds: float = 5.0
     health_timeout: float = 20.0
     own: OwnServer | None = None
     sleep: bool = False
@@ -70,24 +67,12 @@ class ServerSettings:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 
 
-class _Replica:
-    """A server, the requests that it works on, and whether it works."""
-
-    def __init__(self, server: VLLMServer):
-        self.server = server
-        self.running: set[asyncio.Task] = set()
-        self.given_up: set[asyncio.Task] = set()
-        self.looks_at: asyncio.Task | None = None
-        self.is_up = True
-        self.problem = ""
-
-
 class Replicas:
     """
     Connections to the servers of a team, for one event loop: `async with Replicas(...) as replicas`.
 
-    Every server is made ready before its first request, and again when it has been down. A request to a server that
-    goes down is sent to another one. It is the same request with the same seed, so it gives the same turn.
+    A request goes to the server with the fewest requests and stays there. While that server does not answer, the
+    request is sent again, with the same seed; the server first gets the adapters that it lacks.
 
     Args:
         settings ([`ServerSettings`]): addresses and limits.
@@ -96,36 +81,25 @@ class Replicas:
 
     def __init__(self, settings: ServerSettings, make_ready: Callable[[VLLMServer], Awaitable[None]]):
         self._settings, self._make_ready = settings, make_ready
-        self._replicas: list[_Replica] = []
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._helpers: set[asyncio.Task] = set()
-        self._all_down_since: float | None = None
-        self._error: BaseException | None = None
+        self._running: dict[VLLMServer, int] = {}
+        self._room = asyncio.Semaphore(settings.max_inflight * len(settings.urls))
+        self._returns: dict[VLLMServer, asyncio.Task] = {}  # waits for servers that do not answer
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Replicas:
         servers = await self._stack.enter_async_context(self._settings.connected())
-        self._replicas = [_Replica(server) for server in servers]
-        for replica in self._replicas:
-            replica.is_up = False
+        self._running = dict.fromkeys(servers, 0)
         try:
-            await asyncio.gather(*[self._first_look(replica) for replica in self._replicas])
+            await asyncio.gather(*map(self._return_of, servers))
         except BaseException:
             await self.__aexit__()
             raise
-        for replica in self._replicas:
-            if not replica.is_up:
-                self._help(self._revive(replica))
-            self._help(self._watch(replica))
-        self._note_whether_all_are_down()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        looks = [replica.looks_at for replica in self._replicas if replica.looks_at is not None]
-        tasks = [*self._helpers, *looks, *(task for replica in self._replicas for task in replica.running)]
-        for task in tasks:
+        for task in self._returns.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._returns.values(), return_exceptions=True)
         await self._stack.aclose()
 
     async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> tuple[Generated, str]:
@@ -139,14 +113,22 @@ class Replicas:
         Returns: the turn, and the address of the server.
 
         Raises:
-            EngineDownError: no server has worked for `server_timeout` seconds.
-            RefusedError: a server refused the request.
-            AnswerError: servers that are well answered several times with something that is not a whole turn, or not
+            EngineDownError: the server has not answered for `server_timeout` seconds.
+            RefusedError: the server refused the request.
+            AnswerError: a server that is well answered several times with something that is not a whole turn, or not
                 in time.
         """
-        bad: list[Exception] = []
-        tried: set[str] = set()
-        heard = 0
+        async with self._room:
+            server = min(self._running, key=self._running.__getitem__)
+            self._running[server] += 1
+            try:
+                return await self._generate(server, order, hear), server.url
+            finally:
+                self._running[server] -= 1
+
+    async def _generate(self, server: VLLMServer, order: Order, hear: Callable[[list[int]], None] | None) -> Generated:
+        heard, bad = 0, 0
+        failed: Exception
 
         def once() -> Callable[[list[int]], None] | None:
             """What hears of the tokens of one try. A further try gives the same ones again."""
@@ -162,32 +144,22 @@ class Replicas:
             return None if hear is None else hear_new
 
         while True:
-            replica = await self._free(tried)
-            task = asyncio.ensure_future(replica.server.generate(order, once()))
-            replica.running.add(task)
             try:
-                return await task, replica.server.url
-            except asyncio.CancelledError:
-                if task not in replica.given_up:  # the episode is cancelled, not the server
-                    raise
+                return await server.generate(order, once())
+            except UnknownAdapterError as error:  # it was started again
+                bad, failed = bad + 1, error
+                await self._return_of(server)
             except ServerDownError as error:
-                if await self._is_well(replica):  # it is this request that fails
-                    bad.append(error)
+                failed = error
+                if await self._is_well(server):  # it is this request that fails
+                    bad += 1
                 else:
-                    self._down(replica, error)
-            except UnknownAdapterError as error:
-                bad.append(error)
-                self._down(replica, error)
+                    logger.warning(f"{error} Its requests wait until it is back.")
+                    await self._return_of(server)
             except AnswerError as error:
-                bad.append(error)
-            finally:
-                task.cancel()
-                replica.running.discard(task)
-                replica.given_up.discard(task)
-                self._wake()
-            tried.add(replica.server.url)
-            if len(bad) >= _TRIES:
-                self._give_up(bad[-1])
+                bad, failed = bad + 1, error
+            if bad >= _TRIES:
+                self._give_up(failed)
 
     def _give_up(self, error: Exception) -> NoReturn:
         """
@@ -202,125 +174,36 @@ class Replicas:
             "`vllm_request_timeout`, or a smaller `vllm_max_inflight`."
         ) from error
 
-    async def _is_well(self, replica: _Replica) -> bool:
-        """Whether a server that is up says that it is well. Requests that fail together ask once."""
-        if not replica.is_up:
-            return False
-        if replica.looks_at is None or replica.looks_at.done():
-            look = replica.server.check_health(self._settings.health_timeout)
-            replica.looks_at = asyncio.ensure_future(look)
+    async def _is_well(self, server: VLLMServer) -> bool:
         try:
-            await asyncio.shield(replica.looks_at)
+            await server.check_health(self._settings.health_timeout)
         except ServerDownError:
             return False
         except RefusedError:  # a proxy that does not pass the question on
             return True
         return True
 
-    async def _free(self, tried: Collection[str] = ()) -> _Replica:
-        """A server that works and has room, the one with the fewest requests; if possible, none that was `tried`."""
-        while True:
-            if self._error is not None:
-                raise self._error
-            up = [one for one in self._replicas if one.is_up]
-            up = [one for one in up if one.server.url not in tried] or up
-            free = [one for one in up if len(one.running) < self._settings.max_inflight]
-            if free:
-                return min(free, key=lambda replica: len(replica.running))
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
+    async def _return_of(self, server: VLLMServer) -> None:
+        """Wait until a server answers and has all adapters. Requests that wait for the same one share the wait."""
+        task = self._returns.get(server)
+        if task is None or task.done():
+            task = self._returns[server] = asyncio.ensure_future(self._revive(server))
+        await asyncio.shield(task)
+
+    async def _revive(self, server: VLLMServer) -> None:
+        start, is_back = time.monotonic(), False
+        while not is_back:
             try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():  # it was this one's turn: the next one takes it
-                    self._wake()
-                raise
-
-    def _wake(self, all_of_them: bool = False) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                if not all_of_them:
-                    return
-
-    # ---- Servers that go down and come back ----
-
-    def _help(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._helpers.add(task)
-        task.add_done_callback(self._helpers.discard)
-
-    async def _first_look(self, replica: _Replica) -> None:
-        try:
-            await self._make_ready(replica.server)
-        except ServerDownError as error:
-            replica.problem = str(error)
-            logger.warning(f"{error} Its requests go to another server, or wait until it is back.")
-        else:
-            replica.is_up = True
-
-    async def _watch(self, replica: _Replica) -> None:
-        """Look from time to time whether a server that has requests is well: one that hangs closes no connection."""
-        while True:
-            await asyncio.sleep(self._settings.health_seconds)
-            if replica.is_up and replica.running:
-                try:
-                    await replica.server.check_health(self._settings.health_timeout)
-                except ServerDownError as error:
-                    self._down(replica, error)
-                except RefusedError:  # a proxy that does not pass the question on
-                    return
-
-    def _down(self, replica: _Replica, error: Exception) -> None:
-        if not replica.is_up:
-            return
-        replica.is_up, replica.problem = False, str(error)
-        logger.warning(f"{error} Its requests go to another server, or wait until it is back.")
-        for task in replica.running:
-            replica.given_up.add(task)
-            task.cancel()
-        self._note_whether_all_are_down()
-        self._help(self._revive(replica))
-
-    def _note_whether_all_are_down(self) -> None:
-        if any(replica.is_up for replica in self._replicas):
-            self._all_down_since = None
-        elif self._all_down_since is None:
-            self._all_down_since = time.monotonic()
-
-    async def _revive(self, replica: _Replica) -> None:
-        while True:
-            try:
-                await replica.server.check_health(self._settings.health_timeout)
-                await self._make_ready(replica.server)
+                await self._make_ready(server)
+                is_back = True
             except ServerDownError as error:
-                replica.problem = str(error)
-            except Exception as error:  # it came back with other settings, or other files
-                self._end(error)
-                return
-            else:
-                replica.is_up = True
-                self._note_whether_all_are_down()
-                logger.warning(f"{replica.server.url} works again.")
-                self._wake(all_of_them=True)
-                return
-            since = self._all_down_since
-            if since is not None and time.monotonic() - since > self._settings.server_timeout:
-                self._end(EngineDownError(self._describe()))
-                return
-            await asyncio.sleep(_PAUSE)
-
-    def _describe(self) -> str:
-        problems = " ".join(replica.problem for replica in self._replicas)
-        return (
-            f"No vLLM server has worked for {self._settings.server_timeout:g} seconds (`vllm_server_timeout`). "
-            f"{problems} Start it again with the same command; nothing was trained on the turns that are missing."
-        )
-
-    def _end(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._wake(all_of_them=True)
+                if time.monotonic() - start > self._settings.server_timeout:
+                    raise EngineDownError(
+                        f"{server.url} has not answered for {self._settings.server_timeout:g} seconds "
+                        f"(`vllm_server_timeout`). {error} Start it again with the same command and resume; nothing "
+                        "was trained on the turns that are missing."
+                    ) from error
+                await asyncio.sleep(_PAUSE)
 
 
 def addresses(
