@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import functools
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -177,59 +176,41 @@ def plain(value: Any) -> Any:
 
 def code_of(function: Any) -> str:
     """
-    Name of a reward function, and a hash of its source and of what it was made with (defaults, arguments of
-    `functools.partial`, variables of the function that returned it, as far as these are plain values or functions).
+    Name of a function, and a hash of its source and of what it was made with: defaults, arguments of
+    `functools.partial`, and variables of the function that returned it, as far as these are plain values or functions.
     The name alone for models.
     """
     if isinstance(function, (str, nn.Module)):
         return function if isinstance(function, str) else type(function).__name__
-    content = _content_of(function, set())
-    name = get_callable_name(getattr(function, "__wrapped__", function))
-    return name if content is None else f"{name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
-
-
-def _content_of(function: Any, seen: set[int]) -> str | None:
-    """Source of a function and what it was made with; `None` if neither is known."""
+    name, made = get_callable_name(getattr(function, "__wrapped__", function)), []
+    while isinstance(function, functools.partial):
+        made += [function.args, function.keywords]
+        function = function.func
     function = getattr(function, "__wrapped__", function)
-    seen.add(id(function))
-    made = _made_with(function)
-    kept = {name: its for name, one in made.items() if (its := _fixed(one, seen)) is not None}
     try:
         source = inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):
-        source = ""
-    return (source + (json.dumps(kept, sort_keys=True) if kept else "")) or None
+        return name
+    made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
+    if getattr(function, "__closure__", None):
+        kept = inspect.getclosurevars(function).nonlocals
+        counters = ",".join(re.findall(r"^\s*nonlocal (.+)$", source, re.MULTILINE))  # states, which change in a run
+        made.append({key: value for key, value in kept.items() if not re.search(rf"\b{key}\b", counters)})
+    content = source + (json.dumps([_fixed(value) for value in made], sort_keys=True) if made else "")
+    return f"{name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
 
 
-def _made_with(function: Any) -> dict[str, Any]:
-    """Values that a function was made with, by name."""
-    if isinstance(function, functools.partial):
-        return {"": function.func, **{str(n): one for n, one in enumerate(function.args)}, **function.keywords}
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    # A variable that the function assigns itself is a state, such as a counter
-    assigned = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
-    found = {f"default {number}": one for number, one in enumerate(function.__defaults__ or ())}
-    found |= function.__kwdefaults__ or {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if name not in assigned:
-            with contextlib.suppress(ValueError):  # a variable without a value yet
-                found[name] = cell.cell_contents
-    return found
-
-
-def _fixed(value: Any, seen: set[int]) -> Any:
+def _fixed(value: Any) -> Any:
     """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
-    if isinstance(value, (str, int, float, bool)):
-        return value
+    if isinstance(value, Mapping):
+        return {key: _fixed(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [_fixed(one, seen) for one in value]
+        return [_fixed(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type) and vars(type(value))["__dataclass_params__"].frozen:
-        return {item.name: _fixed(getattr(value, item.name), seen) for item in fields(value)}
-    if (inspect.isroutine(value) or isinstance(value, functools.partial)) and id(value) not in seen:
-        return [get_callable_name(value), _content_of(value, seen)]
-    return None
+        return {item.name: _fixed(getattr(value, item.name)) for item in fields(value)}
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        return get_callable_name(value)
+    return value if isinstance(value, (str, int, float, bool)) else None
 
 
 def dataset_hash(dataset: Any) -> dict[str, Any]:
