@@ -22,6 +22,7 @@ from ...system.files import module_of
 from ...system.hints import did_you_mean
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow, rebuild
+from .. import sandbox
 from .command import Parser, UsageError, as_tokens, check_unknown, read_yaml
 
 
@@ -74,7 +75,7 @@ class Recipe:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        mine = Path(__file__).parents[1]
+        mine = Path(__file__).parents[2]
         return (
             trace is not None
             and "site-packages" not in (name := trace.tb_frame.f_code.co_filename)
@@ -247,6 +248,7 @@ def _workflow(given: Any) -> Workflow | None:
     if isinstance(given, dict) and isinstance(given.get("class"), str):
         known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
         known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
+        known.append("ExternalApp")
         if given["class"] not in known:
             hint = did_you_mean(given["class"], known) or f" There are {', '.join(known)}."
             raise UsageError(f"`workflow` of the YAML file has the class {given['class']!r}, which is none.{hint}")
@@ -273,7 +275,7 @@ def reward_named(name: Any) -> Callable:
         raise UsageError(f"A reward function must be named, got {name!r}.")
     if ":" in name:
         return _named(name)
-    every = {one: getattr(place, one) for place in (trl.rewards, rewards) for one in place.__all__}
+    every = {one: getattr(place, one) for place in (trl.rewards, rewards, sandbox) for one in place.__all__}
     known = {one: its for one, its in every.items() if one.endswith("_reward") and not one.startswith("get_")}
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
