@@ -41,7 +41,7 @@ ROOMS = {
     "reporting": ["evaluation", "report", "transcripts"],
     "rewards": ["rewards"],
     "rollout": ["tools", "served", "dynamic_sampling", "opponents", "own_returns"],
-    "runs": ["checkpoints", "collapse", "failures", "settings"],
+    "runs": ["checkpoints", "failures", "settings"],
     "seams": ["forward", "mixing", "sharding", "critics"],
     "shared_prefix": ["devices", "forward", "fitting"],
     "system": ["devices", "failures", "examples", "secrets", "sharding"],

@@ -1118,7 +1118,7 @@ RUN = """
 import os, signal, subprocess, sys
 from marft_trl.episodes.records import Setting
 from marft_trl.episodes.collector import collect
-from marft_trl.workflows import ExternalApp
+from marft_trl.extras.apps import ExternalApp
 
 def app(row, endpoint):
     env = {**os.environ, **endpoint.variables}
@@ -1156,7 +1156,7 @@ import aiohttp
 from marft_trl.extras.apps.server import Endpoint
 from marft_trl.episodes.records import Setting
 from marft_trl.episodes.collector import collect
-from marft_trl.workflows import ExternalApp
+from marft_trl.extras.apps import ExternalApp
 
 async def app(row, endpoint):
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 PAGES = [
     *GUIDE,
-    ROOT / "marft_trl" / "commands" / "templates" / "SKILL.md",
+    ROOT / "marft_trl" / "extras" / "commands" / "templates" / "SKILL.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GUIDE and "```python" in page.read_text()),
 ]
 PAIR = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]
@@ -112,7 +112,7 @@ def run_blocks(page, model_folder, team, url):
 
 def test_no_page_and_no_template_pays_for_a_text_that_contains_the_answer():
     """A list of guesses would earn it."""
-    templates = (ROOT / "marft_trl" / "commands" / "templates").glob("*.py")
+    templates = (ROOT / "marft_trl" / "extras" / "commands" / "templates").glob("*.py")
     for page in [*PAGES, *templates, *(ROOT / "examples").glob("*.py")]:
         pays = re.search(
             r"""(target|answer|solution|expected)["'\]]* in [\w.\[\]"'-]*(text|content)""", page.read_text()

@@ -26,7 +26,7 @@ from .hostile import LIMITS, PRELUDE, programs
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
 QUICK = Limits(seconds=1, memory=1 << 28)
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
-PACKAGE = str(Path(jail_module.__file__).parent.parent)
+PACKAGE = str(Path(jail_module.__file__).parents[2])
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 8], "function": "add"}
 
@@ -234,7 +234,7 @@ tempfile.tempdir = {str(tmp_path)!r}
 for name, path in (("marft_trl", {PACKAGE!r}), ("marft_trl.rewards", {PACKAGE + "/rewards"!r})):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from marft_trl.rewards import jail
+from marft_trl.extras.sandbox import jail
 if {walls!r} != "bubblewrap":
     jail._working_bubblewrap = lambda: ()
 jail.run_python({program!r}, limits=jail.Limits(seconds=50))
@@ -363,7 +363,7 @@ tempfile.tempdir, package, walls, *programs = sys.argv[1:]
 for name, path in (("marft_trl", package), ("marft_trl.rewards", package + "/rewards")):
     sys.modules[name] = types.ModuleType(name)  # without the trainer, which takes long to import
     sys.modules[name].__path__ = [path]
-from marft_trl.rewards import jail
+from marft_trl.extras.sandbox import jail
 if not walls:
     jail._working_bubblewrap = lambda: ()
 for program in programs:

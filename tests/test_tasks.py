@@ -17,8 +17,8 @@ from marft_trl.extras.tasks import (
     reasoning_gym_exact,
     reasoning_gym_reward,
 )
-from marft_trl.extras.tasks import environments as gymnasium_text
-from marft_trl.extras.tasks import environments as open_env
+from marft_trl.extras.tasks import gymnasium_text
+from marft_trl.extras.tasks import open_env
 from marft_trl.workflows import ByColumn, EnvironmentLoop, rebuild, rehearse
 
 import pytest

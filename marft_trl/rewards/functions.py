@@ -61,8 +61,6 @@ def last_python_block(text: str) -> str | None:
     return found
 
 
-__all__ = ["boxed", "math_answer", "math_reward"]
-
 _COMPARER = AnswerComparer()
 
 
