@@ -10,15 +10,15 @@ from marft_trl.episodes.records import Feedback
 from marft_trl.extras.tasks import (
     TextArena,
     game_seeds,
+    gymnasium_text,
     human_eval,
     human_eval_reward,
+    open_env,
     reasoning_gym,
     reasoning_gym_answer,
     reasoning_gym_exact,
     reasoning_gym_reward,
 )
-from marft_trl.extras.tasks import gymnasium_text
-from marft_trl.extras.tasks import open_env
 from marft_trl.workflows import ByColumn, EnvironmentLoop, rebuild, rehearse
 
 import pytest

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..episodes.records import Turn
-from .answers import AnswerComparer, boxed, math_answer
+from .answers import AnswerComparer, boxed
 
 
 def in_background(reward: Callable[..., Sequence[float | None]]) -> Callable[..., Awaitable[Sequence[float | None]]]:
