@@ -1,8 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """Reward functions."""
 
+from .answers import boxed, math_answer
 from .functions import (
-    boxed,
     environment_reward,
     get_coder_reward,
     get_outcome_reward,
@@ -11,7 +11,6 @@ from .functions import (
     get_verifier_reward,
     in_background,
     last_python_block,
-    math_answer,
     math_reward,
 )
 from .judge import judge_reward

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,28 +81,69 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
-def answer(identity: str, asked: Asked, said: Said) -> dict[str, Any]:
-    """The answer to a request."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.text or None if said.calls else said.text}
-    message["refusal"] = None
-    if said.calls:
-        message["tool_calls"] = _said_calls(said)
-    choice = {"index": 0, "message": message, "finish_reason": _reason(said), "logprobs": None}
-    return {**_head(identity, asked, "chat.completion"), "choices": [choice], "usage": _usage(said)}
+def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, Any]:
+    """The answer to a request as a whole."""
+    choices = []
+    for index, said in enumerate(messages):
+        message: dict[str, Any] = {"role": "assistant", "content": said.text or None if said.calls else said.text}
+        message["refusal"] = None
+        if said.thoughts:
+            message["reasoning_content"] = said.thoughts
+        if said.calls:
+            message["tool_calls"] = _said_calls(said)
+        choices.append({"index": index, "message": message, "finish_reason": _reason(said), "logprobs": None})
+    shown = {"marft": [said.turns for said in messages]} if messages[0].turns is not None else {}
+    head = _head(identity, asked, "chat.completion")
+    return {**head, "choices": choices, "usage": _usage(messages), **shown}
 
 
-def events(identity: str, asked: Asked, said: Said) -> list[dict[str, Any]]:
-    """The parts of a streamed answer."""
-    head = _head(identity, asked, "chat.completion.chunk")
+class Stream:
+    """
+    The parts of a streamed answer.
 
-    def part(delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
+    Args:
+        identity (`str`): id of the answer.
+        asked ([`Asked`]): the request.
+    """
 
-    parts = [part({"role": "assistant", "content": ""})]
-    parts += [part({"content": said.text})] if said.text else []
-    parts += [part({"tool_calls": [{"index": i, **one}]}) for i, one in enumerate(_said_calls(said))]
-    parts.append(part({}, _reason(said)))
-    return [*parts, {**head, "choices": [], "usage": _usage(said)}] if asked.with_usage else parts
+    def __init__(self, identity: str, asked: Asked):
+        self._head, self._with_usage = _head(identity, asked, "chat.completion.chunk"), asked.with_usage
+        self._has_text = False
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The first part."""
+        return [self._part({"role": "assistant", "content": ""})]
+
+    def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
+        """A further text of the answer, or of what teammates say before it."""
+        self._has_text |= is_answer
+        origin = {"agent": agent, "turn": turn} if agent else {}
+        return [self._part({"content" if is_answer else "reasoning_content": text, **origin})]
+
+    def end(self, said: Said) -> list[dict[str, Any]]:
+        """The last parts, with the text if none of it was sent."""
+        parts = self.delta(said.text) if said.text and not self._has_text else []
+        parts += [self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_said_calls(said))]
+        shown = {"marft": [said.turns]} if said.turns is not None else {}
+        parts.append({**self._part({}, _reason(said)), **shown})
+        return [*parts, {**self._head, "choices": [], "usage": _usage([said])}] if self._with_usage else parts
+
+    def _part(self, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+        return {**self._head, "choices": [choice]}
+
+
+END = b"data: [DONE]\n\n"
+
+
+def encoded(part: Mapping[str, Any]) -> bytes:
+    """A part of a stream as a server-sent event."""
+    return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
+
+
+def failed(wrong: RequestError) -> dict[str, Any]:
+    """The part of a stream that failed."""
+    return wrong.body()
 
 
 def _head(identity: str, asked: Asked, kind: str) -> dict[str, Any]:
@@ -118,9 +161,11 @@ def _reason(said: Said) -> str:
     return "tool_calls" if said.calls else "length" if said.is_cut else "stop"
 
 
-def _usage(said: Said) -> dict[str, int]:
-    return {
-        "prompt_tokens": said.read,
-        "completion_tokens": said.written,
-        "total_tokens": said.read + said.written,
-    }
+def _usage(messages: Sequence[Said]) -> dict[str, Any]:
+    read, written = sum(said.read for said in messages), sum(said.written for said in messages)
+    agents: dict[str, Counter[str]] = {}
+    for said in messages:
+        for agent, counts in said.agents.items():
+            agents.setdefault(agent, Counter()).update(counts)
+    by_agent = {"agents": {agent: dict(counts) for agent, counts in agents.items()}} if agents else {}
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written, **by_agent}

@@ -392,6 +392,9 @@ class Said:
         is_cut (`bool`): whether it ended at its largest length.
         read (`int`): number of tokens of the conversation.
         written (`int`): number of tokens of the message.
+        thoughts (`str`): what teammates have said before it.
+        turns (`dict`, *optional*): the turns of the episode.
+        agents (`dict`): numbers of tokens of each agent of a team.
     """
 
     text: str
@@ -399,6 +402,9 @@ class Said:
     is_cut: bool = False
     read: int = 0
     written: int = 0
+    thoughts: str = ""
+    turns: dict[str, Any] | None = None
+    agents: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> Said:

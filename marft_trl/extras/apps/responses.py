@@ -1,8 +1,9 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Responses, OpenAI's newer form."""
+"""Responses, OpenAI's newer form of the API."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,24 +69,16 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 # ---- Answers ----
 
 
-def answer(identity: str, asked: Asked, said: Said) -> dict[str, Any]:
+def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, Any]:
     """
     The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
     clients take an incomplete response for an error, and turns of training are cut now and then.
     """
+    (said,) = messages
     return _response(identity, asked, "completed", _output(identity, said), said)
 
 
-def events(identity: str, asked: Asked, said: Said) -> list[dict[str, Any]]:
-    """The events of a streamed answer."""
-    stream = Events(identity, asked)
-    found = stream.begin()
-    if said.text or not said.calls:
-        found += stream.delta(said.text)
-    return [*found, *stream.end(said)]
-
-
-class Events:
+class Stream:
     """
     The events of an answer that grows.
 
@@ -103,9 +96,11 @@ class Events:
         begun = _response(self._identity, self._asked, "in_progress", [])
         return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
-    def delta(self, text: str) -> list[dict[str, Any]]:
-        """Events of a further text."""
-        found = []
+    def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
+        """Events of a further text. What teammates say before the answer has no events."""
+        found: list[dict[str, Any]] = []
+        if not is_answer:
+            return found
         if not self._has_text:
             self._has_text = True
             item = {**_message_item(self._identity, ""), "status": "in_progress", "content": []}
@@ -116,8 +111,9 @@ class Events:
         return found
 
     def end(self, said: Said) -> list[dict[str, Any]]:
-        """The last events."""
-        found, items = [], _output(self._identity, said)
+        """The last events, with the text if none of it was sent."""
+        found = self.delta(said.text) if not self._has_text and (said.text or not said.calls) else []
+        items = _output(self._identity, said)
         for index, item in enumerate(items):
             if item["type"] == "message":
                 found.append(self._event("response.output_text.done", **self._place, text=said.text, logprobs=[]))
@@ -132,12 +128,25 @@ class Events:
                     self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
                 )
             found.append(self._event("response.output_item.done", output_index=index, item=item))
-        whole_answer = answer(self._identity, self._asked, said)
+        whole_answer = answer(self._identity, self._asked, [said])
         return [*found, self._event("response.completed", response=whole_answer)]
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._count += 1
         return {"type": kind, "sequence_number": self._count - 1, **fields}
+
+
+END = b""
+
+
+def encoded(event: Mapping[str, Any]) -> bytes:
+    """An event of a stream as a server-sent event."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
+
+
+def failed(wrong: RequestError) -> dict[str, Any]:
+    """The event of a stream that failed."""
+    return {"type": "error", "code": wrong.code, "message": str(wrong), "param": wrong.field}
 
 
 def _response(

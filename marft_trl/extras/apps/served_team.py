@@ -8,13 +8,11 @@ import contextlib
 import dataclasses
 import hmac
 import ipaddress
-import json
 import logging
 import secrets
 import signal
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -29,10 +27,9 @@ from ...team import Event, Team, TextDelta
 from ...team.live import Ask
 from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
-from . import chat, responses
 from .external_app import OUTPUT, ExternalApp
+from .http import DIALECTS, Answer, HTTPApplication, Outcome, Tell, key_of
 from .requests import Asked, RequestError, Said, problem_of
-from .server import body_of, streamed
 
 
 logger = logging.getLogger(__name__)
@@ -105,10 +102,6 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-class FullError(RuntimeError):
-    """Too many questions are waiting already."""
-
-
 class Desk:
     """
     Places for answers that are written at the same time.
@@ -129,10 +122,14 @@ class Desk:
         Asynchronous context manager: a place for each answer to a question, as soon as so many are free.
 
         Raises:
-            FullError: too many are waiting.
+            RequestError: too many are waiting.
         """
         if (self._free.locked() or self._first.locked()) and self.waiting >= self._most:
-            raise FullError(f"{self.running} questions are being answered, and {self.waiting} wait.")
+            raise RequestError(
+                f"{self.running} questions are being answered, and {self.waiting} wait. Ask again later.",
+                503,
+                code="overloaded",
+            )
         self.waiting += 1
         taken = 0
         try:
@@ -193,48 +190,6 @@ class Counts:
         return "\n".join(lines) + "\n"
 
 
-def completion(identity: str, request: Asked, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """The answer to a request as a whole."""
-    choices = []
-    for index, episode in enumerate(episodes):
-        message = {"role": "assistant", "content": answer_text(episode)}
-        if request.show_turns and (said := thoughts(episode)):
-            message["reasoning_content"] = said
-        choice = {"index": index, "message": message, "finish_reason": finish_reason(episode), "logprobs": None}
-        choices.append(choice)
-    shown = {"marft": [as_data(episode) for episode in episodes]} if request.show_turns else {}
-    head = {"id": identity, "object": "chat.completion", "created": int(time.time()), "model": request.model}
-    return {**head, "choices": choices, "usage": usage(episodes), **shown}
-
-
-class Chunks:
-    """
-    The parts of a streamed answer.
-
-    Args:
-        identity (`str`): id of the answer.
-        request ([`Asked`]): what is asked for.
-    """
-
-    def __init__(self, identity: str, request: Asked):
-        self._request = request
-        created = int(time.time())
-        self._head = {"id": identity, "object": "chat.completion.chunk", "created": created, "model": request.model}
-
-    def delta(self, fields: Mapping[str, Any], reason: str | None = None, **further: Any) -> dict[str, Any]:
-        """A part of the answer."""
-        choice = {"index": 0, "delta": dict(fields), "finish_reason": reason, "logprobs": None}
-        return {**self._head, "choices": [choice], **further}
-
-    def last(self, episode: Episode) -> list[dict[str, Any]]:
-        """What ends the answer."""
-        shown = {"marft": [as_data(episode)]} if self._request.show_turns else {}
-        parts = [self.delta({}, finish_reason(episode), **shown)]
-        if self._request.with_usage:
-            parts.append({**self._head, "choices": [], "usage": usage([episode])})
-        return parts
-
-
 def heading(agent: str, is_first: bool) -> str:
     """What stands above a turn among the turns of teammates."""
     return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
@@ -251,21 +206,14 @@ def answer_text(episode: Episode) -> str:
     return episode.answer.text if episode.answer is not None else ""
 
 
-def finish_reason(episode: Episode) -> str:
-    """`"length"` if the answer was cut at its length limit."""
-    return "length" if episode.answer is not None and episode.answer.truncated else "stop"
-
-
-def usage(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Numbers of tokens, all together and of each agent."""
+def tokens_of(episode: Episode) -> dict[str, dict[str, int]]:
+    """Numbers of tokens of each agent."""
     agents: dict[str, dict[str, int]] = {}
-    for turn in (turn for episode in episodes for turn in episode.turns):
+    for turn in episode.turns:
         its = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
         its["prompt_tokens"] += len(turn.prompt_ids)
         its["completion_tokens"] += len(turn.completion_ids)
-    read = sum(its["prompt_tokens"] for its in agents.values())
-    said = sum(its["completion_tokens"] for its in agents.values())
-    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said, "agents": agents}
+    return agents
 
 
 def as_data(episode: Episode) -> dict[str, Any]:
@@ -288,14 +236,9 @@ def as_data(episode: Episode) -> dict[str, Any]:
     }
 
 
-# Seconds after which a stream without news gets a comment, so that nobody in between takes it for dead
-_SILENCE = 15.0
-# Parts of a stream that are written at once
-_AT_ONCE = 256
 # What anybody may ask without a key
 _OPEN = ("/", "/health")
 _UNSUPPORTED = "unsupported_parameter"
-_MODEL, _STARTED = web.RequestKey("marft_model", str), web.RequestKey("marft_started", float)
 
 
 def serve(team: Team, settings: GatewaySettings | None = None) -> None:
@@ -381,6 +324,7 @@ class _Gateway:
         if settings.name in names:
             raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
         self._team, self._settings = team, settings
+        self.timeout, self.max_body, self.closes = settings.timeout, settings.max_body, False
         starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
         places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
         self._desk, self._counts = Desk(places, settings.max_waiting), Counts()
@@ -402,14 +346,10 @@ class _Gateway:
 
     def application(self) -> web.Application:
         """The application."""
-        app = web.Application(client_max_size=self._settings.max_body, middlewares=[self._around])
+        app = HTTPApplication(self).application()
         app.router.add_get("/", self._show_page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name}", self._model)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/responses", self._responses)
         app.cleanup_ctx.append(self._connected)
         app.on_shutdown.append(self._end)
         return app
@@ -421,29 +361,9 @@ class _Gateway:
     async def _end(self, _: web.Application) -> None:
         self._ends = True
 
-    # ---- Around every request ----
+    # ---- As a backend ----
 
-    @web.middleware
-    async def _around(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        start, status = time.monotonic(), 499  # as nginx has it: the client is gone
-        try:
-            try:
-                self._check(request)
-                response = await handler(request)
-            except web.HTTPException as error:
-                wrong = RequestError(error.reason, error.status)
-                response = _problem(wrong, {k: v for k, v in error.headers.items() if k == "Allow"})
-            except Exception as error:
-                response = self._as_problem(error)
-            status = response.status
-            return response
-        finally:
-            if request.method == "POST":
-                self._counts.request(request.get(_MODEL, ""), status, time.monotonic() - start)
-
-    def _check(self, request: web.Request) -> None:
+    def admit(self, request: web.Request) -> _Gateway:
         """
         Raises:
             RequestError: the request has no key, or comes from a page of another server.
@@ -455,16 +375,43 @@ class _Gateway:
         if key is None and not is_loopback(_host_of(request)):
             # A page elsewhere whose name is made to mean this machine (DNS rebinding) has an origin of the same name
             raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
-        if key is None or request.path in _OPEN:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
-            raise RequestError("A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key")
+        if key is not None and request.path not in _OPEN:
+            given = key_of(request).encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, key.encode()):
+                raise RequestError(
+                    "A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key"
+                )
+        if request.method == "POST" and request.path in DIALECTS and request.content_type != "application/json":
+            raise RequestError("`Content-Type` must be `application/json`.", 415)
+        return self
 
-    def _as_problem(self, error: Exception) -> web.Response:
-        wrong = _described(error)
-        return _problem(wrong, {"Retry-After": "1"} if wrong.status == 503 else {})
+    def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
+        """Nothing is done around a request."""
+        return contextlib.nullcontext()
+
+    def ended(self, request: web.Request, client: _Gateway | None, outcome: Outcome) -> None:
+        """Count a request."""
+        if request.method == "POST":
+            self._counts.request(outcome.model, outcome.status, outcome.seconds)
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The team, and its agents."""
+        return list(self._workflows)
+
+    async def ask(self, asked: Asked, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+        """Answers of the team, or of an agent: of an application, on the messages as they are."""
+        is_direct = self._is_direct(asked.model)
+        if is_direct:
+            asked.check_turn()
+            if asked.tools and not self._team.workflow.uses_tools:
+                raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
+        else:
+            _check_question(asked)
+        asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
+        live = None if tell is None or is_direct else self._told(asked, tell)
+        episodes = await self._episodes(asked, live)
+        return Answer([_message(episode, asked, is_direct) for episode in episodes])
 
     # ---- Routes ----
 
@@ -479,67 +426,9 @@ class _Gateway:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self._counts.text(self._desk))
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(chat.models(list(self._workflows)))
-
-    async def _model(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in self._workflows:
-            raise RequestError(f"There is no {name[:80]!r}.", 404, "model", "model_not_found")
-        return web.json_response(chat.model(name))
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._read(request, chat)
-        if self._is_direct(asked.model):
-            return await self._message(request, asked, chat)
-        asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
-        identity = f"chatcmpl-{secrets.token_hex(12)}"
-        if asked.stream:
-            return await self._streamed(request, asked, identity)
-        episodes = await self._answered(asked)
-        return web.json_response(completion(identity, asked, episodes))
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._message(request, await self._read(request, responses), responses)
-
-    async def _read(self, request: web.Request, form: Any) -> Asked:
-        """
-        Raises:
-            RequestError: the request cannot be answered.
-        """
-        if request.content_type != "application/json":
-            raise RequestError("`Content-Type` must be `application/json`.", 415)
-        asked = form.read(await body_of(request), list(self._workflows))
-        request[_MODEL] = asked.model
-        if not self._is_direct(asked.model):
-            _check_question(asked)
-            return asked
-        asked.check_turn()
-        if asked.tools and not self._team.workflow.uses_tools:
-            raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
-        return asked
-
-    async def _message(self, request: web.Request, asked: Asked, form: Any) -> web.StreamResponse:
-        """
-        One message: of an agent of an application, on the messages as they are, or the answer of the team or of
-        another agent. A stream begins when it is there.
-        """
-        (episode,) = await self._answered(asked)
-        identity = secrets.token_hex(12)
-        said = Said.of(episode.answer, asked.stop, f"{identity}_") if episode.answer is not None else Said("")
-        total = usage([episode])
-        said = dataclasses.replace(said, read=total["prompt_tokens"], written=total["completion_tokens"])
-        if asked.stream:
-            return await streamed(request, form.events(identity, asked, said), form is chat)
-        return web.json_response(form.answer(identity, asked, said))
-
     # ---- Answers ----
 
-    async def _answered(self, asked: Asked) -> list[Episode]:
-        async with asyncio.timeout(self._settings.timeout):
-            return await self._episodes(asked)
-
-    async def _episodes(self, asked: Asked, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+    async def _episodes(self, asked: Asked, tell: Callable[[Event], None] | None) -> list[Episode]:
         is_direct = self._is_direct(asked.model)
         ask = Ask(
             [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
@@ -551,69 +440,31 @@ class _Gateway:
         )
         if asked.count > self._desk.places:
             raise RequestError(f"`n` must be at most {self._desk.places} here, got {asked.count}.", field="n")
-        async with self._desk.place(asked.count):
-            episodes = await self._team.live.run(ask, tell)
+        try:
+            async with self._desk.place(asked.count):
+                episodes = await self._team.live.run(ask, tell)
+        except EngineDownError as error:
+            raise RequestError(str(problem_of(error)), 503, code="engine_down") from error
         self._counts.episodes(episodes)
         return episodes
 
-    async def _streamed(self, request: web.Request, asked: Asked, identity: str) -> web.StreamResponse:
-        """
-        The answer as server-sent events. A client that reads slowly holds nobody up: the episode does not wait for it,
-        and its place is free when the episode is over.
-        """
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
-        work = asyncio.ensure_future(self._episodes(asked, events.put_nowait))
-        work.add_done_callback(lambda _: events.put_nowait(None))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        parts = _Parts(Chunks(identity, asked), asked.show_turns, self._answering_turn(asked.model))
-        try:
-            async with asyncio.timeout(self._settings.timeout):
-                first = await events.get()
-                if first is None and work.exception() is not None:  # nothing was sent yet
-                    await work
-                await response.prepare(request)
-                await response.write(_event(parts.begin()))
-                await self._write(response, events, parts, first)
-                (episode,) = await work
-                for part in parts.end(episode):
-                    await response.write(_event(part))
-        except (ConnectionError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            if not response.prepared:
-                raise
-            await response.write(_event(_described(error).body()))
-        finally:
-            work.cancel()
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()  # else asyncio logs it
-        try:
-            async with asyncio.timeout(self._settings.timeout):
-                await response.write(b"data: [DONE]\n\n")
-                await response.write_eof()
-        except TimeoutError:  # of a client that reads nothing
-            response.force_close()
-        return response
+    def _told(self, asked: Asked, tell: Tell) -> Callable[[Event], None]:
+        """What hears of the events of an episode: the answering turn is the answer, others come before it."""
+        answering, speaks = self._answering_turn(asked.model), None
 
-    async def _write(
-        self, response: web.StreamResponse, events: asyncio.Queue, parts: _Parts, event: Event | None
-    ) -> None:
-        """Write events as they come. What has come meanwhile is written at once."""
-        while event is not None:
-            written = list(map(_event, parts.of(event)))
-            while len(written) < _AT_ONCE and not events.empty() and (event := events.get_nowait()) is not None:
-                written += map(_event, parts.of(event))
-            if written:
-                await response.write(b"".join(written))
-            while event is not None:
-                try:
-                    # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with an event
-                    async with asyncio.timeout(_SILENCE):
-                        event = await events.get()
-                    break
-                except TimeoutError:
-                    await response.write(b": still at it\n\n")
+        def hear(event: Event) -> None:
+            nonlocal speaks
+            if not isinstance(event, TextDelta):
+                return
+            text, is_answer = event.text, event.turn == answering
+            if not is_answer:
+                if not asked.show_turns:
+                    return
+                if speaks != event.turn:  # branches may speak at the same time
+                    text, speaks = heading(event.agent, speaks is None) + text, event.turn
+            tell(text, is_answer, event.agent, event.turn)
+
+        return hear
 
     def _answering_turn(self, model: str) -> int | None:
         """Number of the turn that is the answer, where it is known before."""
@@ -625,45 +476,6 @@ class _Gateway:
         if type(workflow) is Sequential:
             return len(workflow.agents or agents) * workflow.rounds - 1
         return None
-
-
-class _Parts:
-    """
-    Events as parts of a streamed answer: what the answering agent says is content, what others say is reasoning.
-
-    Args:
-        chunks ([`Chunks`]): makes them.
-        show_turns (`bool`): whether the turns of teammates are shown.
-        answering (`int`, *optional*): number of the turn that answers, if it is known. Else the answer comes at the
-            end, as a whole.
-    """
-
-    def __init__(self, chunks: Chunks, show_turns: bool, answering: int | None):
-        self._chunks, self._show_turns, self._answering = chunks, show_turns, answering
-        self._speaks: int | None = None
-        self._is_first = True
-
-    def begin(self) -> dict[str, Any]:
-        """The first part."""
-        return self._chunks.delta({"role": "assistant", "content": ""})
-
-    def of(self, event: Event) -> list[dict[str, Any]]:
-        """The parts that an event makes."""
-        if isinstance(event, TextDelta) and event.turn == self._answering:
-            return [self._chunks.delta({"content": event.text, "agent": event.agent, "turn": event.turn})]
-        if not self._show_turns or not isinstance(event, TextDelta):
-            return []
-        text = event.text
-        if self._speaks != event.turn:  # branches may speak at the same time
-            text = heading(event.agent, self._is_first) + text
-            self._speaks, self._is_first = event.turn, False
-        return [self._chunks.delta({"reasoning_content": text, "agent": event.agent, "turn": event.turn})]
-
-    def end(self, episode: Episode) -> list[dict[str, Any]]:
-        """The last parts."""
-        text = answer_text(episode)
-        missing = [] if self._answering is not None or not text else [self._chunks.delta({"content": text})]
-        return [*missing, *self._chunks.last(episode)]
 
 
 def _host_of(request: web.Request) -> str | None:
@@ -689,23 +501,14 @@ def _check_question(asked: Asked) -> None:
         raise RequestError("A message of the user is empty, so there is nothing to answer.", field="messages")
 
 
-def _event(part: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
-
-
-def _problem(wrong: RequestError, headers: Mapping[str, str]) -> web.Response:
-    return web.json_response(wrong.body(), status=wrong.status, headers=headers)
-
-
-def _described(error: Exception) -> RequestError:
-    """An error as one that a client is told."""
-    if isinstance(error, FullError):
-        return RequestError(f"{error} Ask again later.", 503, code="overloaded")
-    if isinstance(error, TimeoutError):
-        return RequestError("The answer took too long.", 504, code="timeout")
-    if isinstance(error, web.RequestPayloadError):
-        return RequestError(f"The body cannot be read: {error}")
-    wrong = problem_of(error)
-    if isinstance(error, EngineDownError):
-        return RequestError(str(wrong), 503, code="engine_down")
-    return wrong
+def _message(episode: Episode, asked: Asked, is_direct: bool) -> Said:
+    """The answer of an episode."""
+    turn, tokens = episode.answer, tokens_of(episode)
+    mark = f"{secrets.token_hex(6)}_"
+    said = Said.of(turn, asked.stop, mark) if turn is not None else Said("")
+    read = sum(counts["prompt_tokens"] for counts in tokens.values())
+    written = sum(counts["completion_tokens"] for counts in tokens.values())
+    if is_direct:
+        return dataclasses.replace(said, read=read, written=written)
+    before, turns = (thoughts(episode), as_data(episode)) if asked.show_turns else ("", None)
+    return Said(answer_text(episode), (), said.is_cut, read, written, before, turns, tokens)

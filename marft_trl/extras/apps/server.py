@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
-import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...system.child_processes import keep
 from ...system.files import spare_files
-from . import chat, responses
 from .requests import RequestError, read_object
 from .session import AppEndpoint, Session, forget_shared_keys, logger, mark_of_process
 
@@ -27,9 +24,9 @@ from .session import AppEndpoint, Session, forget_shared_keys, logger, mark_of_p
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from .http import Outcome
 
-# Largest number of bytes of a request, and of seconds in which it has to arrive
-_MAX_BODY, _SECONDS = 16 << 20, 60.0
+
 _BACKLOG = 1024
 # Open files of an episode at a time, with those of a client, of its event loop or of the pipes of a program, and those
 # that are left to the rest of the run
@@ -51,6 +48,7 @@ class Endpoint:
         at_once (`int`): largest number of episodes at a time, by how many files this process may open.
     """
 
+    timeout, max_body, closes = None, 16 << 20, True
     _of_process: ClassVar[tuple[int, Endpoint] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -147,53 +145,31 @@ class Endpoint:
             del self._silent_since[closed]
         return self._silent_since
 
-    @contextlib.contextmanager
-    def _while_answering(self, request: web.Request) -> Iterator[None]:
-        transport = request.transport
-        if transport in self._silent_since:  # else its client is gone already
-            self._silent_since[transport] = math.inf
-        try:
-            yield
-        finally:
-            if transport in self._silent_since:
-                self._silent_since[transport] = time.monotonic()  # until its client has closed it
-
     def _application(self) -> web.Application:
-        from aiohttp import web
+        from .http import HTTPApplication, body_of, client_of
 
-        async def around(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-            session = None
-            try:
-                session = self._session_of(request)
-                with self._while_answering(request):
-                    response = await handler(request)
-                if not response.prepared:
-                    response.force_close()
-                return response
-            except RequestError as error:
-                wrong = error
-            except web.HTTPException as error:
-                there = " There are /v1/models, /v1/chat/completions, /v1/responses and /v1/reward."
-                wrong = RequestError(f"{error.reason}.{there if error.status == 404 else ''}", error.status)
-            if session is not None:
-                session.refuse(wrong)
-            response = web.json_response(wrong.body(), status=wrong.status)
-            response.force_close()
-            return response
+        async def reward(request: web.Request) -> web.Response:
+            from aiohttp import web
 
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(around)])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name}", self._model)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/responses", self._responses)
-        app.router.add_post("/v1/reward", self._reward)
+            given = read_object(await body_of(request))
+            if set(given) != {"reward"}:
+                raise RequestError(
+                    'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
+                )
+            client_of(request).reward(given["reward"])
+            return web.json_response({"status": "ok"})
+
+        app = HTTPApplication(self).application()
+        app.router.add_post("/v1/reward", reward)
         return app
 
-    # ---- Requests ----
+    # ---- As a backend ----
 
-    def _session_of(self, request: web.Request) -> Session:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+    def admit(self, request: web.Request) -> Session:
+        """The session of a key."""
+        from .http import key_of
+
+        session = self._sessions.get(key_of(request))
         if session is None:
             raise RequestError(
                 "The key is that of no running episode. It is in the environment variable OPENAI_API_KEY of the "
@@ -203,56 +179,22 @@ class Endpoint:
             )
         return session
 
-    async def _models(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        return web.json_response(chat.models(self._session_of(request).agents))
-
-    async def _model(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        name, agents = request.match_info["name"], self._session_of(request).agents
-        if name not in agents:
-            known = ", ".join(map(repr, agents))
-            raise RequestError(f"There is no {name[:80]!r}; there are {known}.", 404, "model", "model_not_found")
-        return web.json_response(chat.model(name))
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, chat)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, responses)
-
-    async def _answered(self, request: web.Request, dialect: Any) -> web.StreamResponse:
-        from aiohttp import web
-
-        session, body = self._session_of(request), await body_of(request)
-        asked = dialect.read(body, session.agents)
-        is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
-        said, waiting = await session.ask(asked, body, is_again)
-        identity = secrets.token_hex(12)
+    @contextlib.contextmanager
+    def answering(self, request: web.Request) -> Iterator[None]:
+        """Context manager: a connection is not silent."""
+        transport = request.transport
+        if transport in self._silent_since:  # else its client is gone already
+            self._silent_since[transport] = math.inf
         try:
-            if not asked.stream:
-                response = web.json_response(dialect.answer(identity, asked, said))
-                response.force_close()
-                await response.prepare(request)
-                await response.write_eof()
-                return response
-            return await streamed(request, dialect.events(identity, asked, said), dialect is chat)
-        except (ConnectionError, asyncio.CancelledError):
-            session.lost(waiting)
-            raise
+            yield
+        finally:
+            if transport in self._silent_since:
+                self._silent_since[transport] = time.monotonic()  # until its client has closed it
 
-    async def _reward(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        given = read_object(await body_of(request))
-        if set(given) != {"reward"}:
-            raise RequestError(
-                'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
-            )
-        self._session_of(request).reward(given["reward"])
-        return web.json_response({"status": "ok"})
+    def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
+        """Tell a session of what was refused."""
+        if client is not None and outcome.wrong is not None:
+            client.refuse(outcome.wrong)
 
 
 def _go_directly() -> None:
@@ -261,42 +203,3 @@ def _go_directly() -> None:
         known = os.environ.get(name, "")
         if "127.0.0.1" not in known.split(","):
             os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
-
-
-async def body_of(request: web.Request) -> bytes:
-    """
-    The body of a request.
-
-    Raises:
-        RequestError: it does not arrive in time, or is compressed: a few bytes would make any number of them.
-    """
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("A compressed body is not read. Leave `Content-Encoding` out.", 415)
-    try:
-        async with asyncio.timeout(_SECONDS):
-            return await request.read()
-    except TimeoutError as error:
-        raise RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408) from error
-
-
-async def streamed(request: web.Request, events: list[dict[str, Any]], is_chat: bool) -> web.StreamResponse:
-    """
-    An answer as server-sent events.
-
-    Args:
-        request (`web.Request`): the request.
-        events (`list[dict]`): the events.
-        is_chat (`bool`): whether they are those of chat completions, which have no names and an end.
-    """
-    from aiohttp import web
-
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    response.force_close()
-    await response.prepare(request)
-    for event in events:
-        head = "" if is_chat else f"event: {event['type']}\n"
-        await response.write(f"{head}data: {json.dumps(event)}\n\n".encode())
-    if is_chat:
-        await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -13,10 +14,14 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...episodes.records import Turn
 from .requests import Asked, RequestError, Said
+
+
+if TYPE_CHECKING:
+    from .http import Answer, Tell
 
 
 # Largest number of requests of an episode that are not answered yet
@@ -149,7 +154,7 @@ class Session:
     """
 
     def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):
-        self.agents, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
+        self.models, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
         self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
         self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()
@@ -163,19 +168,16 @@ class Session:
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: Asked, body: bytes, is_again: bool) -> tuple[Said, Waiting]:
+    async def ask(self, asked: Asked, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
         """
-        The answer to a request, and what `lost` is told if it cannot be sent. If the caller is cancelled, the request
-        is given up.
-
-        Args:
-            asked ([`Asked`]): the request.
-            body (`bytes`): its body, by which a client's further try is known.
-            is_again (`bool`): whether the client says that it has tried before.
+        The answer to a request, as a whole. If the caller is cancelled, the request is given up. A client's further
+        try is known by its body.
 
         Raises:
             RequestError: it cannot be answered.
         """
+        from .http import Answer
+
         self._check(asked)
         key = hashlib.sha256(body).hexdigest()
         same = self._by_body.setdefault(key, [])
@@ -205,7 +207,7 @@ class Session:
             self._num_waiting -= 1
         if turn not in self._answered:
             self._answered.append(turn)
-        return said, waiting
+        return Answer([said], functools.partial(self.lost, waiting))
 
     def lost(self, waiting: Waiting) -> None:
         """The client of a request is gone, before the answer or while it was sent. It may ask again."""
@@ -241,10 +243,10 @@ class Session:
         by_name = given if isinstance(given, dict) else {"": given}
         for name, value in by_name.items() or [("", None)]:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-            if not is_number or (isinstance(given, dict) and name not in self.agents):
+            if not is_number or (isinstance(given, dict) and name not in self.models):
                 raise RequestError(
                     f"`reward` must be a number, or an object of numbers by names of agents "
-                    f"({', '.join(map(repr, self.agents))}), got {json.dumps(given)[:80]}.",
+                    f"({', '.join(map(repr, self.models))}), got {json.dumps(given)[:80]}.",
                     field="reward",
                 )
         self.rewards.append((given, self._answered[-1] if self._answered else None))
