@@ -179,9 +179,6 @@ def scripted_turns(
     Endless turns of scripted agents in a workflow, as demonstrations `(prompt_ids, completion_ids)` for [`warm_up`].
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
-        workflow ([`Workflow`]): workflow that the agents act in.
-        agents (`Sequence[AgentSpec]`): the team.
         rows (`Callable`): `rows(draw)` returns a dataset row.
         reply (`Callable`): `reply(episode, agent, seen, draw)` returns the text of the agent's turn.
         seed (`int`, *optional*, defaults to `0`): seed of `draw`, a `random.Random`.
@@ -226,8 +223,6 @@ def warm_up(
         model, tokenizer: model to train, and its tokenizer.
         steps (`int`): number of optimizer steps.
         batch_size (`int`, *optional*, defaults to `32`): number of demonstrations per step.
-        learning_rate (`float`, *optional*, defaults to `3e-3`): peak learning rate.
-        seed (`int`, *optional*, defaults to `0`): seed of the demonstrations.
         rows (`Iterator`, *optional*): demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`].
             Defaults to demonstrations of the reasoner and the actor, half of each.
     """

@@ -30,10 +30,6 @@ class PastCopies:
     Pools of past copies, one for each adapter that acts as a copy of another one. A copy is known by the number of
     optimizer steps after which it was made. The adapter itself always holds the newest copy.
 
-    Args:
-        policies ([`Policies`]): the adapters.
-        agents (`Sequence[AgentSpec]`): the team.
-
     Source: fictitious self-play with a pool of past policies, as in 1710.03748.
     """
 
@@ -69,7 +65,6 @@ class PastCopies:
         Forget copies that are later than a step whose adapters are back.
 
         Args:
-            step (`int`): number of optimizer steps.
             adapters (`Sequence[str]`, *optional*): the adapters that are back. Defaults to all.
         """
         for name, pool in self._pools.items():
@@ -173,7 +168,6 @@ class PastCopies:
 
         Args:
             folder (`str` or `Path`): the checkpoint, whose adapters are loaded.
-            source_of (`Callable`, *optional*): name that an adapter has in the checkpoint.
         """
         path, named = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}
@@ -224,12 +218,7 @@ def served_entries(agent: AgentSpec) -> list[str]:
 
 
 class TakeCopies(TrainerCallback):
-    """
-    Callback: copies join the pools at the end of optimizer steps.
-
-    Args:
-        copies ([`PastCopies`]): the pools.
-    """
+    """Callback: copies join the pools at the end of optimizer steps."""
 
     def __init__(self, copies: PastCopies):
         self._copies = copies

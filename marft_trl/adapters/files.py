@@ -407,10 +407,7 @@ def add_adapter(
     Give the base the adapter of a new agent.
 
     Args:
-        model ([`~peft.PeftModel`]): the base with adapters.
-        agent ([`AgentSpec`]): the agent.
         weights (`str` or `os.PathLike`, *optional*): folder or Hub id of an adapter.
-        peft_config ([`~peft.PeftConfig`], *optional*): config of a fresh adapter.
 
     Raises:
         ValueError: the adapter does not fit, or it is not clear which one is meant.

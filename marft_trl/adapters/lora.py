@@ -49,13 +49,9 @@ def add_adapters(
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
             further, and missing adapters start as copies of its adapter `default`.
-        agents (`Sequence[AgentSpec]`):
-            The team.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Config of the adapters of agents without a `peft_config`. If no agent has a config either, there are no
             adapters, and all agents share one policy.
-        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
-            Passed to PEFT.
 
     Raises:
         ValueError: an adapter cannot share the base with others. The message names the agent.
@@ -96,7 +92,6 @@ def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) 
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model before [`add_adapters`].
-        agents (`Sequence[AgentSpec]`): the team.
     """
     known = model.peft_config if isinstance(model, PeftModel) else {}
     made = "copied from the adapter 'default'" if "default" in known else "fresh"

@@ -46,7 +46,6 @@ def describe_base(
     Describe the base model for the manifest.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): the base.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): its tokenizer.
         chat_template (`str`, *optional*): chat template that prompts were rendered with.
         revision (`str`, *optional*): revision that was requested. The commit that was found, if known, replaces it.
@@ -126,10 +125,8 @@ class BaseModel:
         is_local (`bool`): `True` if the model was loaded from a local folder or created in code.
         revision (`str`, *optional*): commit, branch or tag on the Hub.
         dtype (`str`, *optional*): precision of the weights, e.g. `"bfloat16"`.
-        quantization (`dict`, *optional*): quantization config of the model.
         config_hash (`str`): SHA-256 of the model config, without paths, versions and precision.
         tokenizer_hash (`str`): SHA-256 of the tokenizer's vocabulary and special tokens.
-        chat_template_hash (`str`, *optional*): SHA-256 of the chat template.
     """
 
     name: str
@@ -152,7 +149,6 @@ class Inference:
         generation (`dict`): settings of `generate` that are the same for all agents.
         share_prefixes (`bool`): `True` if the common prefix of several prompts is computed only once.
         mixed_precision (`str`): precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
-        chat_template_kwargs (`dict`): keyword arguments of the chat template.
         context_overflow (`str`): behaviour if an observation does not fit the model's window.
         tools (`dict[str, list[str]]`): names of the tools of each agent that has tools.
         tool_limits (`dict`): limits of tool calls, see [`~marft_trl.episodes.tools.ToolLimits`].

@@ -37,8 +37,6 @@ class Policies:
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model returned by [`add_adapters`].
-        agents (`Sequence[AgentSpec]`):
-            The team.
         origins (`Mapping[str, str]`, *optional*):
             Where the weights of each adapter come from, see [`origins_of`].
     """

@@ -42,8 +42,6 @@ class RunningBaselines:
         Key of the average that a turn is compared with.
 
         Args:
-            agent (`str`): whose turn it is.
-            row (`Mapping[str, Any]`): the dataset row of its episode.
             is_own (`bool`): whether every agent has its own return.
         """
         kind = "" if self._column is None else str(row[self._column])
@@ -70,7 +68,6 @@ class RunningBaselines:
         Take in the returns of a batch.
 
         Args:
-            keys (`Sequence[str]`): of `N` turns.
             returns (`torch.Tensor` of shape `(N,)`): their returns, NaN where nothing scored them.
             weights (`torch.Tensor` of shape `(N,)`): their weights in the mean of the batch.
         """

@@ -121,7 +121,6 @@ class Slice:
     The rows of `per_device_train_batch_size` episodes on this process, and counts over all processes by adapter.
 
     Args:
-        rows (`list[Row]`): rows of this process.
         rows_per_slice (`dict[str, float]`): rows of each adapter per slice, added over processes, mean over slices.
         tokens_per_slice (`dict[str, float]`): loss tokens of each adapter per slice, likewise.
         tokens (`dict[str, int]`): loss tokens of each adapter in this slice, added over processes.

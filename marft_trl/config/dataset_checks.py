@@ -28,10 +28,6 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
     Raise if a dataset cannot be used for training or evaluation.
 
     Args:
-        train_dataset (`Dataset` or `IterableDataset`):
-            As passed to the trainer.
-        eval_dataset (`Dataset`, `IterableDataset`, `dict` or `None`):
-            As passed to the trainer.
         prompts_per_generation (`int`):
             Number of distinct prompts in one generation batch.
 
@@ -135,8 +131,6 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
     Raise at the first row whose prompt is missing, empty, or of another kind than the first prompt.
 
     Args:
-        rows (`Iterable[dict]`):
-            Rows with a `prompt`.
         what (`str`):
             Name of the dataset, for the message.
         start (`int`, *optional*):

@@ -88,7 +88,6 @@ class Unused(NamedTuple):
     A setting without effect.
 
     Args:
-        why (`str`): the reason, for a message.
         where (`Callable`, *optional*): `where(args, shares)` tells whether it has no effect, `shares` being whether
             passes share prefixes; always, if left out.
         when (`str`, *optional*): the same in words, for the docs.

@@ -153,10 +153,7 @@ def has_effect(args: Any, name: str, other: str, value: str, rules: Mapping[str,
 
     Args:
         args: the settings.
-        name (`str`): the setting.
-        other (`str`): the other setting.
         value (`str`): a value of the other setting with which it has one.
-        rules (`Mapping[str, Rule]`): the rules of all settings.
     """
     present, table = getattr(args, other), rules[other].choices
     entry = table.get(present) if isinstance(table, Mapping) else None

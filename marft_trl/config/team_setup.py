@@ -95,14 +95,8 @@ class TeamSetup:
     A team as it is trained, after all checks.
 
     Args:
-        agents (`list[AgentSpec]`): the team, in order.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
         policies ([`Policies`]): adapters of agents, and which of them are trained.
-        critic ([`Critic`], *optional*): predicts values.
         level ([`Level`]): unit of the policy ratio.
-        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
-        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
-        anonymous (`str`, *optional*): kind of the anonymous ablation.
     """
 
     agents: list[AgentSpec]
@@ -131,11 +125,7 @@ class RunContext:
     The run that trains a team.
 
     Args:
-        args ([`MARFTConfig`]): training arguments.
         settings ([`TrlSettings`]): settings that TRL has derived from them.
-        state ([`TrlState`]): position in the run, and the training rows in use.
-        metrics ([`Metrics`]): metrics since the last log.
-        processes ([`Processes`]): the processes of the run.
     """
 
     args: MARFTConfig

@@ -47,9 +47,6 @@ class Request:
     A turn that an episode is waiting for.
 
     Args:
-        episode ([`LiveEpisode`]): the episode.
-        ask ([`Ask`]): what its workflow asks for.
-        waiter (`asyncio.Future`): gets the turn.
         fed (`int`): number of turns that had gone into the environment when it was asked for.
         by_reference (`bool`): whether the reference of the agent is to take the turn.
         number (`int`): position that the turn will have in its episode, if those asked for before it are taken.
@@ -87,7 +84,6 @@ class Request:
         A completion with a text.
 
         Args:
-            text (`str`): the text.
             seen (`Sequence[Turn | Feedback]`, *optional*, defaults to what was asked for): items that were shown.
             fields: other fields of the [`Completion`].
         """
@@ -167,7 +163,6 @@ async def collecting(
 
     Args:
         workflow, rows, setting, reruns, patience, failures: as for [`collect`].
-        answer (`Callable`): turns requests into completions, in order; awaited.
         around (`Callable`, *optional*): `around(index)` makes what makes a context manager around each piece of users'
             code of an episode that runs without waiting.
         together (`bool`, *optional*, defaults to `False`): whether the requests of all episodes are answered together.
@@ -203,8 +198,6 @@ def run_unblocked(
     the episodes run in another thread, in which nothing that blocks could be interrupted.
 
     Args:
-        workflow ([`Workflow`]): the workflow.
-        patience (`float`, *optional*): seconds; `None` for no limit.
         function (`Callable`): `await function()` runs the episodes.
     """
 
@@ -222,10 +215,6 @@ async def limiting(workflow: Runs, patience: float | None) -> AsyncIterator[Time
     """
     Asynchronous context manager: within [`collecting`] and [`limited_by`], in any task of the event loop, code that
     blocks the loop has a time limit. It may be left by another task than it was entered by.
-
-    Args:
-        workflow ([`Workflow`]): the workflow.
-        patience (`float`, *optional*): seconds; `None` for no limit.
     """
     with _time_limit(workflow, patience) as limit:
         async with _beating(limit):
@@ -273,16 +262,7 @@ def _blocks(workflow: Runs, patience: float | None, where: str) -> str:
 
 
 class _Collection:
-    """
-    Episodes that run at the same time.
-
-    Args:
-        rows (`Sequence[dict]`): dataset rows.
-        setting ([`Setting`]): the team.
-        answer (`Callable`): turns requests into completions, in order; awaited.
-        reruns (`Sequence[Rerun]`, *optional*): recorded episodes.
-        guard ([`Guard`]): runs the workflow.
-    """
+    """Episodes that run at the same time."""
 
     def __init__(
         self,

@@ -23,13 +23,7 @@ class Runs(Protocol):
 
 
 class EpisodeError(RuntimeError):
-    """
-    Raised if a workflow fails. The message contains the workflow, the episode and its prompt.
-
-    Args:
-        message (`str`): the message.
-        episode (`int`, *optional*): position of the episode in its batch.
-    """
+    """Raised if a workflow fails. The message contains the workflow, the episode and its prompt."""
 
     def __init__(self, message: str, episode: int | None = None):
         super().__init__(message)
@@ -41,11 +35,7 @@ class Guard:
     Runs a workflow, which is users' code, so that its errors name the episode.
 
     Args:
-        workflow ([`Workflow`]): the workflow.
         patience (`float`, *optional*): seconds that an episode may wait for what it calls; `None` for no limit.
-        limit (`TimeLimit`, *optional*): time limit of code that blocks.
-        failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail.
-        around (`Callable`, *optional*): as in [`collecting`].
     """
 
     def __init__(
@@ -189,7 +179,6 @@ class Watch:
         count, and does not begin a limit again: the turn may be refused.
 
         Args:
-            episodes (`Sequence[LiveEpisode]`): all episodes.
             elsewhere (`Sequence[int]`): indices of the episodes that wait for something other than a turn.
 
         Raises:

@@ -43,9 +43,6 @@ class Ask(NamedTuple):
     A turn that a workflow asks for.
 
     Args:
-        agent (`str`): name of the agent.
-        seen (`tuple[Turn | Feedback, ...]`): turns and feedback to show it.
-        functions (`tuple[Callable, ...]`): functions that it may call.
         after ([`Turn`], *optional*): the turn of the same agent that called functions and that it goes on from.
         order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
         is_final (`bool`): whether it is the agent's last turn of the request; calls of functions in it are not
@@ -76,11 +73,7 @@ class Setting:
     What all episodes of a team have in common.
 
     Args:
-        agents (`tuple[str, ...]`): names of the agents, in order.
         tools (`Mapping[str, Sequence[Callable]]`): functions that each agent may call in its turns.
-        limits ([`ToolLimits`]): limits of calls of tools.
-        aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
-        max_turns (`int`, *optional*): largest number of turns of an episode.
         scripts (`Mapping[str, Script]`): for agents whose turns a function writes, what completes their requests.
         draw (`Callable`): `draw(index)` returns the past copies that agents act with in an episode.
         trains (`bool`): whether the turns are to be trained on, so that the agents' own sampling settings hold.
@@ -104,9 +97,7 @@ class SampledBy(NamedTuple):
     The server that sampled a turn.
 
     Args:
-        server (`str`): its address.
         version (`int`): state of the adapter, counted by its updates.
-        seed (`int`): seed of the request.
     """
 
     server: str
@@ -411,7 +402,6 @@ class PromptError(ValueError):
     What an agent is to be shown cannot be rendered, or does not fit the model's window.
 
     Args:
-        problem (`str`): why.
         is_too_long (`bool`, *optional*, defaults to `False`): whether it does not fit.
     """
 

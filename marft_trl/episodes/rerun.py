@@ -125,8 +125,6 @@ def observation_key(
     What two requests have in common that show an agent the same.
 
     Args:
-        agent (`str`): name of the agent.
-        seen (`Sequence[Turn | Feedback]`): items to show.
         given ([`Given`], *optional*): messages to show in their place. When answers have arrived decides what has been
             seen, but not what is shown.
         origins (`Mapping[int, int]`, *optional*): positions in the record of the turns of a re-run that are as they

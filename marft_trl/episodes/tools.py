@@ -19,7 +19,6 @@ class ToolCall:
     A tool call requested by an agent.
 
     Args:
-        name (`str`): name of the function.
         arguments (`dict`): arguments by name, as the model wrote them. They may be something other than a mapping.
         problem (`str`, *optional*): `"malformed"` if the model began a call that cannot be parsed.
     """
@@ -39,7 +38,6 @@ class ToolResult:
     Result of a tool call.
 
     Args:
-        name (`str`): name of the function.
         text (`str`): result or error message that is shown to the agent.
         problem (`str`, *optional*): reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
             `"timeout"` or `"too_many"`.
@@ -183,9 +181,6 @@ async def call_tools(
     further calls are ignored.
 
     Args:
-        functions (`Sequence[Callable]`): functions that may be called.
-        calls (`Sequence[ToolCall]`): calls requested by the agent.
-        limits ([`ToolLimits`]): limits of each call.
         left (`int`): number of calls that the agent may still make.
         of_environment (`Sequence[Callable]`, *optional*): functions that are methods of an environment. They run in
             the same thread as the other methods of the environment.

@@ -48,10 +48,8 @@ class Schedule:
         phase (`int`): number of micro-steps in a phase.
         interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter learns alone,
             before the next one does. 0 disables taking turns by intervals.
-        order (`str`, *optional*, defaults to `"joint"`): `"joint"`, `"sequential"` or `"resampled"`.
         warmup (`int`, *optional*, defaults to `0`): number of first optimizer steps in which no adapter learns.
         seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
-        critics (`tuple[str, ...]`): parts of the critic.
         batches (`tuple[int, ...]`): settings of a generation batch, which do not change during a run.
     """
 
@@ -174,8 +172,6 @@ class SequentialFactors:
     Multiplies advantages by the policy ratios of agents that were updated before, in the same joint action.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         log_probs ([`LogProbs`]): scores the turns of an updated agent again.
 
     Source: HAPPO (2109.11251), the factor `M`.
@@ -296,14 +292,7 @@ class Divergence:
 
 
 class AdapterUpdates:
-    """
-    The optimizer steps of a team, adapter by adapter.
-
-    Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        accelerator ([`~accelerate.Accelerator`]): scaling of gradients.
-    """
+    """The optimizer steps of a team, adapter by adapter."""
 
     def __init__(self, team: TeamSetup, run: RunContext, accelerator: Accelerator):
         self._policies, self._critic, self._agents, self._args = team.policies, team.critic, team.agents, run.args

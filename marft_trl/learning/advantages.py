@@ -27,7 +27,6 @@ class Estimated(NamedTuple):
     Rows with advantages.
 
     Args:
-        rows (`list[list[Row]]`): the rows of each episode.
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode, for the
             metrics; `None` with a critic.
         credited (`set[str]`): agents of this process with an advantage, or with a critic a return, other than 0.
@@ -57,7 +56,6 @@ class Estimator(Protocol):
     def estimate(self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool) -> Estimated:
         """
         Args:
-            rollout ([`Rollout`]): episodes with rewards.
             rows (`Sequence[Sequence[Row]]`): rows of each episode: one per turn, or, with candidates, one per
                 candidate of every node in turn.
             training (`bool`): whether the rows are trained on; else they are evaluated.
@@ -75,9 +73,6 @@ class BaselineEstimator:
     Advantages by comparing returns.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        credit ([`CreditAssigner`]): returns of turns.
         rewards ([`TrlRewards`]): weights of the reward functions.
         running ([`RunningBaselines`], *optional*): what the baseline remembers of earlier batches.
     """
@@ -228,7 +223,6 @@ def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gam
     Return of each turn of an episode `(K,)`: the discounted sum of what its agent receives from its joint step on.
 
     Args:
-        episode ([`Episode`]): the episode.
         streams (`Mapping[str, torch.Tensor]`): for each agent, what it received after every turn `(K,)`.
         gamma (`float`): discount per joint step.
     """
@@ -242,9 +236,6 @@ class CriticEstimator:
     Advantages and value targets by GAE. Rows have their `old_values`, one row for each turn.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        credit ([`CreditAssigner`]): rewards of turns.
         scale ([`Scale`], *optional*): follows value targets, where values are normalized.
     """
 

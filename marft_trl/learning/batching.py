@@ -95,10 +95,7 @@ class MicroBatcher:
     Cuts rows into micro-batches that fit into the memory of the device.
 
     Args:
-        passes ([`Passes`]): the model, and how rows go through it.
-        policies ([`Policies`]): switch adapters.
         args ([`MARFTConfig`]): limits of micro-batches, gradient checkpointing, the optimizer.
-        trained (`Callable`): `trained()` returns the tensors that are trained.
         has_optimizer_state (`Callable`): `has_optimizer_state()` tells whether the optimizer has its memory already.
     """
 
@@ -203,7 +200,6 @@ class MicroBatcher:
         Tokens of a micro-batch, and whether gradients have to be checkpointed.
 
         Args:
-            longest (`int`): tokens of the longest row.
             cost ([`ActivationCost`]): bytes of a token.
             room (`float`): bytes that are free for activations.
         """
@@ -237,7 +233,6 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
     Distribute episodes over slices. Every episode is in exactly one slice.
 
     Args:
-        episodes (`Sequence[list[Row]]`): the rows of each episode.
         order (`torch.Tensor` of shape `(E,)`): permutation of the episodes.
         size (`int`): number of episodes per slice.
     """
@@ -253,8 +248,6 @@ class Pools:
     Sets of rows over which losses are means: those of each adapter, or of each agent.
 
     Args:
-        adapters (`Sequence[str]`): names of the adapters.
-        critics (`Sequence[str]`, *optional*): parts of the critic.
         agents (`Mapping[str, str]`, *optional*): adapter of each agent, if agents of an adapter have equal weight.
     """
 
@@ -303,7 +296,6 @@ def weigh(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> li
     Make slices with the counts that their loss weights are computed from.
 
     Args:
-        slices (`Sequence[list[Row]]`): rows of this process.
         pools ([`Pools`]): what the counts are of, in their order.
         counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
     """
@@ -361,7 +353,6 @@ def micro_batches(
     have no loss and are left out here, but they still count in the loss weights.
 
     Args:
-        rows (`Sequence[Row]`): rows of any agents.
         max_rows (`int`, *optional*): largest number of rows in a micro-batch.
         max_tokens (`int`, *optional*): largest number of tokens to compute, padding included. A longer row gets a
             micro-batch of its own.
@@ -483,8 +474,6 @@ class Collator:
 
     Args:
         pad_token_id (`int`): token that fills rows up.
-        pad_to_multiple_of (`int`, *optional*): widths are multiples of it.
-        device (`torch.device`): device of the tensors.
     """
 
     pad_token_id: int

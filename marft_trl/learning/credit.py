@@ -24,10 +24,6 @@ class CreditAssigner:
     Gives every turn its part of the team's reward.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        scorer ([`RewardScorer`]): rewards of single turns.
-        rewards ([`TrlRewards`]): names and weights of the reward functions.
-        own ([`OwnReturns`]): what agents received by name.
         earns (`bool`): whether turns earn rewards in the workflow.
         alternatives ([`Alternatives`], *optional*): re-runs of counterfactual credit.
     """
@@ -56,10 +52,6 @@ class CreditAssigner:
     def assign(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
         """
         For each episode of this process the credit of its turns `(K,)`: rewards or returns, as `credit_kind` says.
-
-        Args:
-            rollout ([`Rollout`]): episodes with rewards.
-            credit (`str`): name of a rule in `CREDITS`.
         """
         # Rules speak of one episode; what all processes have in common is computed before
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
@@ -89,10 +81,6 @@ class CreditAssigner:
         """
         For each episode of this process and each of its agents, the rewards that the agent received after every turn
         `(K,)`, whoever took it: rewards of all by a rule of credit, and the agent's own.
-
-        Args:
-            rollout ([`Rollout`]): episodes with rewards.
-            credit (`str`): name of a rule in `CREDITS` that needs no re-runs.
         """
         rule, args, found = CREDITS[credit], self._args, []
         scores = self._of_turns(rollout, is_sum=True) if rule.scores_turns else None
@@ -116,10 +104,6 @@ class CreditAssigner:
         """
         For each episode of this process the return of every turn `(K,)`: all that its agent received in the episode,
         by a rule of credit over the agent's own turns.
-
-        Args:
-            rollout ([`Rollout`]): episodes with rewards.
-            credit (`str`): name of a rule in `CREDITS` that needs no re-runs.
         """
         rule, args = CREDITS[credit], self._args
         weight = args.own_reward_weight if rule.scores_turns else 0.0
@@ -181,10 +165,8 @@ class OwnReward(NamedTuple):
     Reward of a turn by the functions of its agent, as processes exchange it.
 
     Args:
-        agent (`str`): the agent.
         played (`tuple[int, str]`): its episode, among those of all processes, and the agent.
         value (`float`): sum over the functions; NaN where none applied.
-        by_function (`Mapping[str, float]`): reward of each function.
     """
 
     agent: str

@@ -38,8 +38,6 @@ class ValueScale:
 
     Args:
         is_on (`bool`): whether values are normalized; else the mean is 0 and the deviation 1.
-        parts (`Sequence[str]`): parts of the critic.
-        processes ([`Processes`]): the processes of the run.
         decay (`float`, *optional*, defaults to `0.99999`): decay of the averages per generation batch.
 
     Source: `ValueNorm` of MAPPO (2103.01955): the statistics of PopArt (1602.07714) without the correction of the
@@ -143,12 +141,7 @@ class CriticLearner:
     Asks the critic for values and trains it.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        schedule ([`Schedule`]): when new episodes are due.
-        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
         runner ([`EpisodeRunner`]): builds the observations that horizons cut off.
-        scale ([`ValueScale`]): scale of the values.
     """
 
     def __init__(
@@ -198,7 +191,6 @@ class CriticLearner:
         return, for every agent at its own last turn.
 
         Args:
-            rollout ([`Rollout`]): what happened.
             rows (`Sequence[Row]`): its training rows, one for each turn.
             may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
         """
@@ -387,8 +379,6 @@ def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = N
     What happened, with the messages that a program had written for each turn before it, each text once.
 
     Args:
-        episode ([`Episode`]): the episode.
-        seen (`Sequence[Turn | Feedback]`): what happened.
         turn ([`Turn`], *optional*): the turn that comes next, of which the messages are told alone.
     """
     found: list[Seen] = []

@@ -28,7 +28,6 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], world_size: int)
 
     Args:
         parameters (`Iterable[torch.nn.Parameter]`): parameters, in the same order on every process.
-        world_size (`int`): number of processes.
     """
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
@@ -55,7 +54,6 @@ def clip_gradients(parameters: Parameters, max_norm: float) -> torch.Tensor:
     Clip the gradients of one adapter by their own norm, in place.
 
     Args:
-        parameters (`Mapping[str, torch.nn.Parameter]`): parameters of the adapter.
         max_norm (`float`): maximum norm. Pass infinity to disable clipping.
 
     Returns: norm before clipping, a scalar.
@@ -137,7 +135,6 @@ def checked_groups(
     groups stay those of the optimizer.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): the optimizer.
         source_of (`Callable`, *optional*): name that an adapter has in the state, or `None` if it starts anew. If left
             out, the groups must be the same.
     """
@@ -164,7 +161,6 @@ def matched_state(saved: dict, current: Sequence[dict], source_of: Callable[[str
 
     Args:
         saved (`dict`): state of an optimizer with one group per adapter.
-        current (`Sequence[dict]`): parameter groups.
         source_of (`Callable`): name that an adapter has in the saved state; `None` if it starts anew.
 
     Raises:

@@ -30,12 +30,8 @@ class LogProbs:
     Scores completions under the policies and references of agents.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
         temperature ([`ScoringTemperature`]): switches the temperature of the LM head.
         plain (`Callable`): TRL's own pass, see [`trl_log_probs`].
-        passes ([`Passes`]): the model, and how rows go through it.
-        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
-        collate ([`Collator`]): makes tensors of rows.
     """
 
     def __init__(
@@ -79,7 +75,6 @@ class LogProbs:
         Rows with `ref_per_token_logps`, where they are trained.
 
         Args:
-            rows (`Sequence[Row]`): the rows.
             num_features (`Callable`, *optional*): number of hidden states of the reference's pass that a row keeps as
                 `features`. Defaults to none.
         """
@@ -143,7 +138,6 @@ class LogProbs:
 
         Args:
             batches (`Sequence[MicroBatch]`): one, or several of different adapters.
-            lora ([`MixedLora`], *optional*): if there are several.
         """
         rows = [row for batch in batches for row in batch.rows]
         prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]

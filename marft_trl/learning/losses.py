@@ -72,11 +72,7 @@ class MixedPasses:
 
         Args:
             model (`nn.Module`): the model with the adapters, without wrappers.
-            policies ([`Policies`]): the adapters.
-            args ([`MARFTConfig`]): `mixed_passes`.
-            batcher ([`MicroBatcher`]): cuts rows into micro-batches.
             places_rows (`bool`): whether passes give positions, which mixed ones do.
-            has_shards (`bool`): whether the base is in shards.
 
         Raises:
             ValueError: `mixed_passes=True`, and rows cannot be mixed; the message has the reason.
@@ -173,10 +169,7 @@ class OutOfMemory:
     numbers and gradients, in micro-batches of half the size.
 
     Args:
-        run ([`RunContext`]): processes and state of the run.
         batcher ([`MicroBatcher`]): its limit is halved, and stays so.
-        updates ([`AdapterUpdates`]): what is trained.
-        randomness ([`RandomStates`]): of training.
 
     Attributes:
         plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that a second failure is shown beside.
@@ -197,7 +190,6 @@ class OutOfMemory:
 
         Args:
             work (`Callable`): `work()` runs them, and returns the loss.
-            rows (`Sequence[Row]`): the rows that they are about.
             notes (`Sequence[Snapshot]`): of what they write down.
             alone (`bool`): whether other processes take no part in them, so that this one can begin anew.
 
@@ -279,7 +271,6 @@ class Part(NamedTuple):
 
     Args:
         agents (`Sequence[str]`): whose rows it is about; empty for the critic.
-        loss (`Callable`): `loss()` computes it.
     """
 
     agents: Sequence[str]
@@ -291,7 +282,6 @@ class Notes:
     Metrics and sums that the losses of a step collect.
 
     Args:
-        agents (`Sequence[str]`): names of the agents.
         divergence ([`Divergence`], *optional*, defaults to a new one): sums that stop or steer the update.
     """
 
@@ -307,7 +297,6 @@ class _Waiting:
     A slice that waits for its passes.
 
     Args:
-        slice ([`Slice`]): the slice.
         learning (`frozenset[str]`): adapters and parts of the critic that learn from it.
         notes ([`Notes`]): what its losses collect.
         thresholds (`Mapping[str, torch.Tensor]`): see [`~LogProbs.high_entropy_thresholds`].
@@ -339,12 +328,8 @@ class TeamLoss(TrainerCallback):
     own weights and metrics.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
         log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
-        batcher ([`MicroBatcher`]): cuts rows into micro-batches.
-        collate ([`Collator`]): makes tensors of rows.
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
         mixing ([`MixedPasses`], *optional*): which micro-batches share a pass.
@@ -387,8 +372,6 @@ class TeamLoss(TrainerCallback):
         their backward pass when it returns.
 
         Args:
-            model (`nn.Module`): the model as it is trained.
-            slice_ ([`Slice`]): rows of this process.
             learning (`frozenset[str]`): adapters and parts of the critic that learn now.
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """

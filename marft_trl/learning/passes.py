@@ -28,8 +28,6 @@ class Passes:
     what is kept for the backward pass.
 
     Args:
-        model (`nn.Module`): the model as it is trained.
-        has_adapters (`bool`): whether it is a PEFT model.
         args ([`MARFTConfig`]): `share_prefixes`, gradient checkpointing.
         accelerator ([`~accelerate.Accelerator`]): device, precision, and the model without its wrappers.
         reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.

@@ -47,8 +47,6 @@ class Observation:
 
     Args:
         content (`str` or `list[dict]`): observation as text or messages.
-        ids (`list[int]`): token ids of the observation.
-        seen (`list[Turn]`): turns and feedback that are shown.
         dropped (`int`): number of turns and feedback left out to fit the model's window.
         problem (`str`, *optional*): reason why the observation cannot be shown, if its episode has to end.
         is_too_long (`bool`): whether the reason is that it does not fit.
@@ -74,8 +72,6 @@ class Query(NamedTuple):
     Inputs of an observation.
 
     Args:
-        agent ([`AgentSpec`]): agent that acts next.
-        prompt (`str` or `list[dict]`): prompt of the dataset row.
         seen (`Sequence[Turn]`): turns and feedback to show to the agent.
         functions (`tuple[Callable, ...]`): functions that the agent may call.
         after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
@@ -303,9 +299,7 @@ class PromptBuilder:
         Args:
             ids (`Sequence[int]`): the tokens of the turn.
             before (`list`): pieces of the messages before the turn.
-            pieces (`list`): pieces of all messages.
             until (`list[dict]`): the messages up to the turn.
-            functions (`Sequence[Function]`): functions that the agent may call.
         """
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]

@@ -51,7 +51,6 @@ class ChatTemplate:
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the model.
         source (`str`, *optional*): chat template to use instead of the tokenizer's own.
         options (`dict`, *optional*): keyword arguments of the template.
 
@@ -105,8 +104,6 @@ class ChatTemplate:
         As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
 
         Args:
-            messages (`list[dict]`): the results.
-            functions (`Sequence[Function]`): functions that the agent may call.
             ending (`str`, *optional*): the token that has ended the turn.
 
         Raises:
@@ -367,7 +364,6 @@ class EarlierReasoning:
         Turns and feedback as the template would show them.
 
         Args:
-            seen (`Sequence[Turn | Feedback]`): what is shown.
             whole ([`Turn`], *optional*): a turn that is going on, whose reasoning stays.
         """
         if not self.is_cut:
@@ -393,7 +389,6 @@ class EarlierReasoning:
         A message of an assistant with its reasoning as the template takes it: in fields of its own.
 
         Args:
-            message (`dict`): the message.
             is_earlier (`bool`): whether a user's message follows it.
         """
         text = message.get("content") or ""

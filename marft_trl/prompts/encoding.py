@@ -17,8 +17,6 @@ class PlainEncoder:
     one. Only added tokens that are ordinary text, white space and the HTML tags of Gemma, are left as they are.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
         chat_template (`str`, *optional*):
             Chat template. HTML tags that occur in it, such as `<think>`, are control tokens.
     """

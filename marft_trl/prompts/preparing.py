@@ -80,7 +80,6 @@ def window_of(
     The context window of a model. It has no limit if the config of the model states none.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): the model.
         samplings (`Mapping[str, Sampling]`): how many tokens each agent may generate.
         overflow (`str`): `context_overflow` of the training arguments.
         unread (`Collection[str]`): agents whose observations no model reads.

@@ -32,7 +32,6 @@ def parse_calls(
     error for any completion.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer prepared by [`prepare_template`].
         completion_ids (`list[int]`): token ids of the completion.
         prompt_ids (`list[int]`): token ids of the prompt.
         schemas (`list[dict]`): JSON schemas of the functions that may be called.
@@ -56,7 +55,6 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     Return the text before the function's name with which the chat template begins a call, such as `<tool_call>`.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer prepared by [`prepare_template`].
         chat_template (`str`, *optional*): chat template to use instead of the tokenizer's own.
 
     Returns: the text, or `None` if it cannot be derived from the template.

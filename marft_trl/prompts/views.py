@@ -131,8 +131,6 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
     are quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
 
     Args:
-        agent ([`AgentSpec`]):
-            Agent that acts next.
         prompt (`list[dict]`):
             Messages of the dataset row.
         seen (`Sequence[Turn]`):

@@ -93,7 +93,6 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
     A measure for each question.
 
     Args:
-        rows (`Sequence[dict]`): rows of [`sample_rows`].
         measure (`str`): `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`.
 
     Raises:
@@ -135,10 +134,7 @@ def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, st
 
     Args:
         folder (`Path`): the `output_dir` of the run.
-        rows (`Sequence[dict]`): rows of [`sample_rows`].
-        name (`str`): name of the evaluation set.
         step (`int`): optimizer steps so far.
-        seed (`int`): seed of the run.
     """
     file = folder / FILE
     kept = [one for one in read_samples(file) if one["set"] != name or one["step"] < step] if file.exists() else []
@@ -257,8 +253,6 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
         records (`Sequence[dict]`):
             One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
             `float` or `None`) and `turns` (`list[Turn]`).
-        agents (`Sequence[str]`):
-            Names of the agents.
     """
     metrics = {"reward": _mean(record["reward"] for record in records)}
     metrics["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])

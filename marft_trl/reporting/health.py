@@ -34,7 +34,6 @@ class Symptom(NamedTuple):
 
     Args:
         name (`str`): what it is about, and whom; each is reported once.
-        is_present (`bool`): whether it shows.
         patience (`int`): measurements in a row after which it is reported.
         message (`str`): what is wrong, and what to change.
     """
@@ -50,8 +49,6 @@ class Health(TrainerCallback):
     Watches the metrics of every optimizer step. All processes have the same ones.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         parameters (`Callable`): `parameters()` gives the trained parameters of each adapter and part of the critic.
         vocabulary (`int`): number of tokens that can be drawn.
     """

@@ -156,20 +156,10 @@ def team_card(
     The model card of a team.
 
     Args:
-        manifest ([`TeamManifest`]):
-            The team.
-        model_name (`str`):
-            Title of the card.
         repo (`str`, *optional*):
             Hub id of the team.
         dataset_name (`str` or `Sequence[str]`, *optional*):
             Hub id of the training data, or several.
-        tags (`Sequence[str]`, *optional*):
-            Tags of the card.
-        metrics (`dict[str, float]`, *optional*):
-            Metrics to show.
-        max_rank (`int`, *optional*, defaults to `16`):
-            Largest rank of the adapters.
         picture (`str`, *optional*):
             The workflow as a Mermaid flowchart.
         facts (`Mapping[str, str]`, *optional*):

@@ -54,7 +54,6 @@ class Rehearsal:
     An episode with made-up turns.
 
     Args:
-        episode ([`Episode`]): its turns.
         shown (`dict[str, Observation]`): what each agent was shown first.
         prompts (`list[tuple[str, int, int]]`): for each turn its agent, the tokens of its prompt if every turn that it
             sees had maximum length, and how many of them precede the first such turn.
@@ -76,15 +75,11 @@ class Planner:
     Says what a run will do.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): builds observations, and runs the workflow with made-up turns.
-        batcher ([`MicroBatcher`]): sizes of micro-batches.
         model (`nn.Module`): the model without wrappers of data parallelism.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): counts tokens.
         window (`int`, *optional*): tokens that the model can attend to.
         train_dataset (`Callable`): `train_dataset()` returns the dataset whose first row is rehearsed.
-        learner ([`CriticLearner`], *optional*): whether passes of the critic are kept.
         copies ([`PastCopies`], *optional*): past copies, which take memory.
     """
 
@@ -190,7 +185,6 @@ class Planner:
         Args:
             prompts (`Sequence[tuple[str, int, int]]`): for each turn its agent, tokens of its prompt, and how many of
                 them its group shares.
-            longest (`int`): tokens of the longest row.
             cost ([`ActivationCost`]): of a token.
         """
         config, needed, limits = self._model.config.get_text_config(), [], []

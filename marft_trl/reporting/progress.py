@@ -36,9 +36,6 @@ class LogLine:
     Formats a log as one line: the step, the team's reward and its change since the last line, two or three reward
     functions by name, the seconds of the step, and for each agent the reward (if agents differ), up to three reward
     functions of its own, the KL and the mean length of its turns.
-
-    Args:
-        agents (`Sequence[str]`): names of the agents.
     """
 
     def __init__(self, agents: Sequence[str]):
@@ -130,12 +127,7 @@ class EvaluationLines:
 
 
 class TeamProgressCallback(ProgressCallback):
-    """
-    The progress bar of transformers, in a terminal. It prints one line per log instead of all metrics.
-
-    Args:
-        agents (`Sequence[str]`, *optional*): names of the agents.
-    """
+    """The progress bar of transformers, in a terminal. It prints one line per log instead of all metrics."""
 
     def __init__(self, agents: Sequence[str] = ()):
         super().__init__()
@@ -177,12 +169,7 @@ class TeamProgressCallback(ProgressCallback):
 
 
 class TeamPrinterCallback(PrinterCallback):
-    """
-    Prints one line per log, without a progress bar.
-
-    Args:
-        agents (`Sequence[str]`, *optional*): names of the agents.
-    """
+    """Prints one line per log, without a progress bar."""
 
     def __init__(self, agents: Sequence[str] = ()):
         self._line, self._lines = LogLine(agents), EvaluationLines()
@@ -221,13 +208,7 @@ def _say_going_on(state) -> None:
 
 
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
-    """
-    Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay.
-
-    Args:
-        trainer ([`~transformers.Trainer`]): the trainer.
-        agents (`Sequence[str]`): names of the agents.
-    """
+    """Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay."""
     ours: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
     for theirs in {type(one) for one in trainer.callback_handler.callbacks} & ours.keys():
         trainer.remove_callback(theirs)

@@ -50,10 +50,6 @@ def save_learning_curve(
     Write `learning_curve.csv` and `learning_curve.png` (one panel per column).
 
     Args:
-        log_history (`Sequence[dict]`):
-            `trainer.state.log_history`.
-        folder (`str` or `os.PathLike`):
-            Folder to write to.
         columns (`Sequence[str]`, *optional*, defaults to `("reward", "entropy")`):
             Names of the metrics to write. Metrics of an agent are named `agents/<name>/...`.
 
@@ -94,14 +90,7 @@ class Played(NamedTuple):
 
 
 class GameMetrics:
-    """
-    Computes the metrics.
-
-    Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        own ([`OwnReturns`]): what agents received by name.
-        copies ([`PastCopies`], *optional*): pools of past copies.
-    """
+    """Computes the metrics."""
 
     def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
         self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
@@ -120,9 +109,6 @@ class GameMetrics:
     def metrics(self, played: Iterable[Played | None]) -> dict[str, float]:
         """
         The metrics of episodes of all processes.
-
-        Args:
-            played (`Iterable[Played]`): from [`~GameMetrics.played`].
 
         Returns: `agents/<name>/return`, the mean; `agents/<name>/win_rate/<other>` and `draw_rate`, how often the
         return of a trained agent is above that of another one, or the same; of an agent that acts with past copies
@@ -186,9 +172,7 @@ class TurnFacts(NamedTuple):
     Numbers of a turn that processes exchange.
 
     Args:
-        agent (`str`): name of the agent.
         prompt_tokens, tokens (`int`): tokens of the observation and of the turn.
-        truncated (`bool`): whether it ran into its length limit.
         episode (`int`): position of its episode among those of all processes.
     """
 
@@ -204,12 +188,8 @@ class Reporter:
     Reports rollouts and evaluations.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         rewards ([`TrlRewards`]): names of the reward functions.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): spells tokens out.
-        randomness ([`UserRandomness`]): random states of users' code.
-        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         vote (`Callable`): what is compared of the text of an answer when samples vote.
         games ([`GameMetrics`], *optional*): metrics of agents with returns of their own, where there may be some.
     """
@@ -265,7 +245,6 @@ class Reporter:
         Report a rollout that is trained on: TRL's metrics for the team, and those of each agent.
 
         Args:
-            rollout ([`Rollout`]): episodes with rewards.
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
             advantages (`Sequence`): for each episode of this process the advantage of its turns: a number, one for
                 each token, or `None` where there is no training row.
@@ -372,8 +351,6 @@ class Reporter:
         Take note of a batch of an evaluation.
 
         Args:
-            rollout ([`Rollout`]): episodes with rewards.
-            rows (`Sequence[dict]`): the dataset rows of this process.
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
         """
         if std is not None:

@@ -53,8 +53,6 @@ class Transcript:
     An episode in readable form. It is plain data, so that it can be sent to another process.
 
     Args:
-        title (`str`): title of the transcript.
-        prompt (`str`): prompt of the dataset row.
         entries (`tuple[Entry, ...]`): turns and feedback, in order.
         rewards (`dict[str, float]`): reward of each reward function; `None` for functions that did not apply.
         reward (`float`, *optional*): what the episode earned in all; `None` if nothing scored it.
@@ -84,9 +82,7 @@ class Transcript:
     ) -> Transcript:
         """
         Args:
-            episode ([`Episode`]): the episode.
             rewards (`Mapping[str, float]`, *optional*): reward of each reward function.
-            title (`str`, *optional*): title of the transcript.
             advantages (`Sequence`, *optional*): advantage of each turn: one number, one per token, or `None`.
             tokens (`Sequence[Sequence[str]]`, *optional*): text of each token of each turn.
             own_rewards (`Sequence[Mapping[str, float]]`, *optional*): rewards of single turns by the names of their
@@ -224,9 +220,6 @@ def html_page(
     read with the keyboard. Its only script is known by its hash, so that no other one runs.
 
     Args:
-        transcripts (`Sequence[Transcript]`): the episodes.
-        title (`str`, *optional*, defaults to `"Episodes"`): title of the page.
-        run (`str`, *optional*): name of the run.
         index (`str`, *optional*): file beside it that lists the pages of all steps.
         rewards (`Sequence[float]`, *optional*): of all episodes, if these are the first of more.
     """
@@ -392,7 +385,6 @@ def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -
     the run (checked against trackio 0.43).
 
     Args:
-        transcripts (`Sequence[Transcript]`): the episodes.
         adapters (`Mapping[str, str]`): adapter of each agent that has one.
     """
     import trackio

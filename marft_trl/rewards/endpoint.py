@@ -37,7 +37,6 @@ class EndpointReply:
 
     Args:
         base_url (`str`): base URL of the API, such as `"http://127.0.0.1:8000/v1"`.
-        model (`str`): name of the model.
         api_key (`str`, *optional*): key. Defaults to the environment variable `OPENAI_API_KEY` when it is asked.
         timeout (`float`): seconds of a try.
         tries (`int`): number of tries.
@@ -83,9 +82,6 @@ class EndpointReply:
     async def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
         """
         The text of the next message.
-
-        Args:
-            messages (`Sequence[dict]`): the conversation.
 
         Raises:
             EndpointError: no try had an answer, or the request is refused.

@@ -120,8 +120,6 @@ def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Ma
     Raise if a trained agent scores what it is trained on.
 
     Args:
-        agents (`Sequence[AgentSpec]`): the team.
-        team (`Sequence`): reward functions of the team.
         of_agents (`Mapping[str, Sequence]`): for each agent, the functions that score its own turns.
 
     Raises:

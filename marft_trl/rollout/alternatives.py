@@ -40,11 +40,7 @@ class Alternatives:
     Candidates and re-runs.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        runner ([`EpisodeRunner`]): runs episodes.
         scorer ([`RewardScorer`]): scores re-runs and candidates.
-        own ([`OwnReturns`]): what agents received by name.
     """
 
     def __init__(self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: OwnReturns):

@@ -35,10 +35,7 @@ class DynamicSampling:
     limit is reached, groups without a signal remain in the batch.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        rollouts ([`Rollouts`]): runs episodes.
         dataset (`Callable`): `dataset()` returns the training set.
-        own ([`OwnReturns`]): what agents received by name.
 
     Source: DAPO (2503.14476), which draws whole batches until one is full.
     """
@@ -195,7 +192,6 @@ class _Batch:
     Args:
         rollout ([`Rollout`]): the batch as it was sampled.
         columns (`Sequence[Mapping]`): values that reward functions logged, by episode of this process.
-        size (`int`): episodes of a group.
 
     Attributes:
         open (`list[int]`): groups without a signal.

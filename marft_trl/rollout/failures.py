@@ -93,9 +93,7 @@ async def run_episodes(
 
     Args:
         run (`Callable`): `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
-        rows (`Sequence[dict]`): dataset rows.
         policy ([`OnFailure`]): what happens to episodes that fail.
-        failures ([`Failures`]): gets them.
 
     Raises:
         EpisodeError: an episode has failed, and is not skipped.
@@ -139,9 +137,7 @@ async def call_reward(
     Args:
         call (`Callable`): `call(positions)` scores the completions at these positions.
         count (`int`): number of completions.
-        name (`str`): name of the function.
         policy ([`OnFailure`]): what happens if it raises.
-        failures ([`Failures`]): gets what was skipped.
         sleep (`Callable`): `sleep(seconds)` waits before another try.
     """
     for number in range(policy.tries):

@@ -23,7 +23,6 @@ class Sampled(NamedTuple):
         ids (`list[int]`): token ids of the completion.
         logps (`list[float]`, *optional*): log-probabilities of the tokens. Without a server, only if they equal those
             that scoring computes.
-        sampled_by ([`SampledBy`], *optional*): the server that sampled it.
     """
 
     ids: list[int]
@@ -34,11 +33,6 @@ class Sampled(NamedTuple):
 def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary: int | None = None) -> None:
     """
     Check what a generator returned.
-
-    Args:
-        sampled (`Sequence[Sampled]`): the completions.
-        agents (`Sequence[str]`): the agents that were to speak.
-        vocabulary (`int`, *optional*): number of token ids of the model.
 
     Raises:
         ValueError: there are more or fewer completions than observations, or one has a token that the model does not
@@ -84,8 +78,6 @@ class Observed(NamedTuple):
     An observation that a turn is to be sampled for.
 
     Args:
-        agent (`str`): name of the agent.
-        ids (`list[int]`): token ids of the observation.
         key (`tuple`): place of the turn in the run, the same for any number of processes. Seeds are made from it.
         by_reference (`bool`): sample from the agent's reference.
         copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
@@ -172,7 +164,6 @@ class LiveRows(StoppingCriteria):
         ends (`Collection[int]`): ids of the tokens that end a turn.
         longest (`int`): largest number of tokens of a turn.
         samples (`bool`): whether tokens are drawn.
-        device (`torch.device`): device of the logits.
 
     Attributes:
         other (`StoppingCriteria`, *optional*): what else ends turns, in the loop of transformers.

@@ -47,8 +47,6 @@ class OwnReturns:
     Args:
         setting (`str`, *optional*): `"team"`, `"agent"`, or `None`: `"agent"` from the first batch on in which an
             agent is rewarded by name.
-        rewards ([`TrlRewards`]): names and weights of the reward functions.
-        processes ([`Processes`]): the processes of the run.
     """
 
     def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
@@ -104,8 +102,6 @@ class OwnReturns:
 
         Args:
             reward (`float`): the sum of all that was received in the episode.
-            episode ([`Episode`]): the episode.
-            agent (`str`): name of the agent.
         """
         if self._setting == "team" or not episode.own:
             return reward
@@ -124,9 +120,6 @@ class RewardReach:
     Warns or raises if rewards do not reach the agents. With `returns="team"`, the team's reward is the sum of the
     rewards of its agents, so agents with opposed rewards learn little or nothing from it. With `returns="agent"`, an
     agent that is never rewarded by name learns nothing where the team has no other rewards.
-
-    Args:
-        agents (`Sequence[str]`): names of the trained agents.
     """
 
     def __init__(self, agents: Sequence[str]):
@@ -353,7 +346,6 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
     lists and of the trainer's state to it, and is asynchronous if the function is.
 
     Args:
-        func (`Callable`, `nn.Module` or `str`): the reward function.
         policy ([`OnFailure`], *optional*): what happens if it fails; by default its error ends the run.
         failures ([`Failures`], *optional*): gets what was skipped.
     """
@@ -495,8 +487,6 @@ def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
     Args:
         scores (`list`, `tuple`, `numpy.ndarray` or `torch.Tensor`):
             Return value of a reward function.
-        name (`str`):
-            Name of the function.
         expected (`int`):
             Expected number of scores.
 
@@ -594,11 +584,7 @@ class RewardScorer:
     Scores episodes, and single turns outside of the one call per generation batch.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        rewards ([`RewardFunctions`]): the reward functions of the team.
         of_agents (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
-        randomness ([`UserRandomness`]): random states of users' code.
-        failures ([`Failures`]): gets what was skipped.
     """
 
     def __init__(
@@ -654,7 +640,6 @@ class RewardScorer:
         that came of it, not by its call.
 
         Args:
-            episodes (`Sequence[Episode]`): the episode of each turn.
             turns (`Sequence[Turn]`): turns of these episodes, or candidates for one.
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
@@ -677,7 +662,6 @@ class RewardScorer:
         The team's reward `(N,)` for each turn as if it were the answer of its episode, which is not completed.
 
         Args:
-            episodes (`Sequence[Episode]`): the episode of each turn.
             turns (`Sequence[Turn]`): candidates for a turn of these episodes.
         """
         pairs = zip(episodes, turns, strict=True)

@@ -67,7 +67,6 @@ class Rollout:
     Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions.
 
     Args:
-        episodes (`list[Episode]`): of this process.
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
         rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
         first (`int`): position of the first episode of this process among the `E`.
@@ -95,13 +94,8 @@ class Rollouts:
     Runs the team on dataset rows and scores the episodes.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        runner ([`EpisodeRunner`]): runs episodes.
         workflow ([`Workflow`]): whether turns earn rewards in it.
-        scorer ([`RewardScorer`]): scores episodes.
-        rewards ([`TrlRewards`]): names and weights of the reward functions.
         own ([`OwnReturns`]): whether every agent learns from its own return.
-        reach ([`RewardReach`]): watches whether rewards reach the agents.
         failures ([`Failures`]): what was skipped or tried again.
         alternatives ([`Alternatives`], *optional*): candidates and re-runs, where credit or the baseline needs some.
         ahead ([`Ahead`], *optional*): has begun episodes while training runs.
@@ -149,7 +143,6 @@ class Rollouts:
         One episode for each row, with its rewards.
 
         Args:
-            rows (`Sequence[dict]`): dataset rows of this process.
             training (`bool`): whether they are trained on; else they are evaluated.
             further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch. Limits
                 of what may fail in a generation batch are not applied to these.

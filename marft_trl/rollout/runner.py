@@ -72,16 +72,11 @@ class EpisodeRunner:
     Runs the workflow on dataset rows.
 
     Args:
-        agents (`Sequence[AgentSpec]`): the team.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
         prompts ([`PromptBuilder`]): builds the observations of agents.
-        generator ([`Generator`]): samples turns.
         reader ([`TurnReader`]): makes turns of sampled tokens.
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
-        limits ([`Limits`]): limits of episodes.
         users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
-        copies ([`PastCopies`], *optional*): past copies that opponents act with.
     """
 
     def __init__(
@@ -140,7 +135,6 @@ class EpisodeRunner:
         One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
 
         Args:
-            rows (`Sequence[dict]`): dataset rows with a `prompt`.
             answer (`Callable`, *optional*): `await answer(requests, key)` turns requests into completions, in place
                 of [`~EpisodeRunner.answer`].
             reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode that is run again.
@@ -157,10 +151,7 @@ class EpisodeRunner:
         Run recorded episodes again, within [`~EpisodeRunner.run`].
 
         Args:
-            rows (`Sequence[dict]`): their dataset rows.
-            reruns (`Sequence[Rerun]`): the recorded episodes.
             key (`tuple`): place of the re-runs in the run.
-            answer (`Callable`, *optional*): as in [`~EpisodeRunner.run`].
         """
         if self._waits:  # on the random states of users, which the waiting episodes must not draw from meanwhile
             return self._run_here(rows, key, answer, reruns)
@@ -206,9 +197,7 @@ class EpisodeRunner:
 
         Args:
             generator ([`Generator`]): samples turns, without waiting for other episodes.
-            options (`Mapping[str, Any]`): further options of the generator.
             follower ([`Follower`], *optional*): is told of turns while they are sampled.
-            workflow ([`Workflow`], *optional*): in place of that of the team.
             max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
         """
         other = copy.copy(self)  # not `in_background`: nobody trains meanwhile, and a lock would hold up event loops
@@ -362,7 +351,6 @@ class EpisodeRunner:
         Completions for waiting requests: observe, generate, decode.
 
         Args:
-            requests (`Sequence[Request]`): the requests.
             key (`tuple`): place of their episodes in the run.
         """
         undeclared = next((one for one in requests if one.functions and not self.uses_tools), None)

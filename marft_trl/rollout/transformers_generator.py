@@ -34,7 +34,6 @@ class ModelEngine:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): model that generates with its active adapter.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer with a padding token.
         generation (`Mapping[str, Any]`): settings of `generate` that are the same for all agents, including
             `do_sample` and `eos_token_id`.
         autocast (`torch.dtype`, *optional*): precision that the model computes in, if it differs from the precision of
@@ -132,7 +131,6 @@ class Engine(Protocol):
 
         Args:
             prompt_ids (`list[list[int]]`): token ids of the prompts.
-            settings (`Mapping[str, Any]`): settings of the `GenerationConfig`.
             options (`Mapping[str, Any]`): further arguments of `generate`, such as stopping criteria.
         """
 
@@ -142,16 +140,12 @@ class TransformersGenerator(Generator):
     Generates turns with `generate` of transformers.
 
     Args:
-        engine ([`Engine`]):
-            Engine that calls `generate`.
         policies ([`Policies`]):
             Policies of the team, used to activate the agents' adapters.
         samplings (`Mapping[str, Sampling]`):
             Sampling settings of each agent.
         decoding ([`Decoding`]):
             How turns are decoded.
-        past ([`PastCopies`], *optional*):
-            Past copies that opponents act with.
     """
 
     def __init__(

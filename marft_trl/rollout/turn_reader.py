@@ -97,8 +97,6 @@ class TurnReader:
     Reads turns.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
-        ends (`Sequence[int]`): ids of the tokens that end a turn.
         template ([`ChatTemplate`]): how calls are written.
         uses_tools (`bool`): whether the tokenizer was prepared for tools.
         is_lone (`bool`): whether the team has one agent.
@@ -126,9 +124,7 @@ class TurnReader:
         What requests are answered with.
 
         Args:
-            requests (`Sequence[Request]`): the requests.
             observations (`Sequence[Observation]`): what their agents were shown.
-            completions (`Sequence[Sampled]`): what was sampled.
             generator ([`Generator`]): knows the stop texts of agents.
         """
         completions = [self._cut(*pair) for pair in zip(requests, completions, strict=True)]

@@ -53,9 +53,6 @@ def save_rollouts(
     Write the training rows in use and the current position in them. A resumed run continues with the same rows.
 
     Args:
-        folder (`str` or `Path`): folder of the checkpoint.
-        rank (`int`): index of this process.
-        world_size (`int`): number of processes.
         step (`int`): number of forward and backward passes so far.
         slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if it is used up.
         extra (`dict`, *optional*): further state, JSON-serializable.
@@ -84,9 +81,6 @@ def load_rollouts(
     Load what [`save_rollouts`] wrote.
 
     Args:
-        folder (`str` or `Path`): folder of the checkpoint.
-        rank (`int`): index of this process.
-        world_size (`int`): number of processes.
         is_changed (`bool`): whether the run was changed on purpose. Then the number of processes may differ; a process
             that the checkpoint does not know goes on from the state of the first.
 
@@ -142,7 +136,6 @@ class BestAdapters:
     Copies of all trained adapters on the CPU.
 
     Args:
-        policies ([`Policies`]): the adapters.
         optimizer (`Callable`): `optimizer()` returns the optimizer; `None` before there is one.
     """
 
@@ -213,13 +206,7 @@ class BestAdapters:
         save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(plain)})
 
     def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
-        """
-        Load what [`~BestAdapters.save`] wrote. Adapters that the checkpoint does not have are left out.
-
-        Args:
-            folder (`str` or `Path`): the checkpoint.
-            source_of (`Callable`, *optional*): name that an adapter has in the checkpoint.
-        """
+        """Load what [`~BestAdapters.save`] wrote. Adapters that the checkpoint does not have are left out."""
         path, named = Path(folder) / BEST_NAME, source_of or (lambda name: name)
         self._weights, self._moments = {}, {}
         if not path.is_file():
@@ -258,14 +245,9 @@ class Checkpoints:
     forgets: the training rows in use, the position in them, the references, and the state of every owner.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
         owners (`Mapping[str, Stateful]`): objects with state, by the name they have in checkpoints.
-        schedule ([`Schedule`]): when new episodes are due.
-        model (`nn.Module`): the model with its adapters.
         ref_model (`nn.Module`, *optional*): TRL's reference model.
         settings ([`RunSettings`]): what decides the results of the run.
-        copies ([`PastCopies`], *optional*): past copies of adapters.
         best ([`BestAdapters`], *optional*): adapters at the team's best.
     """
 
@@ -300,9 +282,6 @@ class Checkpoints:
         """
         Context manager around the `Trainer`'s own saving: the checkpoint counts when all processes have written their
         files.
-
-        Args:
-            folder (`Path`): folder of the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or holds weights that are not finite.
@@ -418,9 +397,6 @@ class Checkpoints:
     def save_remembered(self, save: Callable[[], None]) -> bool:
         """
         Save the last complete step, after the next one has failed.
-
-        Args:
-            save (`Callable`): saves a checkpoint of the present state.
 
         Returns: whether a checkpoint of that step stands now.
         """

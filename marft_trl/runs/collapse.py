@@ -27,10 +27,6 @@ class Collapse(TrainerCallback):
     """
     Compares `eval_reward` of the trainer's own evaluation set with its best during training. The team has collapsed
     when it is below the best by more than [`DROP`] of it and by more than [`ERRORS`] standard errors.
-
-    Args:
-        run ([`RunContext`]): the run that trains it.
-        error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
     """
 
     def __init__(self, run: RunContext, error_of_evaluation: Callable[[], float]):
@@ -95,10 +91,6 @@ class RestoringCollapse(Collapse):
     (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        error_of_evaluation (`Callable`): standard error of the reward of the last evaluation.
-        policies ([`Policies`]): the adapters.
-        best ([`BestAdapters`]): adapters at the best evaluation.
         copies ([`PastCopies`], *optional*): past copies; those of later steps are dropped.
     """
 

@@ -58,13 +58,9 @@ class RunSettings:
     Collects what decides the results of a run.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        args ([`MARFTConfig`]): training arguments.
-        model (`nn.Module`): the model with its adapters.
         base (`Callable`): `base()` describes the base, the tokenizer and the chat template.
         rewards (`Mapping[str, Sequence]`): reward functions of the team, under `""`, and of agents.
         weights (`Sequence[float]`): weights of the team's reward functions.
-        view (`Callable`): `view()` returns the present view.
         dataset: the training dataset.
         num_processes (`int`): number of processes.
     """

@@ -37,7 +37,6 @@ class RunInterrupted(SystemExit):
     the process exits with `128 + signal`: 143 after SIGTERM, 129 after SIGHUP, 130 after SIGINT.
 
     Args:
-        number (`int`): the signal.
         message (`str`): what was saved, and how to go on.
     """
 
@@ -108,10 +107,7 @@ class Run(TrainerCallback):
     The course of a run, from the choice of a checkpoint to its end.
 
     Args:
-        checkpoints ([`Checkpoints`]): checkpoints of the run.
         args ([`MARFTConfig`]): when checkpoints are saved.
-        processes ([`Processes`]): the processes of the run.
-        save (`Callable`): saves a checkpoint of the present state.
         checkpoint_size (`Callable`): about how many bytes a checkpoint has.
         try_out (`Callable`): writes what a checkpoint has beside weights, and raises for what cannot be written.
         clean_up (`Callable`): called when training ends, in whatever way.
@@ -139,12 +135,7 @@ class Run(TrainerCallback):
 
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
-        """
-        Context manager around training. It gives the checkpoint to resume from.
-
-        Args:
-            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): as in `train`.
-        """
+        """Context manager around training. It gives the checkpoint to resume from."""
         self._stopped_by, self._resumes = 0, bool(resume_from_checkpoint)
         folder = self._checkpoints.folder
         with contextlib.ExitStack() as stack:

@@ -48,7 +48,6 @@ class Commit:
 
     Args:
         run (`str`): id of the run that wrote the checkpoint.
-        step (`int`): number of optimizer steps.
         files (`dict[str, list]`): size in bytes and SHA-256 of each file, by its path in the checkpoint.
         settings (`dict`): what decides the results of the run, see [`~marft_trl.runs.resume`].
     """
@@ -72,8 +71,6 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
 
     Args:
         folder (`str` or `Path`): folder of the checkpoint, with all files of all processes.
-        run (`str`): id of the run.
-        step (`int`): number of optimizer steps.
         settings (`Mapping[str, Any]`): what decides the results; JSON-serializable.
     """
     folder = Path(folder)
@@ -372,7 +369,6 @@ class RunFolder:
         Go on as the run with this id.
 
         Args:
-            run (`str`): the id.
             step (`int`, *optional*): where it goes on. Later checkpoints of the run, of another course or damaged, are
                 set aside.
         """
@@ -497,7 +493,6 @@ class RunFolder:
 
         Args:
             limit (`int`, *optional*): number of checkpoints to keep, besides the best. The newest always stays.
-            best (`str` or `Path`, *optional*): checkpoint that is kept.
         """
         for folder in self.checkpoints():
             if is_remainder(folder, self.run):

@@ -55,7 +55,6 @@ def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> Callable[[
 
     Args:
         run (`Callable`): does the same each time, without waiting for the device.
-        memory ([`GraphMemory`]): of this graph and others.
 
     Raises:
         RuntimeError: it waits for the device, or the device has too little memory.
@@ -163,7 +162,6 @@ class TrlEngine:
     step.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): does the generation.
         general (`Mapping[str, Any]`): settings of `generate` for an agent that sets none itself.
     """
 

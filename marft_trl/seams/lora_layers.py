@@ -29,9 +29,6 @@ class MixedLora:
     after the other. Here the matrices of all adapters are stacked, filled up with zeros to the largest rank, and each
     layer multiplies its rows with theirs at once. While it is on, layers have a forward pass of their own, so it does
     not go with gradient checkpointing, which runs forward passes again later.
-
-    Args:
-        model ([`~peft.PeftModel`]): a model with several LoRAs.
     """
 
     def __init__(self, model: PeftModel):

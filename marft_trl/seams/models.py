@@ -39,10 +39,6 @@ class ScoringTemperature:
     Args:
         models (`Iterable[PreTrainedModel]`):
             Models with TRL's head at `default`: the base and, without adapters, the reference.
-        temperatures (`Iterable[float]`):
-            Temperatures of all agents.
-        default (`float`):
-            Temperature of the trainer.
         head (`dict`):
             Further arguments of TRL's `add_fused_lm_head`.
     """
@@ -80,7 +76,6 @@ def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tenso
     a call the backbone returns the states that were computed before. This is no pass, so hooks before one do not run.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
         hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """
@@ -130,7 +125,6 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     on other log-probabilities than those that they sample with, without an error.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
         temperature (`float`): temperature that the head was made for.
 
     Raises:
@@ -202,9 +196,6 @@ class AdapterLayers:
     whether it changes or not: 20 to 60 ms for 28 layers, several times a pass, while a GPU waits. Here, what is as it
     should be is only looked at. Layers that do more than hold adapters, such as whole trained modules, are left to
     PEFT.
-
-    Args:
-        model ([`~peft.PeftModel`]): a model with adapters.
     """
 
     def __init__(self, model: PeftModel):

@@ -220,9 +220,6 @@ def step_without_gradients(scaler: Any) -> None:
     Let a gradient scaler (PyTorch 2.13) pass a step in which no parameter has a gradient on to the optimizer, which
     then changes nothing. It would end the run, because it has nothing to look for infinities in. A team has such
     steps: `target_kl` may stop all adapters, and on a process no agent may have spoken.
-
-    Args:
-        scaler (`torch.amp.GradScaler`): of fp16.
     """
     step, update = scaler.step, scaler.update
     had_gradients = True

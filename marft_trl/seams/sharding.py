@@ -31,11 +31,6 @@ class WholeAdapters:
     - Upstream refuses a model without an optimizer. An evaluation before training has none.
     - With `fsdp_cpu_ram_efficient_loading`, transformers (5.23) loads the weights on the first process alone, and
       accelerate sends them while it shards, which fails for parameters that are not sharded. Here they are sent first.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]): its methods are replaced.
-        model (`nn.Module`): the model with its adapters.
-        adapters (`Iterable[nn.Parameter]`): parameters that stay whole.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, adapters: Iterable[nn.Parameter]):
@@ -128,7 +123,6 @@ def shard_sizes(
     along its first dimension, and pads the last shards.
 
     Args:
-        model (`nn.Module`): the model with its adapters.
         adapters (`Iterable[nn.Parameter]`): their parameters, which do not count.
         world (`int`): number of processes.
         width (`int`, *optional*): bytes of a gathered element, if mixed precision changes it.
@@ -177,9 +171,6 @@ def in_the_precision_of_the_head(model: nn.Module) -> None:
     """
     Let the head take hidden states of any precision. With mixed precision, FSDP2 (torch 2.13) lets the layers give out
     the lower one also outside of autocast, while a head that is not sharded keeps its own.
-
-    Args:
-        model (`nn.Module`): a model with its head.
     """
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype), *args[1:]))
@@ -200,7 +191,6 @@ def with_all_layers(hidden: torch.Tensor, earlier: torch.Tensor, backbone: nn.Mo
     Args:
         hidden (`torch.Tensor` of shape `(B, S, H)`): last hidden states of the pass.
         earlier (`torch.Tensor` of shape `(G, W, H)`): last hidden states of the earlier pass.
-        backbone (`nn.Module`): the transformer.
     """
     if not any(isinstance(module, FSDPModule) for module in backbone.modules()):
         return hidden
@@ -225,9 +215,6 @@ def gather_in_one_order(model: nn.Module) -> None:
     gathers the one that follows it, in a backward pass the one before it. By default, a unit gathers the one that was
     used before it in whatever pass came last; processes whose passes differ in what they read of the head would gather
     different units then. Embeddings that the head does not read are not gathered: no backward pass reads them.
-
-    Args:
-        model (`nn.Module`): a sharded model.
     """
     layers = [layer for layer in _layers(model) if isinstance(layer, FSDPModule)]
     before, after = dict(zip(layers[1:], layers, strict=False)), dict(itertools.pairwise(layers))

@@ -38,7 +38,6 @@ class LossType:
         fits_actions (`bool`, *optional*, defaults to `False`): whether a turn may be a single action, which does not
             weigh more with more tokens. `luspo` weighs by length on purpose.
         one_advantage (`bool`, *optional*, defaults to `False`): whether all tokens of a turn need the same advantage.
-        metrics (`tuple[str, ...]`, *optional*): names of the metrics that it logs.
     """
 
     by_rows: bool = False
@@ -148,10 +147,6 @@ def constructing_parent(
     second trainer from them, so they are unchanged afterwards.
 
     Args:
-        args ([`MARFTConfig`]): training arguments.
-        has_adapters (`bool`): whether the team has adapters.
-        model_was_named (`bool`): whether the model was passed by its name.
-        ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
         reward_weights (`list[float]`, *optional*): of all reward functions; `None` for that of the training arguments.
     """
     kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, since TRL completes it for reward models
@@ -176,7 +171,6 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     Args:
         trainer ([`~trl.GRPOTrainer`]): its constructor has run, in [`without_reference`].
         beta (`float`): coefficient of the KL to the references.
-        ratio (`str`, *optional*): unit of the policy ratio; `None` for that of the training arguments.
     """
     trainer.beta = beta
     if ratio is not None:
@@ -196,9 +190,6 @@ class TrlState:
     """
     The state that `GRPOTrainer` (TRL 1.16) keeps in private attributes, under public names. It stays the trainer's,
     because methods of TRL read and write it.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): the trainer.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -345,9 +336,6 @@ class TrlSettings:
     Settings that `GRPOTrainer` (TRL 1.16) copies from the training arguments in its constructor and reads from itself
     afterwards, so that a callback may change them.
 
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): the trainer.
-
     Attributes:
         beta (`float`): coefficient of the KL to the references.
         loss_type (`str`): loss type.
@@ -427,9 +415,6 @@ class TrlRewards:
     """
     Reward functions, run by `GRPOTrainer._calculate_rewards` (TRL 1.16), which scores one generation batch with the
     functions of the trainer and gathers the result over processes.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): has the functions.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -530,9 +515,6 @@ class TrlLoss:
 
     The loss asks `_get_per_token_logps_and_entropies` for log-probabilities first and reads
     `inputs["old_per_token_logps"]` after that, so the answer may still change them: action level relies on it.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): computes the loss.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -550,7 +532,6 @@ class TrlLoss:
         Args:
             model (`nn.Module`): whose active adapter is the agent's.
             inputs (`dict[str, torch.Tensor]`): tensors of the rows, see [`collate`].
-            entropy_coef (`float`): coefficient of the entropy bonus.
             max_completion_length (`int`): of the agent, in tokens.
             entropy_mask (`Callable`, *optional*): in place of TRL's choice of the tokens of high entropy.
 

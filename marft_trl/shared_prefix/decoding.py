@@ -53,8 +53,6 @@ class GrowingSteps:
     a CPU, moving rows costs as much as computing several rows of a step.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): the model with its head.
-        size (`int`): tokens of a row that the cache has room for.
         mask (`torch.Tensor` of shape `(B, size)`): 0 for padding.
         lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
     """
@@ -113,9 +111,7 @@ class FixedSteps(GrowingSteps):
     The memory and the graphs can be used for many calls of `generate`, see [`StepStore`].
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): the model with its head.
         rows (`int`): largest number of rows.
-        size (`int`): tokens of a row that the cache has room for.
         device (`torch.device`): device of the tokens.
     """
 
@@ -319,7 +315,6 @@ class Watch(Protocol):
         Args:
             rows (`Sequence[int]`): their indices among all `B`.
             tokens (`Sequence[Sequence[int]]`): the tokens of each since the last call. Padding follows its end.
-            done (`Sequence[bool]`): whether it has ended.
 
         Returns: which of them are to end here, or `None` for none.
         """
@@ -346,7 +341,6 @@ def decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config:
             Arguments as prepared by `generate`. The prompts `(B, P)` are padded on the left.
         recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
-        adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
         is_fixed (`bool`, *optional*, defaults to `False`): whether steps keep their shapes, see [`FixedSteps`].
         store ([`StepStore`], *optional*): keeps fixed steps for the next call.
         key (`Hashable`, *optional*): see [`~FixedSteps.start`].

@@ -37,7 +37,6 @@ class Cluster:
 
     Args:
         length (`int`): number of shared tokens.
-        rows (`tuple[int, ...]`): positions of the sequences.
     """
 
     length: int
@@ -210,7 +209,6 @@ def hidden_states(
     prompt's last token.
 
     Args:
-        backbone (`nn.Module`): a causal transformer without its head.
         prompts (`Sequence[Sequence[int]]`): token ids of `B` prompts, none empty.
         completions (`Sequence[Sequence[int]]`): token ids of the completion of each prompt.
         share (`bool`, *optional*, defaults to `True`): compute common prefixes of the prompts once.
@@ -254,11 +252,9 @@ def shared_pass(
     Run two passes: one over the shared prefixes, and one over the rest of each row.
 
     Args:
-        backbone (`nn.Module`): a causal transformer without its head.
         rows (`Sequence[Sequence[int]]`): token ids.
         groups (`Sequence[Cluster]`): partition of the rows into rows with the same prefix.
         layer_class (`Callable`): class of the cache's layers in the second pass.
-        adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
     """
     device = next(backbone.parameters()).device
     starts, index = [0] * len(rows), [0] * len(rows)
@@ -330,7 +326,6 @@ def score(
     Compute log-probabilities `(N,)` and, if the head gives them, entropies `(N,)` with TRL's fused LM head.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): causal language model with TRL's head.
         hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
         tokens (`torch.Tensor` of shape `(N,)`): token ids.
     """

@@ -76,7 +76,6 @@ class FixedLayer(RoomyLayer):
     where later columns are masked, and where it writes is a number on the device.
 
     Args:
-        rows, size (`int`): as in [`RoomyLayer`].
         place (`torch.Tensor` of shape `(1,)`): the column that the next token goes to. All layers have the same.
     """
 
@@ -160,7 +159,6 @@ class _Part(NamedTuple):
     Prompts that go through the model together.
 
     Args:
-        rows (`list[int]`): which ones.
         groups (`list[Cluster]`): what they share, by their place in `rows`; empty if that gains nothing.
     """
 
@@ -174,10 +172,7 @@ def fill(cache: Cache, backbone: nn.Module, prompts: Sequence[list[int]], adapte
     its own at once, so that no copy of a whole cache is in memory.
 
     Args:
-        cache ([`~transformers.Cache`]): its layers are [`RoomyLayer`].
-        backbone (`nn.Module`): a causal transformer without its head.
         prompts (`Sequence[list[int]]`): token ids, none empty.
-        adapters ([`RowAdapters`], *optional*): of the rows, if they differ.
     """
     rows = [prompt[:-1] for prompt in prompts]
     width = max(map(len, rows))

@@ -50,7 +50,6 @@ class Children:
         Run a command to its end. Threads may call it.
 
         Args:
-            command (`Sequence[str]`): program and arguments.
             environment (`Mapping[str, str]`, *optional*): variables in place of those of this process.
             log (file, *optional*): where its output goes.
 

@@ -154,7 +154,6 @@ class Stepped(Coroutine[Any, Any, Any]):
     is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
 
     Args:
-        coroutine (`Coroutine`): the coroutine.
         around (`Callable`): `around()` makes the context manager.
     """
 

@@ -64,9 +64,6 @@ def module_of(file: Path) -> ModuleType:
     What it imports from beside it is found, and so is the source of its classes, which runs are compared by. It has
     the name of the file, unless a module from elsewhere has this name already.
 
-    Args:
-        file (`Path`): the file.
-
     Raises:
         ImportError: it is no Python file.
     """

@@ -98,8 +98,6 @@ class Lookout:
 
     Args:
         store (`torch.distributed.Store`): by which the processes found one another.
-        index (`int`): of this process.
-        places (`Sequence[Place]`): of all processes.
     """
 
     def __init__(self, store: Any, index: int, places: Sequence[Place]):
@@ -276,12 +274,7 @@ def ending_forks() -> Iterator[None]:
 
 
 class Processes:
-    """
-    The processes of a run. Every method but the properties is a collective: all processes call it.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]): does the communication.
-    """
+    """The processes of a run. Every method but the properties is a collective: all processes call it."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator

@@ -251,7 +251,6 @@ class EpisodeRandomness:
     from common states, in an order that depends on how long servers take.
 
     Args:
-        seed (`int`): seed of the initial states.
         is_beside (`bool`, *optional*, defaults to `False`): whether another thread trains meanwhile. Then torch has no
             state of the episode, and the code waits while that thread runs users' code.
     """

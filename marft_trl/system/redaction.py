@@ -84,7 +84,6 @@ def for_log(text: str, *known: str | None) -> str:
     control characters, without secrets, and without the values of secret environment variables.
 
     Args:
-        text (`str`): the text.
         known (`str`, *optional*): further secrets that it may repeat.
     """
     secrets = {

@@ -71,13 +71,7 @@ class Metrics:
 
 
 class StepMetrics:
-    """
-    Metrics of the micro-batches of one slice, by agent.
-
-    Args:
-        agents (`Sequence[str]`):
-            Names of the agents.
-    """
+    """Metrics of the micro-batches of one slice, by agent."""
 
     def __init__(self, agents: Sequence[str]):
         self._agents = list(agents)
@@ -107,8 +101,6 @@ class StepMetrics:
         Args:
             names (`Sequence[str]`):
                 Metrics to join, the same on every process.
-            processes ([`Processes`]):
-                The processes to join over.
 
         Returns: `name` for the team and `agents/<agent>/name` for each agent that had tokens.
         """

@@ -36,7 +36,6 @@ class TimeLimit:
     A time limit of the code inside [`time_limit`].
 
     Args:
-        seconds (`float`): the limit.
         message (`Callable`): `message(where)` makes the error message; `where` names the function that was running.
         thread (`int`): identifier of the thread that runs the code.
     """

@@ -31,8 +31,6 @@ def to_dataset(
     Turns of episodes in a format of TRL, see [`Team.to_dataset`].
 
     Args:
-        episodes (`Sequence[Episode]`): finished episodes.
-        kind (`str`): one of `KINDS`.
         agents (`Sequence[str]`): names of the agents that a model speaks for.
         agent (`str`, *optional*): whose turns. Defaults to those of all of them.
         rewards (`Sequence[float]`, *optional*): of the episodes. Defaults to what they earned in the workflow.

@@ -166,12 +166,7 @@ class Answer(Event):
 
 
 class GrowingText:
-    """
-    The text of tokens that arrive one by one. A character whose bytes have not all arrived is held back.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes them.
-    """
+    """The text of tokens that arrive one by one. A character whose bytes have not all arrived is held back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -205,7 +200,6 @@ class Narrator:
     Tells of the turns of an episode as events, see [`Follower`].
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes turns.
         tell (`Callable[[Event], None]`, *optional*): is told. If left out, turns end when nobody waits for them any
             more, and that is all.
         limit (`int`, *optional*): largest number of tokens of a turn.

@@ -176,9 +176,7 @@ class Ask:
         rows (`Sequence[dict]`): dataset rows with a `prompt`. Each gives an episode.
         seed (`int`): answers depend on it, and not on what is answered beside them.
         options (`Mapping[str, Any]`): options of the generator: `greedy`, or `sampling`.
-        workflow ([`Workflow`], *optional*): in place of that of the team.
         max_tokens (`int`, *optional*): largest number of tokens of a turn, where it is below that of its agent.
-        max_turns (`int`, *optional*): largest number of turns of an episode.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -205,7 +203,6 @@ class LiveTeam:
     they wait for one another only in so far as the model or the servers do.
 
     Args:
-        runner ([`EpisodeRunner`]): of the team.
         generator ([`Generator`]): samples turns of episodes that do not wait for one another.
     """
 
@@ -275,12 +272,7 @@ class LiveTeam:
 
 
 def from_thread(events: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:
-    """
-    Events of an asynchronous stream, for code that is not asynchronous. The stream runs in a thread.
-
-    Args:
-        events (`Callable`): makes the stream.
-    """
+    """Events of an asynchronous stream, for code that is not asynchronous. The stream runs in a thread."""
     found: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
     begun: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = queue.SimpleQueue()
 

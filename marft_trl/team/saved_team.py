@@ -62,7 +62,6 @@ def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
     How many turns may be sampled together, with their keys and values in memory.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): samples them.
         tokens (`int`): tokens of an observation and a turn together.
 
     Returns: at least 1.
@@ -225,9 +224,7 @@ class SavedTeam:
 
     Args:
         manifest ([`TeamManifest`]): with the settings that episodes are run with.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer with a padding token.
         view (`Callable`): of agents without their own.
-        servers ([`Servers`], *optional*): sample the turns.
     """
 
     manifest: TeamManifest
@@ -284,8 +281,6 @@ class SavedTeam:
         The same with other agents.
 
         Args:
-            agents (`Sequence[AgentSpec]`): the agents.
-            workflow ([`Workflow`]): the workflow.
             names (`Mapping[str, str]`): names that agents had before, by their present ones.
         """
         before, given = self.inference, {one.name: one for one in self.manifest.agents}

@@ -36,7 +36,6 @@ def load_base(
     The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base, or its name.
         args ([`MARFTConfig`]): `model_init_kwargs`, mixed precision, the device.
         quantization_config: as in `GRPOTrainer`.
         is_frozen (`bool`): whether only adapters on it are trained, see [`stays_frozen`].

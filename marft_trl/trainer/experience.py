@@ -37,8 +37,6 @@ class Evaluations:
     Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
-        runner ([`EpisodeRunner`]): samples turns.
         reporter ([`Reporter`]): reports several episodes of a question.
         collapse ([`Collapse`], *optional*): looks at evaluations of the trainer's own set.
     """
@@ -64,8 +62,6 @@ class Evaluations:
 
         Args:
             num_samples (`int`, *optional*): episodes of each question.
-            sampling (`dict`, *optional*): as `eval_sampling`.
-            k (`Sequence[int]`, *optional*): as `eval_k`.
             is_other_set (`bool`, *optional*, defaults to `False`): whether it is not the trainer's own set.
 
         Raises:
@@ -159,8 +155,6 @@ def fills_of(
 
     Args:
         run ([`RunContext`]): whether there is a KL to a reference.
-        log_probs ([`LogProbs`]): log-probabilities.
-        learner ([`CriticLearner`], *optional*): values.
         correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
         needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
     """
@@ -204,7 +198,6 @@ class Evaluated(NamedTuple):
     An evaluation batch.
 
     Args:
-        rollout ([`Rollout`]): episodes with rewards.
         slice ([`Slice`]): their rows, for the loss.
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
     """
@@ -227,15 +220,8 @@ class Experience:
     Makes slices of training rows out of dataset rows.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        schedule ([`Schedule`]): trained adapters.
-        rollouts ([`Rollouts`] or [`DynamicSampling`]): episodes with rewards.
         fills (`Sequence[Fill]`): what rows need before they have advantages, in order.
-        estimator ([`Estimator`]): advantages.
         batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
-        reporter ([`Reporter`]): reports rollouts.
-        reach ([`RewardReach`]): watches whether rewards reach the agents.
         collapse ([`Collapse`], *optional*): may restore adapters before episodes are sampled.
     """
 
@@ -361,7 +347,6 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
     Raise if a number that training would use is not finite.
 
     Args:
-        rows (`Sequence[Row]`): training rows.
         fields (`Mapping[str, str]`): fields of rows, and what to look at if one is not finite.
 
     Raises:

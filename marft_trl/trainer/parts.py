@@ -76,7 +76,6 @@ class UserCode:
     Args:
         view (`Callable`): observations of agents as messages.
         turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
-        eval_metrics (`Sequence[EvalMetric]`): metrics over the team's answers.
         vote (`Callable`): what is compared of answers when the samples of an evaluation vote.
         failures ([`Failures`]): what they have failed in.
     """
@@ -94,25 +93,15 @@ class Parts:
     The objects of a trainer, in the order in which a step uses them. A feature that is off has none.
 
     Args:
-        state ([`TrlState`]): position in the run, and the training rows in use.
-        processes ([`Processes`]): the processes of the run.
-        metrics ([`Metrics`]): metrics since the last log.
         runner ([`EpisodeRunner`]): runs episodes; has the prompts and the generator.
-        rollouts ([`Rollouts`]): episodes with rewards.
         experience ([`Experience`]): from dataset rows to training data.
         batcher ([`MicroBatcher`]): micro-batches that fit into memory.
         passes ([`Passes`]): how rows go through the model.
-        log_probs ([`LogProbs`]): log-probabilities.
         critic ([`CriticLearner`], *optional*): values and their loss.
-        loss ([`TeamLoss`]): losses of slices.
-        updates ([`AdapterUpdates`]): optimizer steps.
-        sequential ([`SequentialFactors`], *optional*): factors of sequential updates.
         reporter ([`Reporter`]): metrics, tables, transcripts.
-        evaluations ([`Evaluations`]): how evaluations sample.
         planner ([`Planner`]): what the run will do.
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
-        run ([`Run`]): the course of the run.
         look_ahead ([`LookAhead`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
         collapse ([`Collapse`], *optional*): says when a run falls, and may undo it.
@@ -157,11 +146,7 @@ def assemble(
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): has the model, the reward functions and the accelerator.
-        args ([`MARFTConfig`]): training arguments.
-        team ([`TeamSetup`]): the team.
         schedule ([`Schedule`]): which adapters learn in a step.
-        code ([`UserCode`]): functions of users.
-        engine ([`Engine`], *optional*): servers that generate.
     """
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
     metrics = Metrics(state.metrics, lambda: state.is_training)

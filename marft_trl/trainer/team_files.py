@@ -42,15 +42,12 @@ class TeamFiles:
     Writes what makes adapters a team.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
         args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
         runner ([`EpisodeRunner`]): has the present view, and the generator whose settings are saved.
-        base ([`BaseModel`]): the base, as the manifest has it.
         planner ([`Planner`]): who is shown to whom.
         max_rank (`int`): largest rank of the adapters; 0 without LoRA.
         repo (`Callable`): `repo()` returns the Hub id of the team, or `None`; a late push sets it.
         inference (`Mapping[str, Any]`): fields of [`Inference`] that the trainer has found out.
-        dataset (`Callable`): `dataset()` returns the training dataset.
     """
 
     def __init__(

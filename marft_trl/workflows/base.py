@@ -258,7 +258,6 @@ def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, 
     Return the pairs `(shown, sees)` among the turns of an episode, without pairs that a longer path already implies.
 
     Args:
-        turns (`Sequence[Turn]`): turns of an episode.
         numbered (`bool`, *optional*, defaults to `True`): whether to number the turns of an agent that has several.
     """
     counts = Counter(turn.agent for turn in turns)
@@ -347,8 +346,6 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
     Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
 
     Args:
-        agents (`Sequence[AgentSpec]`):
-            The team.
         kind (`str`):
             `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
             v2. `"none"`: no role prompt, as described in the README of MARFT v2.

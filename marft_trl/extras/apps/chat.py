@@ -19,10 +19,6 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
     """
     Read the body of a request.
 
-    Args:
-        body (`bytes`): JSON.
-        models (`Sequence[str]`): names that may be asked for.
-
     Raises:
         RequestError: the message names the field, what it got and what it needs.
     """
@@ -98,13 +94,7 @@ def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, A
 
 
 class Stream:
-    """
-    The parts of a streamed answer.
-
-    Args:
-        identity (`str`): id of the answer.
-        asked ([`Asked`]): the request.
-    """
+    """The parts of a streamed answer."""
 
     def __init__(self, identity: str, asked: Asked):
         self._head, self._with_usage = _head(identity, asked, "chat.completion.chunk"), asked.with_usage

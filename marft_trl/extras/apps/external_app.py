@@ -266,8 +266,6 @@ class _Conversation:
     The requests of one episode as they become turns.
 
     Args:
-        app ([`ExternalApp`]): the workflow.
-        episode ([`LiveEpisode`]): the episode.
         session ([`Session`]): where requests come from.
     """
 

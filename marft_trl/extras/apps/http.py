@@ -69,8 +69,6 @@ class Client(Protocol):
         Answer a request.
 
         Args:
-            asked ([`Asked`]): the request.
-            body (`bytes`): its body.
             is_again (`bool`): whether the client says that it has tried before.
             tell (`Callable`, *optional*): for a stream, may be called with texts as they grow.
 
@@ -110,12 +108,7 @@ class Backend(Protocol):
 
 
 class HTTPApplication:
-    """
-    The routes of the API.
-
-    Args:
-        backend ([`Backend`]): who answers.
-    """
+    """The routes of the API."""
 
     def __init__(self, backend: Backend):
         self._backend = backend

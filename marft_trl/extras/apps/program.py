@@ -74,7 +74,6 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
 
     Args:
         command (`str` or `Sequence[str]`): with `{column}` for values of the row, `{base_url}` and `{api_key}`.
-        row (`Mapping[str, Any]`): the row.
         endpoint ([`AppEndpoint`]): where the application asks the agents.
 
     Raises:
@@ -152,10 +151,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     Run a program to its end. It finds the row as JSON on its standard input. If the caller is cancelled, it is ended.
 
     Args:
-        arguments (`Sequence[str]`): program and arguments.
-        row (`Mapping[str, Any]`): the row.
         endpoint ([`AppEndpoint`]): where it asks the agents.
-        cwd (`str`): its folder.
     """
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     transport, heard = await asyncio.get_running_loop().subprocess_exec(

@@ -75,8 +75,6 @@ class RequestError(ValueError):
 
     Args:
         message (`str`): why, and what to change.
-        status (`int`, *optional*, defaults to `400`): HTTP status.
-        field (`str`, *optional*): the field of the request.
         code (`str`, *optional*): OpenAI's code of the error.
     """
 
@@ -251,8 +249,6 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     The text of a content: a string, or a list of parts.
 
     Args:
-        content (`Any`): the content.
-        where (`str`): its field.
         kinds (`Sequence[str]`, *optional*): types of parts that have a text.
     """
     if isinstance(content, list):
@@ -283,14 +279,7 @@ _REFUSED_FORMAT = "Constrained decoding would sample from another policy. Ask fo
 
 
 class SaidCall(NamedTuple):
-    """
-    A call of a function.
-
-    Args:
-        id (`str`): id that its result refers to.
-        name (`str`): name of the function.
-        arguments (`str`): its arguments, as JSON.
-    """
+    """A call of a function."""
 
     id: str
     name: str
@@ -303,17 +292,13 @@ class Asked:
     A request for one message of a model.
 
     Args:
-        model (`str`): name of the model.
         messages (`list[dict]`): the conversation as chat templates take it. Calls have mappings as `arguments`, and
             results the `name` of their function.
         tools (`tuple[dict, ...]`): JSON schemas of functions, as chat templates take them.
         stop (`tuple[str, ...]`): texts that end the message.
-        stream (`bool`): whether the answer is to be a stream.
         with_usage (`bool`): whether a stream ends with the numbers of tokens.
-        sampling (`dict`): sampling settings.
         max_tokens (`int`, *optional*): largest number of tokens.
         count (`int`): number of answers.
-        seed (`int`, *optional*): seed of sampling.
         row (`dict`): further columns of a dataset row.
         show_turns (`bool`): whether the answer has the turns of teammates.
     """
@@ -344,10 +329,7 @@ class Asked:
         Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
 
         Args:
-            given (`Mapping[str, Any]`): the request.
-            models (`Sequence[str]`): names that may be asked for.
             own (`Collection[str]`): names of fields that this form alone has.
-            messages (`Callable`): reads the messages.
             tool (`Callable`): finds the function of a tool, and the name of its field.
         """
         model = model_of(given, models)
@@ -387,13 +369,10 @@ class Said:
     A message of a model.
 
     Args:
-        text (`str`): its text, without calls.
-        calls (`tuple[SaidCall, ...]`): calls of functions.
         is_cut (`bool`): whether it ended at its largest length.
         read (`int`): number of tokens of the conversation.
         written (`int`): number of tokens of the message.
         thoughts (`str`): what teammates have said before it.
-        turns (`dict`, *optional*): the turns of the episode.
         agents (`dict`): numbers of tokens of each agent of a team.
     """
 
@@ -412,7 +391,6 @@ class Said:
         A turn as a message.
 
         Args:
-            turn ([`Turn`]): the turn.
             stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
             mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
         """
@@ -475,13 +453,7 @@ def _tools(
 
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:
-    """
-    The schema of a function: its name, and what of description and parameters there is.
-
-    Args:
-        tool (`Any`): an object with a `name`.
-        where (`str`): its field.
-    """
+    """The schema of a function: its name, and what of description and parameters there is."""
     function = {key: value for key, value in object_of(tool, where).items() if key not in ("type", "strict")}
     name_of(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description"), str | None):

@@ -79,13 +79,7 @@ def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, A
 
 
 class Stream:
-    """
-    The events of an answer that grows.
-
-    Args:
-        identity (`str`): id of the answer.
-        asked ([`Asked`]): the request.
-    """
+    """The events of an answer that grows."""
 
     def __init__(self, identity: str, asked: Asked):
         self._identity, self._asked, self._count, self._has_text = identity, asked, 0, False

@@ -313,11 +313,7 @@ class _OnMessages(Workflow):
 
 
 class _Gateway:
-    """
-    Args:
-        team ([`Team`]): the team.
-        settings ([`GatewaySettings`]): address and limits.
-    """
+    """ """
 
     def __init__(self, team: Team, settings: GatewaySettings):
         names = [agent.name for agent in team.agents]

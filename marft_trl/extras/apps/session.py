@@ -111,7 +111,6 @@ class Waiting:
     the event loop of the episode.
 
     Args:
-        asked ([`Asked`]): the request.
         seen (`tuple[Turn, ...]`): turns that were answered before it came.
     """
 

@@ -29,13 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class BaseCommand:
-    """
-    A command.
-
-    Args:
-        name (`str`): its name.
-        help (`str`): what it does.
-    """
+    """A command."""
 
     def __init__(self, name: str, help: str):
         self.name, self.help = name, help
@@ -139,10 +133,7 @@ def as_tokens(
     there twice, the last one counts. So each is read and checked in the same way.
 
     Args:
-        given (`Mapping[str, Any]`): the options.
-        parser (`argparse.ArgumentParser`): knows them.
         line (`Iterable[str]`, *optional*): the command line. What it has is left out, also of options that add up.
-        others (`Iterable[str]`, *optional*): names of options that another parser takes, for the error.
         where (`str`, *optional*, defaults to `"The YAML file"`): where they stand, for the error.
 
     Raises:
@@ -188,8 +179,6 @@ def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, other
     """
     Args:
         unknown (`Iterable[str]`): arguments that no parser has taken.
-        parser (`argparse.ArgumentParser`): the last of them.
-        others (`Iterable[str]`, *optional*): names of options that another parser takes, for the error.
 
     Raises:
         UsageError: arguments are left that the parser does not know.

@@ -41,7 +41,6 @@ class Recipe:
     A team that is to be trained: the options that it has, and the trainer that it makes with them.
 
     Args:
-        parser (`argparse.ArgumentParser`): of its options.
         given (`Mapping[str, Any]`): options that it sets itself, as in a YAML file.
         make (`Callable`): `make(parsed)` makes the trainer of the parsed options.
     """

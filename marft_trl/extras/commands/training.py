@@ -30,12 +30,7 @@ _NOT_TAKEN = ("help", "module", "no_python")
 
 
 class Launcher:
-    """
-    The options of `accelerate launch` that are not options of the training arguments, too.
-
-    Args:
-        taken (`Sequence[str]`): names of the latter.
-    """
+    """The options of `accelerate launch` that are not options of the training arguments, too."""
 
     def __init__(self, taken: Sequence[str]):
         self._parser = launch_command_parser()

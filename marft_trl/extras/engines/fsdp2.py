@@ -99,7 +99,6 @@ class LockStep:
         Return when all processes are about to do what this one wants.
 
         Args:
-            wanted (`int`): what that is.
             passes (`int`, *optional*, defaults to 0): forward passes that its backward pass goes through.
 
         Returns: the largest number of forward passes that the backward pass of a process goes through.
@@ -264,7 +263,6 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): its constructor has run.
-        policies ([`Policies`]): the adapters.
     """
     if trainer.accelerator.is_fsdp2:
         _check_layers(trainer)
@@ -304,7 +302,6 @@ def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     Keep the passes of the processes in step, if the base is sharded.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): has the model.
         processes ([`Processes`]): their collectives wait for passes.
     """
     if trainer.accelerator.is_fsdp2 and processes.count > 1:

@@ -91,13 +91,7 @@ _HOT = 2.0
 
 
 class MismatchError(RuntimeError):
-    """
-    A server computes other log-probabilities with an adapter than the trainer.
-
-    Args:
-        message (`str`): the message.
-        entry (`str`): the entry of the library.
-    """
+    """A server computes other log-probabilities with an adapter than the trainer."""
 
     def __init__(self, message: str, entry: str):
         super().__init__(message)
@@ -138,9 +132,6 @@ class Version:
         entry (`str`): what the weights are: an adapter of the team, its reference, or the base.
         number (`int`): counts the states of this entry, from 0.
         name (`str`): name on the servers, which no other state ever has.
-        folder (`str`): folder of its files.
-        digest (`str`): of its weights.
-        probes (`tuple[Probe, ...]`): what it is compared by.
     """
 
     entry: str
@@ -158,7 +149,6 @@ class Entry:
 
     Args:
         tensors (`Callable`): returns the present tensors of a LoRA, by their names in PEFT's files.
-        config ([`~peft.LoraConfig`]): its config.
         next_token (`Callable`): `next_token(ids)` returns the trainer's own log-probabilities `(V,)` of all tokens
             after some token ids, at temperature 1.
         is_fixed (`bool`): whether the weights never change.
@@ -179,9 +169,6 @@ class AdapterLibrary:
 
     Args:
         folder (`str` or `os.PathLike`): folder that the servers see under the same path.
-        entries (`Mapping[str, Entry]`): the weights.
-        servers ([`ServerSettings`]): addresses and limits.
-        vocabulary (`int`): number of token ids.
         tolerance (`float`): largest mean difference of log-probabilities between a server and the trainer.
     """
 

@@ -96,12 +96,8 @@ def server_flags(
 
     Args:
         model (`str`): name or folder of the base.
-        adapters (`Mapping[str, int]`): rank of each adapter.
-        args ([`MARFTConfig`]): training arguments.
-        port (`int`): port.
         host (`str`): address to listen at.
         max_model_len (`int`, *optional*): longest prompt and turn together.
-        device (`str`): `"cuda"` or `"cpu"`.
     """
     most = max_loras(len(adapters), args.max_staleness)
     return [
@@ -154,7 +150,6 @@ class OwnServer:
         flags (`Callable`): `flags(port)` returns the arguments of vLLM's server.
         python (`str`): interpreter of an environment with vLLM.
         log (`Path`): file that the server's output is appended to.
-        variables (`Mapping[str, str]`, *optional*): environment variables of the server.
 
     Attributes:
         url (`str`): its address, on this machine only.

@@ -26,8 +26,6 @@ class LookAhead:
     Reads dataloaders ahead. Batches come in the order of the dataloader, and none is read beyond the end of a pass.
 
     Args:
-        state ([`TrlState`]): position in the run.
-        schedule ([`Schedule`]): when new episodes are due.
         batches (`int`): number of generation batches to read ahead.
     """
 
@@ -94,11 +92,7 @@ class _Job(NamedTuple):
     A generation batch.
 
     Args:
-        rows (`Sequence[dict]`): dataset rows of this process.
-        key (`tuple`): its place in the run.
         pin (`Any`): weights that it is sampled from.
-        failures ([`Failures`]): those of its episodes.
-        episodes (`concurrent.futures.Future`): gets its episodes.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -117,10 +111,8 @@ class Overlap:
     a batch is sampled from does not depend on how long rollouts and training take.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
         runner ([`EpisodeRunner`]): runs episodes, on servers.
         look_ahead ([`LookAhead`]): the number of the batch that is due, and the rows of later ones.
-        failures ([`Failures`]): gets them.
     """
 
     def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: LookAhead, failures: Failures):

@@ -40,7 +40,6 @@ class ServerSettings:
     The servers of a team.
 
     Args:
-        urls (`tuple[str, ...]`): their addresses.
         request_timeout (`float`): seconds after which a request for a turn is given up.
         server_timeout (`float`): seconds that requests wait while no server works.
         max_inflight (`int`): largest number of requests at a server at the same time.
@@ -75,7 +74,6 @@ class Replicas:
     request is sent again, with the same seed; the server first gets the adapters that it lacks.
 
     Args:
-        settings ([`ServerSettings`]): addresses and limits.
         make_ready (`Callable`): `await make_ready(server)` loads on a server what it lacks.
     """
 
@@ -105,10 +103,6 @@ class Replicas:
     async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> tuple[Generated, str]:
         """
         Generate a turn.
-
-        Args:
-            order ([`Order`]): what is asked for.
-            hear (`Callable`, *optional*): called with the newest tokens while they arrive.
 
         Returns: the turn, and the address of the server.
 

@@ -36,13 +36,7 @@ class UnknownAdapterError(LookupError):
 
 
 class RefusedError(ValueError):
-    """
-    A server refused a request, and would refuse it again.
-
-    Args:
-        message (`str`): the message.
-        status (`int`): HTTP status.
-    """
+    """A server refused a request, and would refuse it again."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -99,7 +93,6 @@ class VLLMServer:
 
     Args:
         url (`str`): address, such as `"http://localhost:8000"`.
-        session (`aiohttp.ClientSession`): connections to it.
         timeout (`float`): seconds after which a request for a turn is given up.
         key (`str`, *optional*): the server's API key.
     """
@@ -112,10 +105,6 @@ class VLLMServer:
     async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> Generated:
         """
         Generate a turn.
-
-        Args:
-            order ([`Order`]): what is asked for.
-            hear (`Callable`, *optional*): called with the newest tokens while they arrive.
 
         Raises:
             ServerDownError: the server does not answer.

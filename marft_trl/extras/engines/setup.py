@@ -48,7 +48,6 @@ class Engine:
     The servers that generate for a trainer.
 
     Args:
-        servers ([`ServerSettings`]): addresses and limits.
         longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn together, if they tell.
     """
 
@@ -139,17 +138,9 @@ def make_vllm_generator(
     The generator of a team on vLLM servers.
 
     Args:
-        team ([`TeamSetup`]): the team as it is trained.
-        run ([`RunContext`]): the run that trains it.
-        servers ([`ServerSettings`]): addresses and limits.
-        model ([`~peft.PeftModel`]): has the adapters.
         settings (`Callable`): all settings of `generate` of a [`Sampling`].
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
-        ends (`Sequence[int]`): ids of the tokens that end a turn.
-        vocabulary (`int`): number of token ids.
         is_exact (`bool`): whether the trainer computes in float32.
         next_token (`Callable`): the trainer's log-probabilities.
-        past ([`PastCopies`], *optional*): past copies that opponents act with.
     """
     args = run.args
     served = [agent for agent in team.agents if agent.has_policy]
@@ -245,14 +236,7 @@ def _reference_tensors(policies: Policies, model: PeftModel, agent: AgentSpec) -
 
 
 def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int]) -> OwnServer:
-    """
-    Start a server on the device of this process, and wait until it runs.
-
-    Args:
-        args ([`MARFTConfig`]): training arguments.
-        model ([`~peft.PeftModel`]): the base with its adapters.
-        adapters (`Mapping[str, int]`): rank of each adapter.
-    """
+    """Start a server on the device of this process, and wait until it runs."""
     base, device = model.get_base_model(), args.device
     if device.type not in ("cuda", "cpu"):
         raise ValueError(

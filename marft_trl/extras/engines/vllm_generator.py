@@ -48,7 +48,6 @@ class SamplingCorrection:
     Compares the log-probabilities of servers with the trainer's, and weighs tokens by their ratio.
 
     Args:
-        run ([`RunContext`]): the run that trains it.
         tolerance (`float`): mean difference of log-probabilities above which a run ends.
         staleness (`Callable`): `staleness(adapter, version)` returns how often an adapter was published since.
     """
@@ -203,15 +202,8 @@ class VLLMGenerator(Generator):
     Generates turns on vLLM servers.
 
     Args:
-        policies ([`Policies`]): of the team.
-        samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
-        library ([`AdapterLibrary`]): the adapters on the servers.
-        servers ([`ServerSettings`]): addresses and limits.
         settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes stop texts.
-        ends (`Sequence[int]`): ids of the tokens that end a turn.
         processes ([`Processes`], *optional*): the first one publishes for all. Without them, this one is alone.
-        past ([`PastCopies`], *optional*): past copies that opponents act with.
 
     Attributes:
         library ([`AdapterLibrary`]): the adapters on the servers.

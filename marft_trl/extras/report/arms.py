@@ -35,7 +35,6 @@ class Arm:
 
     Args:
         name (`str`): such as `"solo"` or `"frozen:planner"`.
-        what (`str`): the change in words.
         change (`Callable`, *optional*): the experiment with the change; `None` for an arm that is evaluated with the
             weights of another one.
         evaluation (`str`): name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.

@@ -36,14 +36,7 @@ class OtherExperimentError(ValueError):
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    An arm with a seed.
-
-    Args:
-        arm (`str`): name of the arm.
-        seed (`int`): seed of the run.
-        folder (`Path`): where it is written.
-    """
+    """An arm with a seed."""
 
     arm: str
     seed: int
@@ -100,10 +93,8 @@ class TokenBudget(TrainerCallback):
     ends there too.
 
     Args:
-        tokens (`int`): the budget.
         generated (`Callable`): `generated()` gives the tokens so far.
         updates (`int`): updates for which a generation batch is used.
-        folder (`Path`): folder of the run.
     """
 
     def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):

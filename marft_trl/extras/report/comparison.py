@@ -26,7 +26,6 @@ class ArmResult:
     What came of an arm.
 
     Args:
-        arm ([`Arm`]): the arm.
         accuracy ([`Interval`], *optional*): accuracy over seeds and questions; `None` for an arm that was left out.
         difference ([`Interval`], *optional*): accuracy of the trained team minus that of this arm, by question.
         tokens, seconds (`float`, *optional*): generated tokens and seconds of training, means over seeds; `None` where
@@ -50,10 +49,8 @@ class Comparison:
     A report.
 
     Args:
-        name (`str`): its title.
         results (`Sequence[ArmResult]`): the arms, the trained team first.
         verdicts (`Sequence[str]`): what they say, in plain sentences.
-        margin (`float`): differences below it are too small to matter.
         questions_in_both (`int`): evaluation questions that are also training questions.
     """
 
@@ -70,16 +67,7 @@ class Comparison:
 def compare(
     experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
 ) -> Comparison:
-    """
-    Compare the runs of a report.
-
-    Args:
-        experiment ([`Experiment`]): its title and its agents.
-        arms (`Sequence[Arm]`): the arms.
-        runs (`Path`): folder of the runs.
-        seeds (`Sequence[int]`): their seeds.
-        margin (`float`): differences below it are too small to matter.
-    """
+    """Compare the runs of a report."""
     team = _scores(arms[0], runs, seeds)
     results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
     found = {one.arm.name: one for one in results}

@@ -25,9 +25,7 @@ def load(module: str, package: str, what: str) -> Any:
     Import a module of a package of tasks.
 
     Args:
-        module (`str`): name of the module.
         package (`str`): name of the package on PyPI.
-        what (`str`): what needs it, for the message.
 
     Raises:
         ImportError: the package is not installed.
